@@ -6,7 +6,7 @@ import mmap
 import os
 import signal
 import threading
-from multiprocessing import active_children
+from multiprocessing import active_children, current_process
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -83,6 +83,7 @@ def test_late_replacements_follow_later(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     rows = Rows(20, gate=gate)
     with sf.SmartCacheDataset(rows, cache_num=10, replace_rate=0.2, shuffle=False) as data:
+        until(data.window.state.filled_by_others)
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         assert data.stats().advice == ""
         for epoch in range(3):  # nothing comes: the window stays, and nobody waits
@@ -117,15 +118,16 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
         del loader
 
 
-def test_however_late_nobody_is_passed_over() -> None:
-    """Without fill processes for many epochs; then the window goes on by no more than its own size."""
-    with sf.SmartCacheDataset(Rows(60), cache_num=10, replace_rate=0.5, shuffle=False) as data:
-        data.shutdown()
+def test_however_late_no_sample_is_passed_over(tmp_path: Path) -> None:
+    """The window goes on by no more than its own size."""
+    gate = tmp_path / "gate"
+    with sf.SmartCacheDataset(Rows(60, gate=gate), cache_num=10, replace_rate=0.5, shuffle=False) as data:
+        until(data.window.state.filled_by_others)
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         for _ in range(8):
             assert sorted(ids_of(loader)) == list(range(10))
         assert data.stats().lag == 35
-        data.start()
+        gate.touch()
         until(lambda: data.window.ready(0, 10) == 10)
         assert sorted(ids_of(loader)) == list(range(10, 20))
         del loader
@@ -180,6 +182,49 @@ def test_a_dead_fill_process_is_replaced(caplog: pytest.LogCaptureFixture) -> No
         data.start()  # by hand
         assert data.is_started()
         del loader
+
+
+class Killed(Rows):
+    """Every other process than this one dies in `fetch`, as one that takes too much memory does."""
+
+    def _record(self, id: int) -> Any:
+        if os.getpid() != self.pid:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super()._record(id)
+
+
+def epochs(data: sf.SmartCacheDataset, kind: str) -> list[list[int]]:
+    loader = LOADERS[kind](data, batch_size=4)
+    data.set_epoch(0)
+    return [sorted(ids_of(loader)) for _ in range(9)]
+
+
+def in_a_daemon(on_late: str) -> None:
+    """A daemon may have no processes of its own, and so no fill process."""
+    current_process()._config["daemon"] = True
+    with sf.SmartCacheDataset(Rows(20), cache_num=8, replace_rate=0.5, shuffle=False, on_late=on_late) as data:
+        assert epochs(data, "stallfree") == DUE
+
+
+DUE = [sorted(id % 20 for id in range(4 * epoch, 4 * epoch + 8)) for epoch in range(9)]
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+@pytest.mark.parametrize("on_late", ["partial", "wait"])
+def test_without_fill_processes_the_window_moves_as_planned(on_late: str, kind: str) -> None:
+    """However they ended: the samples are prepared as they are asked for."""
+    with sf.SmartCacheDataset(Killed(20), cache_num=8, replace_rate=0.5, shuffle=False, on_late=on_late) as data:
+        data.begin_epoch(0)
+        for _ in range(3):
+            until(lambda: not data.is_started())
+            len(data)  # as loaders do for each epoch
+        assert epochs(data, kind) == DUE
+        assert data.stats().resident_items <= data.cache_num + data.replace_num
+    with sf.SmartCacheDataset(Rows(20), cache_num=8, replace_rate=0.5, shuffle=False, on_late=on_late) as data:
+        data.shutdown()
+        assert epochs(data, kind) == DUE
+    if kind == "stallfree":
+        assert Child(in_a_daemon, on_late).wait() == 0
 
 
 def test_one_fill_process_does_the_work_of_two() -> None:

@@ -37,19 +37,19 @@ def test_a_data_set_that_grows_or_shrinks_is_served_as_torch_serves_it(by_sample
 
 def test_a_cache_keeps_the_length_that_it_has_and_says_so() -> None:
     data = [np.array(id) for id in range(3)]
-    with sf.CachedDataset(data, capacity="1MiB") as cached:
-        for loader in (sf.DataLoader(cached, 2), sf.DataLoader(data, 2, cache="auto", capacity="1MiB")):
-            with loader:
-                assert sum(map(len, loader)) == 3
-                data.append(np.array(9))
-                with pytest.warns(StallfreeWarning, match="has 4 samples now and had 3; the loader keeps to those"):
-                    assert sum(map(len, loader)) == 3
-                with warnings.catch_warnings():
-                    warnings.simplefilter("error", StallfreeWarning)
-                    assert sum(map(len, loader)) == 3
-                data.pop()
-                with pytest.warns(StallfreeWarning, match="has 3 samples now and had 4"):
-                    assert sum(map(len, loader)) == 3
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
+        assert sum(map(len, loader)) == 3
+        data.append(np.array(9))
+        with pytest.warns(StallfreeWarning) as caught:
+            assert sum(map(len, loader)) == 3
+        assert "has 4 samples now and had 3; the loader keeps to those" in str(caught[0].message)
+        assert "the dataset of type list is not what it was when samples were cached" in str(caught[1].message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", StallfreeWarning)
+            assert sum(map(len, loader)) == 3
+        data.pop()
+        with pytest.warns(StallfreeWarning, match="has 3 samples now and had 4"):
+            assert sum(map(len, loader)) == 3
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -60,9 +60,163 @@ def test_another_collate_fn_may_be_set(workers: int) -> None:
         assert list(loader) == [[0, 10], [20, 30]]
 
 
+# -- attributes that torch's loader allows to be set -------------------------------------------------------------------
+
+
+class Told(torch.utils.data.Dataset[tuple[int, int]]):
+    """Samples say what the worker process knows."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, id: int) -> tuple[int, int]:
+        info = torch.utils.data.get_worker_info()
+        return id, -1 if info is None else info.num_workers + 10 * getattr(info.dataset, "told", 0)
+
+
+def tell(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.told = 7  # type: ignore[union-attr]
+
+
+SET: dict[str, Any] = {
+    "num_workers": 0,
+    "worker_init_fn": tell,
+    "timeout": 9,
+    "prefetch_factor": 3,
+    "pin_memory": True,
+    "pin_memory_device": "",
+    "in_order": True,
+    "multiprocessing_context": "forkserver",
+    "generator": torch.Generator(),
+    "collate_fn": lambda samples: len(samples),
+}
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before the first iteration", "between two"])
+@pytest.mark.parametrize("name", SET)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_torch_lets_others_set(workers: int, name: str, before: bool) -> None:
+    """It applies from the next iteration on."""
+    if name in ("multiprocessing_context", "timeout") and not workers:
+        pytest.skip("torch's loader needs workers for it")
+    found = []
+    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
+        loader = kind(Told(), 2, num_workers=workers)
+        seen = [] if before else [repr(list(loader))]
+        setattr(loader, name, SET[name])
+        value = getattr(loader, name)
+        shown = type(value) if name == "multiprocessing_context" else value
+        found.append([*seen, repr(list(loader)), shown])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_another_number_of_workers(stream: bool) -> None:
+    class Numbers(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(4))
+
+    found = []
+    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
+        loader = kind(Numbers() if stream else Told(), 2, num_workers=1)
+        seen = [repr(list(loader))]
+        loader.num_workers = 2
+        found.append([*seen, repr(list(loader))])
+    assert found[0] == found[1]
+
+
+def test_a_wrong_value_is_named_at_the_next_iteration() -> None:
+    loader = sf.DataLoader(list(range(4)), 2)
+    loader.num_workers = -1
+    with pytest.raises(InputError, match="num_workers=-1"):
+        list(loader)
+    loader.num_workers, loader.worker_init_fn = 0, 3  # type: ignore[assignment]
+    with pytest.raises(InputError, match="worker_init_fn=3 cannot be called"):
+        list(loader)
+    loader.worker_init_fn = None
+    assert batches(loader) == [[0, 1], [2, 3]]
+    loader = sf.DataLoader(list(range(4)), 2, cache="auto", capacity="1KiB")
+    with pytest.raises(InputError, match="num_workers of a loader that exists cannot be set"):
+        loader.num_workers = 3
+
+
+def test_a_setting_moves_no_epoch() -> None:
+    def orders(change: Any) -> list[Any]:
+        loader = sf.DataLoader(list(range(20)), 20, shuffle=True, seed=2)
+        found = []
+        for _ in range(3):
+            found += batches(loader)
+            change(loader)
+        return found
+
+    assert orders(lambda loader: setattr(loader, "timeout", loader.timeout + 1)) == orders(lambda loader: None)
+
+
+class Repeating:
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Any:
+        while True:
+            yield from iter(self.sampler)
+
+
+def endless(kind: Any, *, way: str) -> Any:
+    """The subclasses with one endless iterator that several training repositories have."""
+
+    class Endless(kind):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            if way == "object.__setattr__":
+                object.__setattr__(self, "batch_sampler", Repeating(self.batch_sampler))
+            else:
+                self._DataLoader__initialized = False
+                name = "sampler" if self.batch_sampler is None else "batch_sampler"
+                setattr(self, name, Repeating(getattr(self, name)))
+                self._DataLoader__initialized = True
+            self.iterator = super()._get_iterator() if way == "_get_iterator" else super().__iter__()
+
+        def __len__(self) -> int:
+            return len((self.sampler if self.batch_sampler is None else self.batch_sampler).sampler)
+
+        def __iter__(self) -> Any:
+            for _ in range(len(self)):
+                yield next(self.iterator)
+
+    return Endless
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("size", [4, None])
+@pytest.mark.parametrize("way", ["object.__setattr__", "__initialized", "_get_iterator"])
+def test_a_subclass_that_repeats_its_sampler(way: str, size: int | None, workers: int) -> None:
+    if way == "object.__setattr__" and size is None:
+        pytest.skip("it replaces the batch sampler, which there is none of")
+    found = []
+    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
+        loader = endless(kind, way=way)(list(range(10)), size, num_workers=workers)
+        found.append([repr(list(loader)) for _ in range(3)])
+        loader.iterator = None
+    assert found[0] == found[1]
+    shuffled = endless(sf.DataLoader, way=way)(list(range(10)), size, shuffle=True, seed=4, num_workers=workers)
+    epochs = [repr(list(shuffled)) for _ in range(3)]
+    shuffled.iterator = None
+    plain = sf.DataLoader(list(range(10)), size, shuffle=True, seed=4)
+    assert epochs == [repr(list(plain)) for _ in range(3)]
+    assert len(set(epochs)) == 3
+    shuffled.close()
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("batch_size", 2), ("drop_last", True), ("dataset", [1]), ("sampler", [0]), ("num_workers", 2), ("timeout", 3)],
+    [
+        ("batch_size", 2),
+        ("drop_last", True),
+        ("dataset", [1]),
+        ("sampler", [0]),
+        ("persistent_workers", True),
+        ("seed", 3),
+    ],
 )
 def test_no_other_argument_may_be_set(name: str, value: Any) -> None:
     loader = sf.DataLoader(list(range(4)), 2)

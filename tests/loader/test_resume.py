@@ -155,3 +155,72 @@ def test_a_sampler_that_raises_has_no_state() -> None:
     assert [labels.tolist() for _, labels in (next(iterator) for _ in range(3))] == [[2, 3], [4, 5], [6, 7]]
     with pytest.raises(ZeroDivisionError):
         next(iterator)
+
+
+# -- samplers that do not end -----------------------------------------------------------------------------------------
+
+
+class Endless:
+    """Permutations one after the other, or batches of them. Counts what is drawn; fails if that is more than needed."""
+
+    def __init__(self, size: int = 0, length: int | None = None) -> None:
+        self.size, self.length, self.drawn = size, length, 0
+
+    def __iter__(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        while True:
+            ids = torch.randperm(SAMPLES, generator=generator).tolist()
+            self.drawn += len(ids)
+            assert self.drawn < 1_000_000
+            yield from ([ids[at : at + self.size] for at in range(0, SAMPLES, self.size)] if self.size else ids)
+
+
+class EndlessWithLength(Endless):
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Endless, EndlessWithLength])
+@pytest.mark.parametrize("by_batches", [False, True], ids=["sampler", "batch_sampler"])
+def test_a_sampler_that_does_not_end(by_batches: bool, kind: Any, workers: int) -> None:
+    def make() -> sf.DataLoader:
+        order = {"batch_sampler": kind(5)} if by_batches else {"batch_size": 4, "sampler": kind()}
+        return sf.DataLoader(Made(SAMPLES, int), num_workers=workers, seed=6, **order)
+
+    loader = make()
+    batches = iter(loader)
+    for _ in range(7):
+        next(batches)
+    state = loader.state_dict()
+    assert len(json.dumps(state)) < 500
+    expected = [next(batches).tolist() for _ in range(20)]
+    resumed = make()
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    again = iter(resumed)
+    assert [next(again).tolist() for _ in range(10)] == expected[:10]
+    third = make()
+    third.load_state_dict(resumed.state_dict())
+    last = iter(third)
+    assert [next(last).tolist() for _ in range(10)] == expected[10:]
+    sampler = loader.batch_sampler if by_batches else loader.sampler
+    drawn = sampler.drawn
+    for _ in range(100):
+        next(batches)
+        loader.state_dict()
+    assert sampler.drawn - drawn < 700  # a state draws no more than the one before
+    for made in (loader, resumed, third):
+        made.close()
+
+
+def test_a_long_sampler_that_ends_is_exact() -> None:
+    """It is random, and much longer than the data set: its rest is in the state."""
+    count = 100_000
+    sampler = RandomSampler(range(SAMPLES), replacement=True, num_samples=count)
+    loader = sf.DataLoader(Made(SAMPLES, int), 1000, sampler=sampler)
+    batches = iter(loader)
+    seen = [next(batches).tolist()]
+    resumed = sf.DataLoader(Made(SAMPLES, int), 1000, sampler=sampler)
+    resumed.load_state_dict(loader.state_dict())
+    seen += [batch.tolist() for batch in batches]
+    assert [seen[0], *(batch.tolist() for batch in resumed)] == seen

@@ -122,9 +122,9 @@ def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
 
 
 def test_who_tells_the_cache_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reduce, "ranks_of_job", lambda: (3, 4))
-    assert reduce.is_first_here()  # nothing tells: better twice than not at all
-    monkeypatch.setenv("SLURM_LOCALID", "1")
-    assert not reduce.is_first_here()
-    monkeypatch.setenv("LOCAL_RANK", "0")
     assert reduce.is_first_here()
+    monkeypatch.setattr(reduce, "ranks_of_job", lambda: (3, 4))
+    for name, rank, count in (("OMPI_COMM_WORLD_LOCAL", "1", "2"), ("LOCAL", "0", "2"), ("LOCAL", "1", "2")):
+        monkeypatch.setenv(f"{name}_RANK", rank)
+        monkeypatch.setenv("LOCAL_WORLD_SIZE" if name == "LOCAL" else f"{name}_SIZE", count)
+        assert reduce.is_first_here() == (rank == "0")

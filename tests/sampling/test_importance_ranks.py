@@ -56,12 +56,12 @@ def train(loader: sf.DataLoader, epochs: range, rank: int, *, save: bool = False
     rng, found = np.random.default_rng(rank), []
     for epoch in epochs:
         assert isinstance(loader.sampler, sf.ImportanceSampler)
-        steps = len(loader)
-        plan = loader.sampler.plan(epoch)
+        under_way = iter(loader)
+        steps, plan = len(loader), loader.sampler.plan(epoch)
         weights = [] if plan.weights is None else plan.weights.tolist()
         batches, given = [], []
         state: Any = None
-        for number, batch in enumerate(loader):
+        for number, batch in enumerate(under_way):
             assert batch.data.tolist() == batch.ids.tolist()
             batches.append(batch.ids.tolist())
             given += batch.weights.tolist()
@@ -129,14 +129,15 @@ def test_losses_are_brought_together(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         cache = Residents(COUNT, [0, 1, 2, 10 + rank])
         sampler = sf.ImportanceSampler(COUNT, cache=cache, seed=1)
-        sampler.plan(0)
+        iter(sampler)
         sampler.update([3 + rank, 9], [10.0 + rank, 4.0 * rank])
+        iter(sampler)
         first = sampler.plan(1).ids.tolist()
         told = sampler.losses.last.copy()
         sampler.update([20], [float(rank)])
-        sampler.plan(2)
+        iter(sampler)
         sampler.update([4], [50.0] if rank else [np.inf])
-        sampler.plan(3)
+        iter(sampler)
         return first, told.tolist(), sampler.losses.last.tolist(), sampler._draw.resident.nonzero()[0].tolist()
 
     one, two = in_ranks(2, tmp_path, run)
@@ -176,7 +177,7 @@ def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_l
                 batches = [batch.ids.tolist() for batch in loader]
                 assert len(batches) == steps
                 found.append((count, size, batches))
-                sampler.plan(1)
+                iter(sampler)
                 marked = int((sampler._drawn == -1).sum())
                 assert marked == 0 or drop_last or count < ranks
         return found
@@ -217,7 +218,7 @@ def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:
     def run(rank: int) -> Any:
         torch.manual_seed(rank)
         sampler = sf.ImportanceSampler(COUNT)
-        return [sampler.plan(epoch).ids.tolist() for epoch in range(2)]
+        return [sampler.begin(epoch, 5).draw.plan.ids.tolist() for epoch in range(2)]
 
     first, *others = in_ranks(2, tmp_path, run)
     assert others == [first]

@@ -105,11 +105,12 @@ def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool
     parts = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(ranks):
-            patch.setattr(importance, "ranks_of_job", lambda rank=rank: (rank, ranks))
+            patch.setattr(importance, "ranks_of_job", lambda rank=rank: (rank, ranks))  # but nothing to agree on
             sampler = sf.ImportanceSampler(count, seed=5)
-            parts.append([ids.tolist() for ids in sampler.batches(0, batch_size, drop_last=drop_last)])
             mine = list(sampler)
             assert len(mine) == len(sampler) == -(-count // ranks)  # padded, as torch's own
+            parts.append([ids.tolist() for ids in sampler.batches(0, batch_size, drop_last=drop_last)])
+            assert len(parts[-1]) == sampler.num_batches(0, batch_size, drop_last=drop_last)
     assert len({len(part) for part in parts}) == 1
     sizes = {len(batch) for part in parts for batch in part}
     ledger = [id for part in parts for batch in part for id in batch]

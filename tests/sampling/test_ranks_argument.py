@@ -264,7 +264,7 @@ def test_a_rank_that_waits_for_rank_0_in_vain_says_so(two: Any) -> None:
         module.AGREE_SECONDS = 0.05
         if rank == 1:
             with pytest.raises(
-                WaitError, match=r"rank 1 has waited 0\.05 s for the seed of rank 0 \(some/1\).*same order"
+                WaitError, match=r"rank 1 has waited 0\.05 s for another rank to set stallfree/some/1.*same order"
             ):
                 agreed(1, "some/1")
 

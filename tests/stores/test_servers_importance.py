@@ -110,7 +110,8 @@ def loss_of(ids: torch.Tensor, epoch: int) -> torch.Tensor:
 def train(here: Here, number: int) -> Epoch:
     """Train an epoch in step with the other ranks, and wait until all that was read is stored."""
     loader, cache = here.kept["loader"], here.kept["dataset"].cache
-    steps, plan = len(loader), loader.sampler.plan(number)  # which all ranks draw at the same time
+    plan = loader.sampler._drawn_for(number).plan  # which all ranks draw at the same time
+    steps = len(loader)
     weights = None if plan.weights is None else plan.weights.tolist()
     assert loader.sampler._draw is not None
     there = np.flatnonzero(loader.sampler._draw.resident).tolist()

@@ -410,9 +410,9 @@ MOST_SAMPLES, MOST_BYTES, MOST_SECONDS = 2048, 1 << 28, 5.0
 
 
 def read_some(job: Job) -> Records:
-    """Read samples in random order, in a child process: at most 2,048, 256 MiB, and 5 seconds, but at least two batches.
+    """Read samples in random order: at most 2,048, 256 MiB, and 5 seconds, but at least two batches.
 
-    Raises `InputError` for a sample that cannot be read.
+    They are read in a child process. Raises `InputError` for a sample that cannot be read.
     """
     try:
         return call_in_child(partial(_read_some, job), "the reading of samples")

@@ -171,6 +171,9 @@ class AutoCache:
             self._decide()
         elif self._reader.split.uncached:
             self._decide_afresh()
+        elif self._reader.cache is None and self._reader.settings.changes():
+            source = as_source(self._dataset)
+            self._reader = _without(source, steps_of(source, self._transform))
         elif self._last is not None:
             self._learn(self._last)
             self._last = None
@@ -309,7 +312,7 @@ class AutoCache:
         self._reader.io_threads = max(1, math.ceil(choice.threads / max(1, self.num_workers)))
         self._keep_records()
         forms = _FILES if subject.why else SAMPLES
-        short, full = (say(measured, choice, self._bytes, forms) for say in (describe, explain))
+        short, full = describe(measured, choice, forms), explain(measured, choice, self._bytes, forms)
         because = f"; {subject.why}" if subject.why else ""
         self._say(f"{why}{short}{found.advice}", f"{why}{full}{because}{found.advice}")
 

@@ -168,32 +168,32 @@ def _threads(measured: Measured, choice: Choice, room: int) -> Choice:
     return choice
 
 
-def describe(measured: Measured, choice: Choice, room: int, forms: tuple[str, str]) -> str:
-    """One line for people: what is cached, how many workers, the rate to expect, and what limits it.
+def describe(measured: Measured, choice: Choice, forms: tuple[str, str]) -> str:
+    """One line for people: what is cached, how many workers, and what limits the training.
+
+    It has no rates: those of the model leave out the cost of a batch, and nothing reaches them.
 
     Args:
-        measured, choice, room: as of `choose`.
+        measured, choice: as of `choose`.
         forms: what is cached with y = 0 and with y = 1, such as `SAMPLES`.
     """
-    rate = min(choice.rate, measured.compute)
     part = "fetching" if choice.fetch < choice.prep else "prep"
-    limit = "the training step is the limit" if rate < choice.rate else f"{part} limits the loader"
-    without = min(_rate_without(measured, choice, room), measured.compute)
-    gain = f" ({rate / without:.2f} times as many as without a cache)" if choice.share is not None else ""
+    limit = "the training step is the limit" if measured.compute < choice.rate else f"{part} limits the loader"
     nothing = "" if choice.share is not None else ", and a cache would gain too little"
-    return f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; up to {_rate(rate)}{gain}; {limit}{nothing}"
+    return f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}; {limit}{nothing}"
 
 
 def explain(measured: Measured, choice: Choice, room: int, forms: tuple[str, str]) -> str:
-    """One line with the choice, and the figures behind it. Arguments as of `describe`."""
+    """`describe` with sizes.
+
+    Args:
+        measured, choice, room: as of `choose`.
+        forms: as of `describe`.
+    """
     fetched, prepared = (("-" if math.isinf(size) else format_size(int(size))) for size in measured.sizes)
-    times = choice.rate / _rate_without(measured, choice, room)
-    gain = f", {times:.2f} times as many as without a cache" if choice.share is not None else ""
     return (
-        f"{what(choice, forms)}{_held(choice)}; {_workers(choice)}, {choice.threads} fetches at "
-        f"once: S={_rate(measured.storage[choice.threads])}, F={_rate(choice.fetch)}, P={_rate(choice.prep)}, "
-        f"G={_rate(measured.compute)}; a sample takes {fetched} as fetched and {prepared} prepared, "
-        f"{format_size(room)} are there; the loader can give {_rate(choice.rate)}{gain}"
+        f"{describe(measured, choice, forms)}; {choice.threads} fetches at once; a sample takes {fetched} as fetched "
+        f"and {prepared} prepared, and {format_size(room)} are granted"
     )
 
 
@@ -207,16 +207,5 @@ def _held(choice: Choice) -> str:
     return "" if choice.share is None else f", {choice.hits:.0%} of them fit"
 
 
-def _rate_without(measured: Measured, choice: Choice, room: int) -> float:
-    """The rate of the loader without a cache, with as many workers as `choice`."""
-    return expect(measured, None, room, max(1, choice.workers)).rate
-
-
 def _workers(choice: Choice) -> str:
     return f"{choice.workers} {'worker' if choice.workers == 1 else 'workers'}"
-
-
-def _rate(rate: float) -> str:
-    if math.isinf(rate):
-        return "?"
-    return f"{rate:,.0f}/s" if rate >= 100 else f"{rate:.3g}/s"

@@ -99,7 +99,8 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> P
 def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool = False) -> Probe:
     """Index some random samples of a data set twice, with its files in storage and then in records, and time it.
 
-    Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set. Raises `SampleError` if all samples fail.
+    Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set.
+    Raises `SampleError` if all samples fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source)).tolist()
     dataset, tracker, records = source.dataset, Tracker(), dict[int, Any]()

@@ -28,6 +28,7 @@ from stallfree.pipeline.classify.outcomes import States, Trust, make_twice
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.generators import find_generators
 from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.settings import Settings
 from stallfree.pipeline.values import private
 from stallfree.sources.throttle import payload_bytes
 from stallfree.units import format_size
@@ -154,8 +155,7 @@ class StreamCache:
             return self._fill(options, self._reader)
         if options.reader.streams:
             cached = Reader(self._reader.source, self._cache, Compose([]), Compose([]))
-            cached.split.origin = self._dataset  # whose attributes must not change
-            cached.split.note_settings()
+            cached.settings = Settings(self._dataset)
             return replace(options, reader=cached)
         return options
 

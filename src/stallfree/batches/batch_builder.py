@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import time
+import traceback
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -33,6 +35,7 @@ LARGE = 1 << 20
 """Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""
 
 _buffers = Buffers()
+log = logging.getLogger("stallfree")
 
 
 @dataclass
@@ -86,14 +89,17 @@ class BatchBuilder:
         if cache is None or not self.reader.plain:
             return result
         destination = _Destination(self.slots, task.slot)
-        with contextlib.suppress(Exception):  # `finish` builds the batch instead, and raises an error that persists
+        try:
             target = self._gather_target(cache, len(task.ids), destination)
             if target is None or not cache.gather(task.ids, target.aim).all():
                 return result
-            if cache.uncached_steps == uncached:
-                result.status, result.size, result.memory = destination.status, target.size, destination.memory
-                result.hits, result.ids, result.started = len(task.ids), task.ids, started
-                result.prep_seconds = time.monotonic() - started
+        except Exception as error:  # `finish` builds the batch instead, and raises an error that persists
+            _log_of_gather(f"{type(error).__name__}: {text_of(error)}")
+            return result
+        if cache.uncached_steps == uncached:
+            result.status, result.size, result.memory = destination.status, target.size, destination.memory
+            result.hits, result.ids, result.started = len(task.ids), task.ids, started
+            result.prep_seconds = time.monotonic() - started
         return result
 
     def _gather_target(self, cache: Cache, count: int, destination: _Destination) -> _GatherTarget | None:
@@ -167,7 +173,7 @@ class BatchBuilder:
             if not len(task.ids):  # `collate_fn` handles an empty batch of a `batch_sampler`
                 return (*self._collate(task, Samples(), destination), Samples())
             buffer = self._buffer(len(task.ids), destination)
-            samples = self.reader.finish(pending, self.seed, task.epoch, skip=self.skip, buffer=buffer)
+            samples = self.reader.finish(pending, self.seed, task.draws, skip=self.skip, buffer=buffer)
             if buffer is not None and buffer.whole:
                 return (*destination.written(buffer.size), samples)
             if not samples.values:
@@ -276,6 +282,16 @@ class _Destination:
         if self.here and self.memory is not None:
             return WHOLE, size, read_own_record(self.memory[:size], copy=False)
         return self.status, size, None
+
+
+@lru_cache(maxsize=16)
+def _log_of_gather(problem: str) -> None:
+    """Log an error of a gather, once for each problem, with the traceback."""
+    log.warning(
+        "a batch could not be gathered from the cache and is made sample by sample, which is slower (%s):\n%s",
+        problem,
+        traceback.format_exc(),
+    )
 
 
 def failure(task: Task, error: Exception, *, here: bool) -> Result:

@@ -13,7 +13,7 @@ import numpy.typing as npt
 Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
-_TASK = struct.Struct("<iiqqq")
+_TASK = struct.Struct("<iiqqqq")
 _NUMBERS = (
     *("status", "slot", "token", "number", "size", "hits", "misses", "storage_bytes"),
     *("fetch_seconds", "prep_seconds", "started", "skipped", "ended"),
@@ -44,8 +44,9 @@ class Task:
         token: number of the iteration that needs the batch; results of other iterations are discarded.
         number: position of the batch in the epoch.
         slot: slot for the batch, or `NO_SLOT`.
-        epoch: epoch of the random draws.
+        epoch: epoch of the batch.
         ids: ids of the samples.
+        repeat: how often the samples have come before in this epoch.
     """
 
     token: int
@@ -53,16 +54,22 @@ class Task:
     slot: int
     epoch: int
     ids: Ids
+    repeat: int = 0
+
+    @property
+    def draws(self) -> int:
+        """The epoch of the random draws: another one for samples that come again."""
+        return self.epoch + (self.repeat << 32)
 
     def pack(self, kind: int = WORK) -> bytes:
         """Return the message as bytes."""
-        return _TASK.pack(kind, self.slot, self.token, self.number, self.epoch) + self.ids.tobytes()
+        return _TASK.pack(kind, self.slot, self.token, self.number, self.epoch, self.repeat) + self.ids.tobytes()
 
 
 def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
     """Return the kind and the task of a message."""
-    kind, slot, token, number, epoch = _TASK.unpack_from(data)
-    return kind, Task(token, number, slot, epoch, np.frombuffer(data, np.int64, offset=_TASK.size))
+    kind, slot, token, number, epoch, repeat = _TASK.unpack_from(data)
+    return kind, Task(token, number, slot, epoch, np.frombuffer(data, np.int64, offset=_TASK.size), repeat)
 
 
 def forget_message(token: int) -> bytes:

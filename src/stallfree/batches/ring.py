@@ -2,11 +2,15 @@
 
 Each slot is a file that grows to the largest batch written to it, so batch sizes need not be known in advance. Only the
 process that iterates assigns slots. A batch leases its slot: the slot is free when the last tensor over it is freed.
+
+A forked child shares the memory of the slots. Slots that are leased at a fork are therefore not filled again: once
+free, each is replaced by a new one, and its memory is freed with the last process that maps it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
 import secrets
@@ -23,6 +27,7 @@ import numpy.typing as npt
 from stallfree.batches.messages import NO_SLOT
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
+from stallfree.ipc.fork_guard import prepare_for_forks
 from stallfree.platform import OPEN, allocate, shares_memory
 
 Bytes = npt.NDArray[np.uint8]
@@ -104,6 +109,10 @@ class Slots:
         return self._keep(slot, there)
 
     def _keep(self, slot: int, there: mmap.mmap) -> mmap.mmap:
+        if slot not in self._maps and shares_memory():
+            for known in list(self._maps):
+                if not self._file(known).exists():  # discarded by the process that iterates
+                    self.forget(known)
         self._unpin(slot)
         self._maps[slot] = there
         self.derived.pop(slot, None)
@@ -115,6 +124,18 @@ class Slots:
         unpin = self._pinned.pop(slot, None)
         if unpin is not None:
             unpin()
+
+    def forget(self, slot: int) -> None:
+        """Unmap a slot. The memory of a batch that is still held stays mapped until it is freed."""
+        self._unpin(slot)
+        self._maps.pop(slot, None)
+        self.derived.pop(slot, None)
+
+    def discard(self, slot: int) -> None:
+        """Unmap a slot and remove its file. Other processes unmap it when they map another slot."""
+        self.forget(slot)
+        if self._folder is not None:
+            self._file(slot).unlink(missing_ok=True)
 
     @property
     def folder(self) -> Path:
@@ -135,8 +156,7 @@ class Slots:
             with contextlib.suppress(FileNotFoundError):  # never filled
                 (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
         else:
-            self._maps.pop(slot, None)
-            self.derived.pop(slot, None)
+            self.forget(slot)
 
     def restore(self, slot: int) -> bool:
         """Allocate the memory of a released slot again. Returns False if there is no room."""
@@ -184,12 +204,14 @@ class Ring:
         self._making = threading.RLock()  # the garbage collector may close the ring in any thread, at any point
         self._closed = False
         self.count = count
-        self._last = count  # number of slots ever created
+        self._numbers = itertools.count(count)  # of further slots
         self._released: list[int] = []  # slots without memory
         self._surplus = 0
         self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
         self._free: deque[int] = deque(range(count))
         self._leases: dict[int, weakref.ref[Bytes]] = {}
+        self._forked: set[int] = set()  # slots that were leased at a fork
+        prepare_for_forks(self)
 
     def _make(self) -> Path:
         with self._making:
@@ -209,9 +231,14 @@ class Ring:
         if self._folder is None:  # create it before workers are forked
             _ = self.slots.folder
         try:
-            return self._free.pop()
+            slot = self._free.pop()
         except IndexError:
             return None
+        if slot not in self._forked:
+            return slot
+        self.slots.discard(slot)
+        self._forked.discard(slot)
+        return next(self._numbers)
 
     def give(self, slot: int) -> None:
         """Mark a slot as free; `NO_SLOT` is ignored. Thread-safe, also in finalisers."""
@@ -247,8 +274,7 @@ class Ring:
         """Return a released slot if its memory can be allocated again, otherwise a new one."""
         if self._released and self.slots.restore(self._released[-1]):
             return self._released.pop()
-        self._last += 1
-        return self._last - 1
+        return next(self._numbers)
 
     @property
     def free(self) -> int:
@@ -269,6 +295,10 @@ class Ring:
 
         leases, free = self._leases, self._free
         leases[slot] = weakref.ref(memory, end)
+
+    def before_fork(self) -> None:
+        """See `Lender`."""
+        self._forked.update(list(self._leases))
 
     @property
     def bytes(self) -> int:

@@ -181,8 +181,8 @@ class TransformSplit:
             then = "nothing is cached"
         warnings.warn(
             f"{what} is random: {why}, though the first look showed nothing. From now on {then}. To classify it from "
-            f"the start, mark it with stallfree.mark_random({mark}); if its output is always the same for the same input, "
-            f"with stallfree.mark_deterministic({mark})",
+            f"the start, mark it with stallfree.mark_random({mark}); if its output is always the same for the same "
+            f"input, with stallfree.mark_deterministic({mark})",
             StallfreeWarning,
             stacklevel=2,
         )

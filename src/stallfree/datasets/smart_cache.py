@@ -23,14 +23,21 @@ from stallfree.datasets.private_names import window_name
 from stallfree.errors import InputError, argument_conflict, ranks_conflict, state_mismatch, text_of
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
-from stallfree.ipc.process import context_of
+from stallfree.ipc.process import context_of, start_method
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.platform import need_linux
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
 from stallfree.sampling.plans.window import WindowPlan, replace_count
-from stallfree.sampling.ranks import checked_hosts, environment_number, hosts_of_job, job_name, warn_of_ranks_here
+from stallfree.sampling.ranks import (
+    LocalRanks,
+    checked_hosts,
+    hosts_of_job,
+    job_name,
+    local_ranks,
+    warn_of_ranks_here,
+)
 from stallfree.sampling.sources import order_of
 from stallfree.sampling.window_fill import FillProcesses, FillSetup
 from stallfree.sampling.window_size import Fit, fit_budget, fit_count
@@ -63,7 +70,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     comes from the source.
 
     All ranks of a job on one host share one window: let `rank_sampler()` split it among them. They find one another by
-    the variables that torchrun, SLURM and the like set; otherwise give them one `name`.
+    the variables that torchrun, SLURM and the like set, or by their process group (`torch.multiprocessing.spawn`) if it
+    exists before; otherwise give them one `name`.
 
     Args:
         data: a source such as `ImageFolder`, or any map-style data set or list.
@@ -77,7 +85,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
             size of the first samples.
         num_fill_workers: processes that prepare replacements.
         on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
-            are, and the rest in later epochs; "wait" waits for them.
+            are, and the rest in later epochs; "wait" waits for them. Without a running fill process, all are replaced,
+            and prepared as they are asked for.
         on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
@@ -129,6 +138,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         need_linux("SmartCacheDataset", "use CachedDataset")
         _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
+        if replace_rate:
+            start_method(context)  # before anything is created in a process that may start none
         self.source: Source = as_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.on_error, self.full_epoch = on_error, full_epoch
@@ -137,6 +148,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         first = look(self.source, steps)
         before, rest = first.parts.deterministic, first.parts.random
         # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
+        self._part = hosts
         order: dict[str, Any] = {"shuffle": shuffle, "part": hosts}
         reach = WindowPlan(len(self.source), 1, 0, seed=self.seed or 0, **order)
         looked = {sample.id: sample.prepared for sample in first.samples}
@@ -155,7 +167,9 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self.start()
 
     def _open_cache(self, fit: Fit, before: Compose, order: dict[str, Any], name: str | None) -> SampleCache:
-        job = job_name() or f"{os.getpid()}-{next(_made)}"  # the same in all ranks of one job on this host
+        job = job_name()  # the same in all ranks of one job on this host
+        self._alone = job is None and name is None
+        job = job or f"{os.getpid()}-{next(_made)}"
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
@@ -262,12 +276,15 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def shutdown(self) -> None:
         """Stop the fill processes.
 
-        Samples can still be read, and `start` goes on. May be called twice.
+        New samples are prepared as they are asked for, until `start`. May be called twice.
         """
         self._fillers.stop()
 
     def rank_sampler(self, *, shuffle: bool = True, drop_last: bool = False) -> DistributedSampler[Any]:
-        """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say.
+        """Splits the window among the ranks of this host.
+
+        They are known from `LOCAL_RANK` and `LOCAL_WORLD_SIZE`, or from the process group, in which all ranks must call
+        this. Raises `InputError` if they do not share this window.
 
         Example:
             ```python
@@ -276,7 +293,18 @@ class SmartCacheDataset(Dataset[SampleT_co]):
                 batches = list(loader)
             ```
         """
-        return RankSampler(self, shuffle, drop_last)
+        ranks = local_ranks()
+        if ranks.count > 1 and self._alone:
+            raise ranks_conflict(
+                "each rank has a window of its own, because the data set was made before the process group: make it "
+                "after init_process_group(), or give name=, the same in all ranks"
+            )
+        if ranks.hosts > 1 and self._part == (0, 1):
+            raise ranks_conflict(
+                f"the ranks run on {ranks.hosts} hosts, and this window is over all samples: give "
+                f"hosts=(number of this host, {ranks.hosts})"
+            )
+        return RankSampler(self, ranks, shuffle, drop_last)
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 
@@ -422,21 +450,17 @@ class WindowSource(EpochSource):
 
 
 class RankSampler(DistributedSampler[Any]):
-    """Splits the window among the ranks of this host, as `LOCAL_RANK` and `LOCAL_WORLD_SIZE` say.
+    """Splits the window among the ranks of this host. Its seed is that of the window, which a state may replace."""
 
-    Its seed is that of the window, which a state may replace.
-    """
-
-    def __init__(self, dataset: SmartCacheDataset, shuffle: bool, drop_last: bool) -> None:
-        super().__init__(
-            dataset,
-            num_replicas=environment_number("LOCAL_WORLD_SIZE", 1),
-            rank=environment_number("LOCAL_RANK", 0),
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
+    def __init__(self, dataset: SmartCacheDataset, ranks: LocalRanks, shuffle: bool, drop_last: bool) -> None:
+        super().__init__(dataset, num_replicas=ranks.count, rank=ranks.rank, shuffle=shuffle, drop_last=drop_last)
         self._window = dataset.window
 
     def __iter__(self) -> Iterator[Any]:
+        if self.num_replicas == 1 and local_ranks().count > 1:
+            raise ranks_conflict(
+                "the sampler was made before the process group, and gives each rank all samples: call rank_sampler() "
+                "after init_process_group()"
+            )
         self.seed = self._window.plan.seed & 0x7FFFFFFF
         return super().__iter__()

@@ -15,10 +15,11 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
 
 from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conflict
 from stallfree.loader import DataLoader
+from stallfree.loader.shown import ShuffledSampler
 from stallfree.sampling.plans import ImportanceSampler
 
 _REPLACED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
@@ -55,10 +56,13 @@ def prepare(accelerator: Any, loader: DataLoader) -> Any:
         ```
     """
     _check(accelerator, loader)
-    sampler = loader.sampler
+    sampler, batches = loader.sampler, loader.batch_sampler
+    if isinstance(sampler, ShuffledSampler):  # the order under Accelerate is that of torch's sampler
+        sampler = RandomSampler(sampler.data_source, generator=loader.generator)
+        batches = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
     if isinstance(sampler, RandomSampler) and sampler.generator is None and loader.seed is not None:
         sampler.generator = torch.Generator().manual_seed(loader.seed)
-    twin = torch.utils.data.DataLoader(loader.dataset, batch_sampler=loader.batch_sampler)
+    twin = torch.utils.data.DataLoader(loader.dataset, batch_sampler=batches)
     prepared = accelerator.prepare_data_loader(twin)
     arguments = {name: getattr(loader, name) for name in signature(DataLoader).parameters}
     changed = {**_REPLACED, "batch_sampler": prepared.base_dataloader.batch_sampler}

@@ -1,4 +1,4 @@
-"""Fork guard: keeps forked children from using their parent's connections and objects."""
+"""Fork guard: keeps forked children from using their parent's connections and objects, and their batches unchanged."""
 
 from __future__ import annotations
 
@@ -45,6 +45,29 @@ def _replace() -> None:
 
 
 at_fork(after_in_child=_replace)
+
+
+class Lender(Protocol):
+    """An object that has lent memory which it fills again later, such as a ring of slots."""
+
+    def before_fork(self) -> None:
+        """Keep the lent memory unchanged for the child of a fork that follows. Called in the forking thread."""
+
+
+_lenders: weakref.WeakSet[Lender] = weakref.WeakSet()
+
+
+def prepare_for_forks(lender: Lender) -> None:
+    """Call `lender.before_fork()` before each fork of this process, as long as the lender is alive."""
+    _lenders.add(lender)
+
+
+def _prepare() -> None:
+    for lender in list(_lenders):
+        lender.before_fork()
+
+
+at_fork(before=_prepare)
 
 
 class Owner:

@@ -6,7 +6,6 @@ import inspect
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Literal, overload
@@ -23,12 +22,13 @@ from stallfree.device import DevicePrefetcher
 from stallfree.errors import argument_conflict
 from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
-from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_functions, seed_of
+from stallfree.loader.arguments import as_int, check_arguments, seed_of
+from stallfree.loader.attributes import SETTABLE, Attributes, changed_options, options_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
 from stallfree.loader.output import Batch, delivery
-from stallfree.loader.shown import own_collate, shown_by, shown_samplers
+from stallfree.loader.shown import shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
-from stallfree.sampling.epoch_source import EpochSource, SourceSetup, TakesLosses
+from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
 from stallfree.sampling.ranks import check_prepared
 from stallfree.sampling.sources import source_of
 from stallfree.stats import ImportanceStats, LoaderStats
@@ -63,7 +63,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             of (seed, epoch, batch number).
         pin_memory: yield batches in pinned memory if there is an accelerator.
         drop_last: leave out an incomplete last batch.
-        timeout: seconds to wait for a batch before `WaitError`; 0 means 300.
+        timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `num_workers=0` for sources that are
+            fetched in threads: a `dataset[id]` of the training process itself cannot be interrupted.
         worker_init_fn: called in each worker with its number. Workers start with their first task: none starts if all
             batches can be gathered from the cache.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context. If None, Python's default; workers that
@@ -264,67 +265,71 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._auto = None if room is None else auto_cache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         options = self._options(context, single)
-        counts = {**new_counts(), "num_workers": self.num_workers}
-        source = self._source(options, counts, seed_of_data=seed is None and self.seed is not None)
-        self.sampler, self.batch_sampler = shown_samplers(self, source, sampler, batch_sampler)
+        counts = self._counts = {**new_counts(), "num_workers": self.num_workers}
+        source = self._source(options, sampler, batch_sampler, seed_of_data=seed is None and self.seed is not None)
         seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{batch_size}")
         deliver = partial(delivery, with_ids=with_ids, pin=pin_memory and device is None, arrays=output == "numpy")
         self._runner = EpochRunner(
             source, options, seeds, counts, deliver, persistent=persistent_workers, tuner=self._auto
         )
+        self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
+        self._adopted = Attributes(self)
         self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
     @short_traceback
     def __setattr__(self, name: str, value: Any) -> None:
-        """`collate_fn` may be replaced, as in torch's loader. Raises `InputError` for other arguments."""
-        if self.__initialized and name in _ARGUMENTS:
-            if name != "collate_fn":
-                raise argument_conflict(
-                    f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=..."
-                )
-            check_functions(value, None, "raise")
-            options = self._runner.options
-            value = value or (default_convert if options.single else default_collate)
-            self._runner.options = replace(options, collate=own_collate(value, single=options.single))
+        """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
+        chosen = name == "num_workers" and vars(self).get("_auto") is not None
+        if self.__initialized and name in _ARGUMENTS and (chosen or name not in SETTABLE):
+            raise argument_conflict(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
+        if name == "multiprocessing_context" and value is not None:
+            value = context_of(value)
         object.__setattr__(self, name, value)
+
+    def _adopt(self) -> None:
+        """Use the attributes that were set since the last iteration."""
+        if self._adopted.are_those_of(self):
+            return
+        options = changed_options(self, self._runner.options)
+        source = self._runner.source
+        if self._adopted.order_changed(self) or options.reader is not self._runner.options.reader:
+            by_batches = self.batch_sampler is not None
+            samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
+            source = self._source(options, *samplers, seed_of_data=False)
+        pin = self.pin_memory and self.device is None
+        self._runner.adopt(options, source, self.generator, partial(self._runner.deliver, pin=pin))
+        self._adopted = Attributes(self)
 
     def _options(self, context: BaseContext, single: bool) -> Options:
         return Options(
+            **{"context": context, **options_of(self, single=single)},
             reader=loader_reader(self.dataset, self.num_workers, drop_last=self.drop_last),
-            dataset=self.dataset,
-            collate=own_collate(self.collate_fn, single=single),
             single=single,
             seed=self.seed or 0,
             skip=self.on_error == "skip",
-            workers=self.num_workers,
-            ahead=(self.prefetch_factor or 2) * max(1, self.num_workers),
-            context=context,
-            worker_init=self.worker_init_fn,
-            seconds=self.timeout or WAIT_SECONDS,
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
             log=None if self.event_log is None else EventLog(self.event_log),
             begun=time.monotonic(),
             remote=self.workers,
         )
 
-    def _source(self, options: Options, counts: Counts, *, seed_of_data: bool) -> EpochSource:
-        """Create the epoch source. `self` has the sampler and batch sampler as passed."""
+    def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
             samples=len(options.reader.source),
             batch_size=self.batch_size,
             shuffle=self.shuffle,
-            sampler=self.sampler,
-            batch_sampler=self.batch_sampler,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
             drop_last=self.drop_last,
             ranks=self.ranks,
             seed=self.seed,
             seed_of_data=seed_of_data,
             reader=options.reader,
-            cached=self._auto is not None,
+            caches=partial(_has_cache, self._auto),
             context=options.context,
-            counts=counts,
+            counts=self._counts,
         )
         return source_of(self.dataset, setup)
 
@@ -333,8 +338,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     def __len__(self) -> int:
         """Number of batches of an epoch. Raises `TypeError` if the sampler has no length.
 
-        With an `ImportanceSampler`, of the active epoch, else of the next one, whose plan this draws.
+        With an `ImportanceSampler`, of the active epoch, else of the next one. Several ranks agree on the next one when
+        it begins; until then the length of the last one counts.
         """
+        self._adopt()
         return len(self._runner)
 
     def set_epoch(self, epoch: int) -> None:
@@ -350,12 +357,16 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
+        self._adopt()
         return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
+
+    _get_iterator = __iter__  # type: ignore[assignment]  # subclasses of torch's loader call it
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
         runner = self._runner
         self.__dict__.update(seed=runner.seed, num_workers=runner.options.workers)
+        self._adopted = Attributes(self)
         return iterator
 
     @property
@@ -385,6 +396,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
         The prefetcher pins the ring and counts the waits of the training loop.
         """
+        self._adopt()
         return self._begun(self._runner.prefetched_by(prefetcher))
 
     def count_wait(self, seconds: float) -> None:
@@ -408,8 +420,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         Resuming yields exactly the remaining samples.
 
         For the loader's own order the state is two integers. With a `sampler` or `batch_sampler`, which may be random,
-        it contains the remaining ids, so the sampler must be finite. With an `ImportanceSampler`, it fixes the
-        substitutions for the rest of the epoch. Save it in the iterating process, between two batches. It is
+        it contains the remaining ids. One that has more ids left than there are samples, and more batches than its
+        length says, counts as endless: the state then has the number of batches, and resuming leaves out as many. With
+        an `ImportanceSampler`, it fixes the substitutions for the rest of the epoch. Save it in the iterating process,
+        between two batches. It is
         serializable as JSON.
 
         Example:
@@ -447,16 +461,16 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
-        _takes_losses(self._runner.source, "update").update(ids, losses)
+        takes_losses(self._runner.source, "update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
         """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
-        return _takes_losses(self._runner.source, "importance_stats").stats()  # type: ignore[no-any-return]
+        return takes_losses(self._runner.source, "importance_stats").stats()  # type: ignore[no-any-return]
 
     @property
     def counts(self) -> Counts:
         """The live counts of `stats`, by name."""
-        return self._runner.counts
+        return self._counts
 
     def stats(self) -> LoaderStats:
         """The statistics of this loader since its creation."""
@@ -479,12 +493,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
 
 
-def _takes_losses(source: EpochSource, method: str) -> TakesLosses:
-    if not isinstance(source, TakesLosses):
-        raise argument_conflict(
-            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
-        )
-    return source
+def _has_cache(auto: Any) -> bool:
+    return auto is not None and auto.cached is not None
 
 
 _ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}

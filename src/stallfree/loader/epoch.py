@@ -123,8 +123,8 @@ class Epoch(_Pass):
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
         while len(self._tasks) < most and pool.room and progress.peek() is not None:
-            number, ids = progress.start()
-            task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids)
+            number, ids, repeat = progress.start()
+            task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids, repeat)
             pool.submit(task, gather=pool.builder.can_gather(ids))
 
     def _wait(self, started: float, task: Task | None) -> None:
@@ -257,9 +257,9 @@ class DirectEpoch(_Pass):
                 raise
             if ids is None:
                 raise progress.take_problem() or StopIteration
-            number, _ = progress.start()
+            number, _, repeat = progress.start()
             try:
-                data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids))
+                data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids, repeat))
             except Exception as error:
                 progress.hand_out()
                 if isinstance(error, StopIteration):

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
 
+from stallfree.batches.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.iteration import Iteration
-from stallfree.loader.progress import Progress
+from stallfree.loader.progress import Progress, Repeats
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.epoch_source import EpochSource, Ids, Position
+from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.stats import LoaderStats
 from stallfree.workers.worker_pool import Counts, Options
 from stallfree.workers.worker_pools import WorkerPools
 
 STATE_VERSION = 1
+
+_MANY = 1024
+"""Number of ids that a sampler may always have left without counting as endless."""
 
 
 class Prefetcher(Protocol):
@@ -52,7 +59,8 @@ class Seeds:
     So the same samplers yield the same order as under torch, and a model draws the same random numbers.
 
     Args:
-        given: the seed of order and augmentation; None: the first one drawn for workers.
+        given: the seed of order and augmentation; None: the first one drawn, with `shuffle` by the sampler that the
+            loader shows, else for workers.
         generator: as passed to the loader.
         shuffle: whether torch's loader would have a `RandomSampler`, which also draws a seed.
         ranks: as passed to the loader. All ranks of one job use the seed of rank 0.
@@ -60,6 +68,7 @@ class Seeds:
 
     Attributes:
         seed: of order and augmentation; None before it is drawn.
+        shuffle, generator: as given; the generator may be replaced.
         base: of the workers' generators.
     """
 
@@ -69,7 +78,7 @@ class Seeds:
         self.seed = self._given = given
         self._restored: int | None = None  # the seed of a state
         self.base = 0
-        self._generator, self._shuffle, self._ranks = generator, shuffle, ranks
+        self.generator, self.shuffle, self._ranks = generator, shuffle, ranks
         self._name = "" if ranks is None else numbered(name)
 
     def restore(self, seed: int | None) -> None:
@@ -89,10 +98,9 @@ class Seeds:
         Raises `InputError` if rank 0 was given another seed than that of the state.
         """
         if new_workers:
-            self.base = draw_seed(self._generator)
-        if self._shuffle and self._generator is None:
-            draw_seed()
-        seed, drawn = self.base if self.seed is None else self.seed, self.seed is None
+            self.base = draw_seed(self.generator)
+        new = draw_seed(self.generator) if self.shuffle else self.base
+        seed, drawn = new if self.seed is None else self.seed, self.seed is None
         name, self._name = self._name, ""
         if name and rank_and_count(self._ranks)[1] > 1 and (drawn or has_process_group()):
             seed = agreed(seed if self._given is None else self._given, name)
@@ -104,7 +112,7 @@ class Seeds:
 
     def renew(self) -> None:
         """Draw another seed for workers that are started in the place of persistent ones."""
-        self.base = draw_seed(self._generator)
+        self.base = draw_seed(self.generator)
 
 
 class EpochRunner:
@@ -135,7 +143,7 @@ class EpochRunner:
         tuner: Tuner | None,
     ) -> None:
         self.source, self.options, self.counts = source, options, counts
-        self._seeds, self._deliver, self._tuner = seeds, deliver, tuner
+        self._seeds, self.deliver, self._tuner = seeds, deliver, tuner
         self.pools = WorkerPools(counts, persistent)
         self._uncached = options.reader
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
@@ -146,6 +154,22 @@ class EpochRunner:
 
     def __len__(self) -> int:
         return self.source.num_batches(self.next_epoch if self._progress is None else self._progress.number)
+
+    def adopt(
+        self,
+        options: Options,
+        source: EpochSource,
+        generator: torch.Generator | None,
+        deliver: Callable[..., Callable[[Any, Ids], Any] | None],
+    ) -> None:
+        """Use other arguments from the next iteration on."""
+        if source is not self.source:
+            self._epoch = self.next_epoch
+            self.source.close()
+            self.source = source
+        if options.reader is not self.options.reader:
+            self._uncached = options.reader
+        self.options, self.deliver, self._seeds.generator = options, deliver, generator
 
     @property
     def seed(self) -> int | None:
@@ -165,6 +189,21 @@ class EpochRunner:
         self._epoch = epoch
         self._resume = self._progress = self._prefetcher = None
 
+    def next_ids(self, order: Order, epoch: int | None) -> Ids:
+        """Begin an epoch of the loader's own order, by default the next one, and return its ids.
+
+        For an iteration over the sampler that the loader shows, such as that of a loader which skips the first batches.
+        """
+        if order.shuffles:
+            seed = self._seeds.draw(new_workers=False)
+            self._set_seed(seed)
+            order.set_seed(seed)
+        if epoch is None and getattr(self.source, "order", self.source) is order:
+            epoch, self._epoch, self._resume = self.next_epoch, None, None
+        number = order.next_epoch if epoch is None else epoch
+        order.begin(number, None)
+        return order.ids(number)
+
     def __iter__(self) -> Iterator[Any]:
         return self._begin(None)
 
@@ -179,8 +218,7 @@ class EpochRunner:
         epoch = self.next_epoch
         plan = source.begin(epoch, resume)
         self._set_seed(self._seeds.draw(new_workers=not self.pools.has_workers(self.options)))
-        self.options.reader.follow()
-        self.options.reader.check_settings()
+        self._follow_data()
         if self._tuner is not None:
             had_workers = self.pools.has_workers(self.options)
             self.options = self._tuner.tuned(self.options)
@@ -190,14 +228,25 @@ class EpochRunner:
         if self.pools.persistent:
             self._end_iteration()
         pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
-        progress = self._progress = Progress(plan.batches, epoch, plan.first, plan.dealt, plan.end_stream)
+        repeats = None if source.planned else Repeats(resume.repeats or () if resume else ())
+        batches = _without_first(plan.batches, plan.skip, repeats) if plan.skip else plan.batches
+        progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, plan.end_stream, repeats)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self._deliver(weigh=plan.on_delivered, count=plan.count)
+        deliver = self.deliver(weigh=plan.on_delivered, count=plan.count)
         keep, steps = pool is self.pools.kept, prefetcher is None
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)
         return iteration
+
+    def _follow_data(self) -> None:
+        """Adopt changes of the data set. A cache keeps its samples, and warns."""
+        reader = self.options.reader
+        reader.follow()
+        if reader.cache is not None:
+            reader.check_settings()
+        elif self._tuner is None and reader.settings.changes():
+            self.options = replace(self.options, reader=reader_of(self.options.dataset))
 
     def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
         """Record a finished iteration."""
@@ -236,7 +285,8 @@ class EpochRunner:
             epoch, left = self.next_epoch, self._resume or Position()
         else:
             progress, batches = position
-            epoch, left = progress.number, progress.position(batches, planned=self.source.planned)
+            epoch = progress.number
+            left = progress.position(batches, None if self.source.planned else self._endless(epoch))
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
@@ -246,6 +296,13 @@ class EpochRunner:
             **self.source.state_dict(),
         }
 
+    def _endless(self, epoch: int) -> Callable[[int, int], bool]:
+        """Whether a sampler counts as endless: it has more ids left than there are samples, and more than it says."""
+        most, known = max(_MANY, len(self.options.reader.source)), 0
+        with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
+            known = self.source.num_batches(epoch)
+        return lambda ids, batches: ids > most and batches > known
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
         check_state(state, self.source.describe())
@@ -254,7 +311,7 @@ class EpochRunner:
         if state["seed"] is not None:
             self._set_seed(state["seed"])
         self.set_epoch(state["epoch"])
-        self._resume = Position(state["batches"], state["rest"], state.get("dealt"))
+        self._resume = Position(state["batches"], state["rest"], state.get("dealt"), state.get("repeats"))
 
     # -- counts -------------------------------------------------------------------------------------------------------
 
@@ -278,6 +335,18 @@ class EpochRunner:
             if iteration is not None:
                 iteration.end_step()
             self.options.log.flush()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no iterations."""
+        return {**self.__dict__, "_progress": None, "_prefetcher": None, "_iteration": None}
+
+
+def _without_first(batches: Iterator[Ids], count: int, repeats: Repeats | None) -> Iterator[Ids]:
+    """`batches` without the first ones, which are counted in `repeats`. They are drawn with the next one."""
+    for ids in islice(batches, count):
+        if repeats is not None:
+            repeats.count(ids)
+    yield from batches
 
 
 def check_state(state: Any, order: dict[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Iteration:
         self._deliver, self._keep_pool = deliver, keep_pool
         self._log = pool.log if log_steps else None
         self._delivered_at: float | None = None
-        self._through = False
+        self._through = self._ended = False
         self._begun = time.monotonic()
         self._before = pool.counts["samples"], pool.counts["wait_seconds"]
         try:
@@ -95,6 +95,9 @@ class Iteration:
 
     def close(self) -> None:
         """End this pass. Idempotent."""
+        if not self._ended:
+            self._ended = True
+            self._pool.note_settings()
         self._epoch.close()
         self._plan.end()
         if not self._keep_pool:

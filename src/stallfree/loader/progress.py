@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
 
 from stallfree.errors import StallfreeError
 from stallfree.sampling.epoch_source import Ids, Position
@@ -21,6 +23,7 @@ class Progress:
         first: number of the first of `batches`; those before it were delivered by an earlier process.
         dealt: see `Position`.
         end_stream: see `EpochPlan`.
+        repeats: counts how often the ids have come before in this epoch; None: each comes once.
 
     Attributes:
         number, first: as given.
@@ -34,27 +37,29 @@ class Progress:
         first: int = 0,
         dealt: dict[str, int] | None = None,
         end_stream: Callable[[Ids], None] | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         self.number = number
         self.first = self.handed_out = first
         self._dealt = dealt
         self._end_stream = end_stream
-        self._batches = batches
+        self._batches, self._repeats = batches, repeats
         self._problem: Exception | None = None  # exception of the sampler, which ends the epoch
-        self._ready: deque[Ids] = deque()  # drawn from the sampler, not started
-        self._started: deque[Ids] = deque()  # started, not delivered
-        self._recent: deque[Ids] = deque(maxlen=RECENT)  # delivered
+        self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
+        self._started: deque[tuple[Ids, int]] = deque()  # started, not delivered
+        self._recent: deque[tuple[Ids, int]] = deque(maxlen=RECENT)  # delivered
 
     def peek(self) -> Ids | None:
         """The ids of the next batch to start, None at the end."""
         if not self._ready:
             self._draw()
-        return self._ready[0] if self._ready else None
+        return self._ready[0][0] if self._ready else None
 
     def _draw(self) -> bool:
         """Take one batch from the sampler; False if there is none."""
         try:
-            self._ready.append(next(self._batches))
+            ids = next(self._batches)
+            self._ready.append((ids, 0 if self._repeats is None else self._repeats.count(ids)))
         except StopIteration:
             return False
         except Exception as problem:
@@ -67,12 +72,12 @@ class Progress:
         problem, self._problem = self._problem, None
         return problem
 
-    def start(self) -> tuple[int, Ids]:
-        """Take the batch that `peek` returned: its number and ids."""
+    def start(self) -> tuple[int, Ids, int]:
+        """Take the batch that `peek` returned: its number, its ids, and how often these have come before."""
         number = self.handed_out + len(self._started)
-        ids = self._ready.popleft()
-        self._started.append(ids)
-        return number, ids
+        batch = self._ready.popleft()
+        self._started.append(batch)
+        return number, *batch
 
     def hand_out(self) -> None:
         """Record the delivery of the first batch in flight."""
@@ -84,21 +89,60 @@ class Progress:
         if self._end_stream is not None:
             self._end_stream(ids)
 
-    def position(self, batches: int, *, planned: bool) -> Position:
+    def position(self, batches: int, endless: Callable[[int, int], bool] | None) -> Position:
         """The position of the epoch after `batches` delivered batches, at most 64 ago.
 
-        Unless the epoch is `planned` by (seed, epoch), this reads the rest of the sampler. Raises `StallfreeError` if
-        that fails.
-        """
-        return Position(batches, None if planned else self._rest(batches), self._dealt)
+        Args:
+            batches: as above.
+            endless: returns whether a sampler that has so many ids left, and batches of them, counts as endless; None
+                for an epoch that is planned by (seed, epoch).
 
-    def _rest(self, first: int) -> list[list[int]]:
-        while self._draw():
-            pass
+        With `endless`, this reads the rest of the sampler. Raises `StallfreeError` if that fails.
+        """
+        if endless is None or self._ends_not(endless):
+            return Position(batches, None, self._dealt)
+        recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
+        rest = [*recent, *self._started, *self._ready]
+        repeats = [repeat for _, repeat in rest]
+        return Position(batches, [ids.tolist() for ids, _ in rest], self._dealt, repeats if any(repeats) else None)
+
+    def _ends_not(self, endless: Callable[[int, int], bool]) -> bool:
+        """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
+        left = sum(len(ids) or 1 for ids, _ in self._ready)
+        while not endless(left, len(self._ready)):
+            if not self._draw():
+                break
+            left += len(self._ready[-1][0]) or 1
+        else:
+            return True
         if self._problem is not None:
             raise StallfreeError(
                 f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler",
                 page="sampler-output",
             )
-        recent = list(self._recent)[len(self._recent) - (self.handed_out - first) :]
-        return [ids.tolist() for ids in (*recent, *self._started, *self._ready)]
+        return False
+
+
+class Repeats:
+    """Counts how often the ids of an epoch have come, since a sample that comes again draws other random numbers.
+
+    Args:
+        known: the counts of the first batches, from a state.
+    """
+
+    def __init__(self, known: Sequence[int] = ()) -> None:
+        self._known = deque(known)
+        self._times = np.zeros(0, np.int32)
+
+    def count(self, ids: Ids) -> int:
+        """The number of times that the ids of the next batch have come before: the highest among them."""
+        if self._known:
+            return self._known.popleft()
+        if not len(ids):
+            return 0
+        missing = int(ids.max()) + 1 - len(self._times)
+        if missing > 0:
+            self._times = np.append(self._times, np.zeros(missing + len(self._times), np.int32))
+        times = int(self._times[ids].max())
+        self._times[ids] = times + 1
+        return times

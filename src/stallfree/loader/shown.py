@@ -16,7 +16,7 @@ from torch.utils.data import (
 )
 from torch.utils.data.dataloader import _InfiniteConstantSampler
 
-from stallfree.sampling.epoch_source import EpochSource
+from stallfree.sampling.epoch_source import Ids
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import rank_and_count
 
@@ -41,17 +41,24 @@ def shown_by(*names: str) -> Callable[[Any], str]:
     return shown
 
 
-def shown_samplers(loader: Any, source: EpochSource, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
+NextIds = Callable[[Order, int | None], Ids]
+"""Begins an epoch of an order, by default the next one, and returns its ids."""
+
+
+def shown_samplers(loader: Any, runner: Any, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
     """The public `sampler` and `batch_sampler` of a loader with these arguments.
 
     Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
+    They also iterate over them, to skip the first batches of an epoch.
     """
     if isinstance(loader.dataset, IterableDataset):
         sampler = _InfiniteConstantSampler()
     elif sampler is None:
-        order: Any = getattr(source, "order", source)  # of a window
+        order: Any = getattr(runner.source, "order", runner.source)  # of a window
         if getattr(order, "ranks", None) is not None:
-            sampler = DealtSampler(loader.dataset, order)
+            sampler = DealtSampler(loader.dataset, order, runner.next_ids)
+        elif isinstance(order, Order) and loader.shuffle:
+            sampler = ShuffledSampler(loader.dataset, loader.generator, order, runner.next_ids)
         elif loader.shuffle:
             sampler = RandomSampler(loader.dataset, generator=loader.generator)
         else:
@@ -69,16 +76,30 @@ def _size(dataset: Any) -> str:
         return ""
 
 
+class ShuffledSampler(RandomSampler):
+    """The order of a loader with `shuffle=True`. Each iteration over it is the loader's next epoch."""
+
+    same_on_all_ranks = True
+
+    def __init__(self, dataset: Any, generator: Any, order: Order, next_ids: NextIds) -> None:
+        super().__init__(dataset, generator=generator)
+        self._order, self._next_ids = order, next_ids
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._next_ids(self._order, None).tolist())
+
+
 class DealtSampler(DistributedSampler[Any]):
-    """The part of this rank of a loader with `ranks=`.
+    """The part of this rank of a loader with `ranks=`. Each iteration over it is the loader's next epoch.
 
     It is a `DistributedSampler`, so that Lightning does not partition the samples again. The loader counts its own
     epochs; `set_epoch` here affects only direct iteration over this object.
     """
 
-    def __init__(self, dataset: Any, order: Order) -> None:
+    def __init__(self, dataset: Any, order: Order, next_ids: NextIds) -> None:
         self.dataset, self.epoch = dataset, 0
-        self._order = order
+        self._order, self._next_ids = order, next_ids
+        self._given: int | None = None
 
     @property
     def rank(self) -> int:  # type: ignore[override]
@@ -90,8 +111,11 @@ class DealtSampler(DistributedSampler[Any]):
         """The number of ranks."""
         return rank_and_count(self._order.ranks)[1]
 
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = self._given = epoch
+
     def __iter__(self) -> Iterator[int]:
-        return iter(self._order.ids(self.epoch).tolist())
+        return iter(self._next_ids(self._order, self._given).tolist())
 
     def __len__(self) -> int:
         return self._order.samples

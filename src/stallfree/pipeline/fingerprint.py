@@ -10,10 +10,9 @@ import logging
 import os
 import pickle
 import reprlib
-import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -25,7 +24,15 @@ import torch
 import xxhash
 
 from stallfree.errors import InputError, StallfreeError
-from stallfree.pipeline._objects import attribute, closure_values, comes_from, library_version, used_globals
+from stallfree.pipeline._objects import (
+    attribute,
+    closure_values,
+    comes_from,
+    current,
+    library_version,
+    module_of,
+    named_values,
+)
 from stallfree.pipeline.generators import GENERATOR_TYPES
 from stallfree.pipeline.marks import DREW, mark_of
 from stallfree.pipeline.values import plain_bytes
@@ -40,12 +47,24 @@ _LONG = 256
 """Length from which a container is pickled instead of walked through: data sets list a million samples."""
 _LARGE = 1 << 30
 """Bytes from which an array in memory is represented by a sample of them, as each array in a mapped file is."""
-_PIECES, _PIECE = 256, 4096
+_PIECES, _PIECE = 64, 4096
 """Number of the pieces of such a sample, and bytes of each."""
+_ATOMS = frozenset({type(None), bool, int, float, complex, str})
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
-_SPECIAL = (type, FunctionType, MethodType, enum.Enum, PurePath, np.ndarray, torch.Tensor, set, frozenset)
+_SPECIAL = (type, FunctionType, MethodType, enum.Enum, np.ndarray, np.dtype, torch.Tensor, set, frozenset)
 """Types of objects that are never fed as `pickle` sees them."""
 _MOST_DIGESTS = 10_000
+_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
+    MethodType: lambda thing: (thing.__self__, thing.__func__),
+    functools.partial: lambda thing: (thing.func, thing.args, thing.keywords),
+    enum.Enum: lambda thing: (type(thing), thing.name, thing.value),
+    **dict.fromkeys((bytes, bytearray, memoryview), lambda thing: (np.asarray(memoryview(thing)),)),
+    **dict.fromkeys((staticmethod, classmethod), lambda thing: (thing.__func__,)),
+    **dict.fromkeys((ContextVar, weakref.ref), lambda thing: (current(thing),)),
+    property: lambda thing: (thing.fget, thing.fset),
+    functools.cached_property: lambda thing: (thing.func,),
+}
+"""Of what objects of some types consist."""
 _VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
 
 
@@ -154,9 +173,6 @@ class _Walker:
     def visit(self, thing: Any) -> None:
         if self._plain(thing):
             return
-        if isinstance(thing, MethodType):
-            self._parts("method", (mark_of(thing), thing.__self__, thing.__func__))
-            return
         if id(thing) in self._numbers:
             self._feed("again", str(self._numbers[id(thing)][0]).encode())
             return
@@ -182,19 +198,8 @@ class _Walker:
 
     def _plain(self, thing: Any) -> bool:
         """Feed `thing` if it is a value without parts; returns whether it was."""
-        kind = type(thing)
-        if thing is None or kind is bool:
-            self._feed(kind.__name__, repr(thing).encode())
-        elif kind is int:
-            self._feed("int", f"{thing:x}".encode())
-        elif kind is float:
-            self._feed("float", struct.pack("<d", thing))
-        elif kind is complex:
-            self._feed("complex", struct.pack("<dd", thing.real, thing.imag))
-        elif kind is str:
-            self._feed("str", thing.encode("utf-8", "surrogatepass"))
-        elif kind is bytes:
-            self._feed("bytes", thing)
+        if type(thing) in _ATOMS:
+            self._feed(type(thing).__name__, pickle.dumps(thing, 4))
         elif isinstance(thing, PurePath):
             self._feed("path", str(thing).encode("utf-8", "surrogatepass"))
         elif isinstance(thing, GENERATOR_TYPES):
@@ -206,6 +211,8 @@ class _Walker:
         return True
 
     def _compound(self, thing: Any) -> None:
+        if (mark := mark_of(thing)) is not None:
+            self._feed("mark", str(mark).encode())
         if isinstance(thing, (FunctionType, type)):
             self._feed("definition")
             if not self._library(thing):
@@ -217,33 +224,19 @@ class _Walker:
         elif (own := _own_fingerprint(thing)) is not None:
             # a source's own fingerprint covers only its records
             steps = pipeline if callable(pipeline := attribute(thing, "pipeline")) else None
-            self._parts("own", (type(thing).__qualname__, mark_of(thing), own(), steps))
-        elif isinstance(thing, enum.Enum):
-            self._parts("enum", (type(thing), thing.name, thing.value))
+            self._parts("own", (type(thing).__qualname__, own(), steps))
         elif isinstance(thing, (np.ndarray, np.generic)):
             self._array(thing)
-        elif isinstance(thing, (bytearray, memoryview)):
-            self._parts(type(thing).__name__, (np.asarray(thing),))
         elif isinstance(thing, torch.Tensor):
             self._tensor(thing)
-        elif isinstance(thing, functools.partial):
-            self._parts("partial", (mark_of(thing), thing.func, thing.args, thing.keywords))
         elif isinstance(thing, (BuiltinFunctionType, np.ufunc)):
             self._builtin(thing)
         elif type(thing) in (list, tuple, dict, set, frozenset):
             self._container(thing)
-        elif isinstance(thing, (staticmethod, classmethod)):
-            self._parts(type(thing).__name__, (thing.__func__,))
-        elif isinstance(thing, property):
-            self._parts("property", (thing.fget, thing.fset))
-        elif isinstance(thing, functools.cached_property):
-            self._parts("property", (thing.func,))
-        elif isinstance(thing, weakref.ref):
-            self._parts("reference", (thing(),))
-        elif isinstance(thing, ContextVar):
-            self._parts("context variable", (thing.name, thing.get(None)))
+        elif (kind := next((kind for kind in _PARTS if isinstance(thing, kind)), None)) is not None:
+            self._parts(kind.__name__, _PARTS[kind](thing))
         elif isinstance(attribute(thing, "__wrapped__"), FunctionType):
-            self._parts("wrapped", (mark_of(thing), thing.__wrapped__))
+            self._parts("wrapped", (thing.__wrapped__,))
         else:
             self._instance(thing)
 
@@ -281,23 +274,24 @@ class _Walker:
 
     def _library(self, thing: Any) -> bool:
         """Feed name and version of a class or function of a library; returns whether it was one."""
-        version = library_version(thing.__module__ or "builtins")
+        module = module_of(thing)
+        version = library_version(module)
         if version is None:
             return False
-        self._feed("library", f"{thing.__module__}.{thing.__qualname__} {version}".encode())
+        self._feed("library", f"{module}.{thing.__qualname__} {version}".encode())
         if isinstance(thing, FunctionType) and (thing.__closure__ is not None or thing.__name__ == "<lambda>"):
             self._code(thing.__code__)
-            with tolerant():  # not the user's to mend
-                self._named("closure", closure_values(thing), used=True)
+            for name, value in closure_values(thing).items():
+                with nullcontext() if callable(value) else tolerant():  # a decorator holds a function of the user's
+                    self._named("closure", {name: value}, used=True)
         return True
 
     def _function(self, function: FunctionType) -> None:
         self._feed("function")
         self._code(function.__code__)
         self._parts("defaults", (function.__defaults__, function.__kwdefaults__))
-        self._named("closure", closure_values(function), used=True)
         self._state(vars(function), FunctionType)
-        self._named("globals", used_globals(function), used=True)
+        self._named("named", named_values(function), used=True)
 
     def _code(self, code: CodeType) -> None:
         self._feed("code", code.co_code)
@@ -327,7 +321,7 @@ class _Walker:
         name = getattr(function, "__qualname__", None) or function.__name__
         module = getattr(function, "__module__", None) or ("numpy" if isinstance(function, np.ufunc) else "builtins")
         self._feed("builtin", f"{module}.{name} {library_version(module)}".encode())
-        self._parts("owner", (mark_of(function), None if isinstance(owner, ModuleType) else owner))
+        self._parts("owner", (None if isinstance(owner, ModuleType) else owner,))
 
     def _array(self, array: Any) -> None:
         plain = np.asarray(array)
@@ -390,23 +384,15 @@ class _Walker:
     def _instance(self, thing: Any) -> None:
         """Feed the class and the state of `thing`, as `copy` and `pickle` see it."""
         try:
-            reducer = copyreg.dispatch_table.get(type(thing))
-            reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
+            kind, make, arguments, state, *items = _reduced(thing)
         except RecursionError:
             raise
         except Exception as error:
             return self._give_up(thing, "it has no state to look at", error)
-        self._parts("instance", (type(thing), mark_of(thing)))
-        if isinstance(reduced, str):
-            self._feed("global", reduced.encode())
-            return
-        make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
-        self.visit(make)
-        self.visit(arguments)
+        self._parts("instance", (kind, make, arguments))
         for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
-            self._state(part, type(thing))
-        self.visit(None if items is None else list(items))
-        self.visit(None if pairs is None else dict(pairs))
+            self._state(part, kind)
+        self._parts("items", items)
 
     def _state(self, state: Any, cls: type) -> None:
         if type(state) is dict and all(type(name) is str for name in state):
@@ -426,26 +412,54 @@ class _Pickler(pickle.Pickler):
         super().__init__(SimpleNamespace(write=walker.hash.update), 4)
         self.fast = True  # equal values count alike, whether they are one object or two
         self._walker = walker
+        self._forms: dict[type, Callable[[Any], Any]] = {}
         self._digests: dict[int, tuple[bytes, object]] = {}
-        self._reducible: dict[type, bool] = {}
 
     def persistent_id(self, thing: Any) -> Any:
         kind = type(thing)
         if kind in _PLAIN:
             return None
-        if kind not in self._reducible:
-            special = issubclass(kind, _SPECIAL) or kind in copyreg.dispatch_table or hasattr(kind, "fingerprint")
-            self._reducible[kind] = not special and all("__reduce_ex__" not in vars(base) for base in kind.__mro__[:-1])
-        if self._reducible[kind]:
-            with suppress(TypeError):  # such as a lock
-                make, arguments, state, items, pairs = (*thing.__reduce_ex__(2), None, None, None)[:5]
-                return kind, make, arguments, state, items and list(items), pairs and dict(pairs)
+        if kind not in self._forms:
+            self._forms[kind] = self._form_of(kind)
+        return self._forms[kind](thing)
+
+    def _form_of(self, kind: type) -> Callable[[Any], Any]:
+        """Return the function that represents instances of `kind`."""
+        if issubclass(kind, PurePath):
+            return lambda thing: (kind, str(thing))
+        if issubclass(kind, np.number):
+            return lambda thing: (kind, thing.tobytes())
+        special = issubclass(kind, _SPECIAL) or kind in copyreg.dispatch_table or hasattr(kind, "fingerprint")
+        if special or any("__reduce_ex__" in vars(base) for base in kind.__mro__[:-1]):
+            return self._digest
+
+        def reduced(thing: Any) -> Any:
+            try:
+                return _reduced(thing)
+            except TypeError:  # such as a lock
+                return self._digest(thing)
+
+        return reduced
+
+    def _digest(self, thing: Any) -> bytes:
         if id(thing) in self._digests:
             return self._digests[id(thing)][0]
         digest = self._walker.digest(thing)
         if len(self._digests) < _MOST_DIGESTS:
             self._digests[id(thing)] = digest, thing
         return digest
+
+
+def _reduced(thing: Any) -> tuple[Any, ...]:
+    """Return the class of `thing`, and what `pickle` keeps of it: a function, its arguments, state, items and pairs."""
+    reducer = copyreg.dispatch_table.get(type(thing))
+    reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
+    if isinstance(reduced, str):
+        return type(thing), reduced, None, None
+    make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+        make, arguments = None, arguments[1:]
+    return type(thing), make, arguments, state, items and list(items), pairs and dict(pairs)
 
 
 def _file_of(array: Any) -> str | None:

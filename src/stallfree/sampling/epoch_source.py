@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree.errors import argument_conflict
+
 Ids = npt.NDArray[np.int64]
 
 
@@ -23,13 +25,15 @@ class Position:
 
     Attributes:
         batches: number of delivered batches.
-        rest: the ids of the remaining batches; None if (seed, epoch) determines them.
+        rest: the ids of the remaining batches; None if (seed, epoch) determines them, or if their sampler is endless.
+        repeats: for each of these, how often its ids have come before in the epoch; None: never.
         dealt: the place in the order from which its batches are counted, and the number of ranks ("start", "ranks").
     """
 
     batches: int = 0
     rest: list[list[int]] | None = None
     dealt: dict[str, int] | None = None
+    repeats: list[int] | None = None
 
 
 def _nothing() -> None:
@@ -43,6 +47,7 @@ class EpochPlan:
     Attributes:
         batches: the ids of each batch, in order.
         first: number of the first of these batches in the epoch.
+        skip: number of leading `batches` to leave out.
         dealt: see `Position`.
         on_delivered: called with the ids of each delivered batch; returns their weights. None: no weights.
         end: called when the iteration has ended. Idempotent.
@@ -58,6 +63,7 @@ class EpochPlan:
     end: Callable[[], None] = _nothing
     count: Callable[[Ids], None] | None = None
     end_stream: Callable[[Ids], None] | None = None
+    skip: int = 0
 
 
 class EpochSource(Protocol):
@@ -127,6 +133,15 @@ class TakesLosses(Protocol):
         """Counts of the cache requests."""
 
 
+def takes_losses(source: EpochSource, method: str) -> TakesLosses:
+    """`source`, if it takes losses. Raises `InputError` for others, with the name of the loader's method."""
+    if not isinstance(source, TakesLosses):
+        raise argument_conflict(
+            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+        )
+    return source
+
+
 @dataclass(frozen=True)
 class SourceSetup:
     """The arguments of an epoch source: those of a loader, and its shared objects.
@@ -139,7 +154,7 @@ class SourceSetup:
         seed_of_data: whether the seed is that of the data set.
         counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
         reader: reads the samples.
-        cached: whether the loader makes a cache for these samples.
+        caches: returns whether the loader has made a cache for these samples.
         context: `multiprocessing` context.
         counts: of the loader, by the names of `LoaderStats`.
     """
@@ -155,7 +170,7 @@ class SourceSetup:
     seed_of_data: bool = False
     counter: Any = None
     reader: Any = None
-    cached: bool = False
+    caches: Callable[[], bool] = bool
     context: Any = None
     counts: Mapping[str, Any] = field(default_factory=dict)
 

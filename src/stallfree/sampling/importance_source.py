@@ -58,10 +58,10 @@ class ImportanceSource(EpochSource):
         return self._sampler.next_epoch
 
     def num_batches(self, epoch: int) -> int:
-        """The number of batches of an epoch. Draws its plan if necessary."""
+        """The number of batches of an epoch. A single rank draws its plan if necessary."""
         if self._begun is not None and self._begun[0] == epoch:
             return self._begun[1]
-        return len(self._sampler.batches(epoch, self._setup.size, drop_last=self._setup.drop_last))
+        return self._sampler.num_batches(epoch, self._setup.size, drop_last=self._setup.drop_last)
 
     def describe(self) -> dict[str, Any]:
         return {"samples": self._setup.samples}
@@ -144,6 +144,10 @@ class ImportanceSource(EpochSource):
                 "the state has no losses: it was taken without an ImportanceSampler. Leave that out here too"
             )
         self._sampler.load_state_dict(state["importance"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy serves no epoch yet, and starts a packager of its own."""
+        return {**self.__dict__, "_serving": None, "_packager": None}
 
     def close(self) -> None:
         """Stop the process that packs and reads packages, and unregister this job from the cache."""

@@ -54,7 +54,7 @@ class _Counted(EpochSource):
         self._length = _length_of(reader)
         if self._length == before:
             return
-        if reader.cache is None and not setup.cached and self._length > 0:
+        if reader.cache is None and not setup.caches() and self._length > 0:
             self._setup = replace(setup, samples=self._length)
             return
         warnings.warn(
@@ -86,6 +86,11 @@ class Order(_Counted):
 
     def __len__(self) -> int:
         return self._setup.num_batches(self.samples)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether it depends on the seed."""
+        return self._setup.shuffle
 
     @property
     def samples(self) -> int:
@@ -155,7 +160,7 @@ class SamplerOrder(_Counted):
 
     @property
     def knows_ranks(self) -> bool:
-        return self._setup.ranks is not None or not any(type(part) in _SAME_ON_ALL_RANKS for part in self._parts)
+        return self._setup.ranks is not None or not any(map(_is_same_on_all_ranks, self._parts))
 
     @property
     def next_epoch(self) -> int:
@@ -190,7 +195,8 @@ class SamplerOrder(_Counted):
             _set[self._distributed] = epoch
         setup = self._setup
         given = setup.batch_sampler if setup.sampler is None else self._chunks(setup.sampler)
-        return EpochPlan(map(self._checked, given))
+        first = 0 if resume is None else resume.batches  # of an endless sampler
+        return EpochPlan(map(self._checked, given), first, skip=first)
 
     def _chunks(self, sampler: Iterable[Any]) -> Iterator[list[Any]]:
         ids, size = iter(sampler), self._setup.size
@@ -220,6 +226,10 @@ class SamplerOrder(_Counted):
             raise also_of_type(problem, IndexError())
         array = array.astype(np.int64)
         return np.where(array < 0, array + samples, array)
+
+
+def _is_same_on_all_ranks(sampler: Any) -> bool:
+    return type(sampler) in _SAME_ON_ALL_RANKS or getattr(type(sampler), "same_on_all_ranks", False) is True
 
 
 def _set_by_user(sampler: DistributedSampler[Any]) -> bool:

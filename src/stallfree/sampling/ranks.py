@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +28,9 @@ from stallfree.units import parse_whole
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 """Environment variables that are equal in all ranks of one job."""
 
+_LOCAL = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"))
+"""Environment variables of torchrun and Open MPI: number of a rank on its host, and number of ranks there."""
+
 AGREE_SECONDS = 300.0
 """Longest wait for the value of rank 0."""
 
@@ -34,9 +42,14 @@ Ids = npt.NDArray[np.int64]
 def job_name() -> str | None:
     """A name that is the same in all ranks of one job on this host and different in other jobs; None if unknown.
 
-    Read from the environment variables of torchrun, SLURM and other launchers.
+    From the environment variables of torchrun, SLURM and other launchers, and the store of the process group.
     """
     given = [os.environ.get(variable, "") for variable in _JOB]
+    if has_process_group() and torch.distributed.get_world_size() > 1:
+        store: Any = _default_store()
+        while hasattr(store, "underlying_store"):
+            store = store.underlying_store
+        given += [str(getattr(store, name, "")) for name in ("host", "port", "path")]
     return xxhash.xxh3_64_hexdigest("|".join(given).encode())[:12] if any(given) else None
 
 
@@ -76,6 +89,71 @@ def find_ranks() -> Ranks:
             "other. Start the job with torchrun, or correct them"
         )
     return Ranks(rank, count, here)
+
+
+@dataclass(frozen=True)
+class LocalRanks:
+    """The ranks of a job that share the memory of this host.
+
+    Attributes:
+        rank: the number of this process among them, from 0.
+        count: their number.
+        hosts: the number of hosts, as far as it is known: 1 if the launcher has set `rank` and `count`.
+    """
+
+    rank: int
+    count: int
+    hosts: int = 1
+
+
+def local_ranks() -> LocalRanks:
+    """The ranks of this host, according to the launcher's variables; else the process group exchanges their hosts.
+
+    Without both, all ranks count as ranks of this host. All ranks must make the first call in a process group: raises
+    `WaitError` if one does not. Raises `InputError` for variables that are not numbers, or contradict each other.
+    """
+    for names in _LOCAL:
+        if all(map(os.environ.get, names)):
+            rank, count = (environment_number(variable, 0) for variable in names)
+            if not 0 <= rank < count:
+                raise launch_environment(
+                    f"{names[0]}={rank} and {names[1]}={count} contradict each other: correct them"
+                )
+            return LocalRanks(rank, count)
+    job = find_ranks()
+    if not has_process_group() or job.count == 1:
+        return LocalRanks(job.rank, job.count)
+    hosts, here = _hosts_of_ranks(), _this_host()
+    return LocalRanks(hosts[: job.rank].count(here), hosts.count(here), len(set(hosts)))
+
+
+_hosts: WeakKeyDictionary[Any, list[str]] = WeakKeyDictionary()
+
+
+def _hosts_of_ranks() -> list[str]:
+    """The host of each rank of the process group, exchanged through its store once."""
+    group: Any = torch.distributed.group.WORLD
+    if group not in _hosts:
+        store, rank = _default_store(), torch.distributed.get_rank()
+        keys = [f"stallfree/host/{number}" for number in range(torch.distributed.get_world_size())]
+        store.set(keys[rank], _this_host())
+        _wait_for(store, keys, "call rank_sampler() and begin the first epoch in all ranks")
+        _hosts[group] = [store.get(key).decode() for key in keys]
+    return _hosts[group]
+
+
+def _this_host() -> str:
+    """A text that is the same in all processes that share this host's memory, and in no others."""
+    memory = Path("/dev/shm")
+    with suppress(OSError):  # containers of one host have a /dev/shm each
+        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {memory.stat().st_dev}"
+    return socket.gethostname()
+
+
+def _default_store() -> Any:
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    return _get_default_store()
 
 
 def environment_number(variable: str, default: int) -> int:
@@ -166,22 +244,26 @@ def agreed(value: int, name: str) -> int:
         )
     if torch.distributed.get_world_size() == 1:
         return value
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store, key, rank = _get_default_store(), f"stallfree/{name}", torch.distributed.get_rank()
-    if rank == 0:
+    store, key = _default_store(), f"stallfree/{name}"
+    if torch.distributed.get_rank() == 0:
         store.set(key, str(value))
         return value
-    end = time.monotonic() + AGREE_SECONDS
-    while not store.check([key]):  # not `wait`, which Ctrl-C does not interrupt
-        if time.monotonic() > end:
-            raise WaitError(
-                f"rank {rank} has waited {AGREE_SECONDS:g} s for the seed of rank 0 ({name}): make and iterate the "
-                "loaders with ranks=... in the same order in all ranks, or give seed=",
-                page="seed-agreement",
-            )
-        time.sleep(_LOOK_SECONDS)
+    _wait_for(store, [key], "make and iterate the loaders with ranks=... in the same order in all ranks, or give seed=")
     return int(store.get(key))
+
+
+def _wait_for(store: Any, keys: Sequence[str], advice: str) -> None:
+    """Wait until other ranks have set `keys`. Raises `WaitError` that names a missing one."""
+    end = time.monotonic() + AGREE_SECONDS
+    for key in keys:
+        while not store.check([key]):  # not `wait`, which Ctrl-C does not interrupt
+            if time.monotonic() > end:
+                raise WaitError(
+                    f"rank {torch.distributed.get_rank()} has waited {AGREE_SECONDS:g} s for another rank to set "
+                    f"{key}: {advice}",
+                    page="seed-agreement",
+                )
+            time.sleep(_LOOK_SECONDS)
 
 
 # -- samples that are the same on all ranks ---------------------------------------------------------------------------

@@ -293,7 +293,7 @@ class Window:
     def _reach(self, before: int, goal: int, epoch: int) -> tuple[int, float, bool]:
         """The possible start of a window planned for `goal`, the seconds waited, and whether it is late.
 
-        The window advances up to the first sample that is not ready.
+        The window advances up to the first sample that is not ready; without fill processes, by all that are due.
         """
         began, late = time.perf_counter(), False
         while True:
@@ -301,16 +301,13 @@ class Window:
             waited = time.perf_counter() - began
             if ready == goal:
                 return goal, waited if late else 0.0, late
+            if not self.state.filled_by_others():  # the loader prepares them when it asks for them
+                coming = self.plan.sequence(before + self.plan.size, goal + self.plan.size)
+                self.tidy(np.concatenate((self.plan.window(before), coming)))
+                return goal, waited, late
             late = True
             if self.on_late == "partial" or self.state.start(epoch) is not None:
                 return ready, waited, late
-            if not self.state.filled_by_others():  # no process prepares samples, so this one does
-                missing = self.plan.sequence(ready + self.plan.size, goal + self.plan.size)
-                mine = self.with_own_threads()
-                mine.tidy(np.concatenate((self.plan.window(before), missing)))
-                mine.fill(missing, np.arange(ready, goal) + self.plan.size)
-                mine.reader.close()
-                return goal, time.perf_counter() - began, late
             if waited > _WAIT_SECONDS:
                 raise window_late(
                     f"replacements for epoch {epoch} were not ready within {_WAIT_SECONDS:.0f} s (on_late='wait'): "

@@ -48,7 +48,7 @@ class CutSource(BaseSource):
         self._watched = {name: _value_at(dataset, name) for name in watched}
 
     def __len__(self) -> int:
-        return len(self._bare)
+        return len(self.dataset)
 
     def _record(self, id: int) -> Any:
         for name, value in self._watched.items():

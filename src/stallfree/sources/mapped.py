@@ -77,15 +77,19 @@ class SubsetSource(BaseSource):
 
     Attributes:
         source: the source that the samples are from.
-        indices: the id there of each sample here.
+        subset: the `Subset`, which has the id there of each sample here.
     """
 
-    def __init__(self, source: Source, indices: Sequence[int]) -> None:
-        require_samples(len(indices), f"The subset of {type(source).__name__}", "Give at least one index.")
-        self.source = source
-        self.indices = np.fromiter((operator.index(index) for index in indices), np.int64, len(indices))
+    def __init__(self, source: Source, subset: Any) -> None:
+        require_samples(len(subset.indices), f"The subset of {type(source).__name__}", "Give at least one index.")
+        self.source, self.subset = source, subset
         self.pipeline = source.pipeline
         self.threads = getattr(source, "threads", True)
+
+    @property
+    def indices(self) -> Sequence[int]:
+        """The id in `source` of each sample here."""
+        return self.subset.indices  # type: ignore[no-any-return]
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -102,7 +106,8 @@ class SubsetSource(BaseSource):
 
     def fingerprint(self) -> str:
         """Changes with the fingerprint of the source and with the indices."""
-        return f"SubsetSource {self.source.fingerprint()} {fingerprint(self.indices)}"
+        indices = np.fromiter(map(operator.index, self.indices), np.int64, len(self))
+        return f"SubsetSource {self.source.fingerprint()} {fingerprint(indices)}"
 
     def __repr__(self) -> str:
         return f"SubsetSource({self.source!r}, {len(self)} samples)"
@@ -124,7 +129,7 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
     if torch_data is not None and type(dataset) is torch_data.Subset:
         inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
-            return SubsetSource(inner, dataset.indices)
+            return SubsetSource(inner, dataset)
     own = cut_known(dataset, MapSource) if divide else None
     return MapSource(dataset) if own is None else own
 

@@ -134,7 +134,7 @@ class WorkerPool:
             self._workers = self._remote
         elif options.workers:
             self._workers = WorkerProcesses(self._setup(options, base_seed), options.context, options.workers)
-        self._main: Executor = self._workers or TrainingProcess(self.builder)
+        self._main: Executor = self._workers or TrainingProcess(self.builder, options.seconds)
         self._executors.append(self._main)
         self._ahead = options.ahead
         self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)
@@ -170,6 +170,11 @@ class WorkerPool:
         for executor in self._executors:
             executor.forget(self.token)
         return self.token
+
+    def note_settings(self) -> None:
+        """Take changes of the data set as its own, if it has made samples in this process."""
+        if self._workers is None:
+            self.builder.reader.settings.note()
 
     @property
     def direct(self) -> bool:

@@ -79,5 +79,9 @@ class WorkerPools:
             pool.close()
         self.kept = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has no pools: those of this object belong to its iterations."""
+        return WorkerPools, (self._counts, self.persistent)
+
     def _living(self) -> list[WorkerPool]:
         return [pool for known in self._known if (pool := known()) is not None]

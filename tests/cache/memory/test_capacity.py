@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import stallfree as sf
 from cache_tools import PAGE, make, problems
 from children import Child
 from stallfree.cache import MISS, POLICIES, SampleCache
@@ -90,6 +91,45 @@ def test_more_than_there_is_says_how_much_is_free(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(CapacityError, match="GiB of free memory"):
         SampleCache(10, capacity="900TiB", fingerprint="x")
     assert 0 < limits.free_memory() < 1 << 50
+
+
+GROUPS = {  # the lines of a control group with a limit of 64 MiB, of which 60 MiB are used, 50 MiB by files
+    "version 2": (
+        "0::/job",
+        "job",
+        "memory.max",
+        "memory.current",
+        "anon {anon}\nactive_file 0\ninactive_file {files}\n",
+    ),
+    "version 2, files read twice": ("0::/job", "job", "memory.max", "memory.current", "active_file {files}\n"),
+    "version 1": (
+        "4:cpu,memory:/job",
+        "memory/job",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "inactive_file 0\ntotal_inactive_file {files}\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_files_in_the_page_cache_of_a_container_take_no_memory(
+    group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass over the data fills the control group with pages that the kernel gives up when memory is asked for."""
+    line, folder, limit, used, stat = GROUPS[group]
+    (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "own").write_text(f"{line}\n")
+    (tmp_path / folder / limit).write_text(f"{64 * MIB}\n")
+    (tmp_path / folder / used).write_text(f"{60 * MIB}\n")
+    monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
+    with pytest.raises(CapacityError, match=r"exceeds the 4.0 MiB of free memory"):
+        sf.CachedDataset([1, 2], capacity="8MiB")
+    (tmp_path / folder / "memory.stat").write_text(stat.format(files=50 * MIB, anon=10 * MIB))
+    sf.CachedDataset([1, 2], capacity="8MiB").close()
+    with pytest.raises(CapacityError, match=r"exceeds the 54.0 MiB of free memory"):
+        sf.CachedDataset([1, 2], capacity="60MiB")
 
 
 @pytest.mark.parametrize(

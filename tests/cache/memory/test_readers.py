@@ -121,9 +121,7 @@ def test_a_stopped_writer_costs_puts_and_one_warning(monkeypatch: pytest.MonkeyP
         assert (stats.hits > 1, stats.hits + stats.misses) == (True, 1 + 5 * 12)
         writer.signal(signal.SIGCONT)
         assert writer.wait() == 0
-        for id in range(60):  # after a while samples are stored again
-            cache.put(id % NUM_IDS, signed(id % NUM_IDS, 0))
-        assert cache.stats().resident_items == 12
+        assert cache.put(20, signed(20, 0)), "samples are stored again at once"
 
 
 def test_attaching_does_not_wait_for_a_stopped_writer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -74,12 +75,29 @@ def test_a_sample_may_be_changed_when_it_was_added(target: Target) -> None:
     assert written == [b"\1" * SIZE]
 
 
-def test_flush_raises_what_writing_raised(target: Target) -> None:
+@pytest.mark.parametrize("failing", [[1], [2], [3], [1, 3], [1, 2, 3]])
+def test_flush_raises_the_first_error_of_writing(
+    failing: list[int], target: Target, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whichever of the writes failed; and it is logged once, as a worker process never flushes."""
+
     def write(ids: np.ndarray, records: list[Any]) -> None:
-        raise ZeroDivisionError
+        assert target.gate.wait(60)
+        if ids[0] in failing:
+            raise ZeroDivisionError(ids[0])
 
     queue = WriteBehind(write, target.flags, target="the target")
-    add(queue, 1)
-    with pytest.raises(ZeroDivisionError):
+    assert add(queue, 1) == add(queue, 2) == 1
+    target.gate.set()
+    with contextlib.suppress(ZeroDivisionError) if failing[0] < 3 else contextlib.nullcontext():
         queue.flush()
+        assert failing[0] == 3
+    add(queue, 3)
+    with pytest.raises(ZeroDivisionError, match="3") if 3 in failing else contextlib.nullcontext():
+        queue.flush()
+    queue.flush()
     assert not target.flags.any()
+    [record] = caplog.records
+    assert "could not be written to the target" in record.getMessage()
+    assert "ZeroDivisionError" in record.getMessage()
+    queue.close()

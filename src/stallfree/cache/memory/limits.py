@@ -12,6 +12,9 @@ from pathlib import Path
 from stallfree.errors import capacity_too_large
 from stallfree.units import format_size
 
+_OWN_GROUPS = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
+
 
 def free_memory() -> int:
     """Bytes that this process may still use: the kernel's available memory, limited by each cgroup above it."""
@@ -82,17 +85,18 @@ def _available() -> int:
 
 
 def _cgroup_limits() -> list[int]:
+    """Free bytes of each control group above this process that has a limit. Page cache counts as free."""
     limits: list[int] = []
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        lines = _OWN_GROUPS.read_text().splitlines()
     except OSError:
         return limits
     for line in lines:
         _, controllers, place = line.split(":", 2)
-        if controllers == "":
-            root, names = Path("/sys/fs/cgroup"), ("memory.max", "memory.current")
+        if controllers == "":  # version 2
+            root, names, prefix = _GROUPS, ("memory.max", "memory.current"), ""
         elif "memory" in controllers.split(","):
-            root, names = Path("/sys/fs/cgroup/memory"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, names, prefix = _GROUPS / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"
         else:
             continue
         folder = root / place.lstrip("/")
@@ -101,8 +105,17 @@ def _cgroup_limits() -> list[int]:
                 break
             limit, used = _number(level / names[0]), _number(level / names[1])
             if limit is not None and used is not None:
-                limits.append(limit - used)
+                limits.append(limit - max(0, used - _page_cache(level / "memory.stat", prefix)))
     return limits
+
+
+def _page_cache(file: Path, prefix: str) -> int:
+    """Bytes of a control group that the kernel reclaims before it kills a process: pages of files, not of tmpfs."""
+    wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
+    try:
+        return sum(int(value) for name, value in map(str.split, file.read_text().splitlines()) if name in wanted)
+    except (OSError, ValueError):
+        return 0
 
 
 def _number(file: Path) -> int | None:

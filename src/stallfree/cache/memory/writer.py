@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -29,8 +31,11 @@ Record = tuple[Structure, list[Array]]
 LOCK_SECONDS = 2.0
 """Timeout of the writer lock. Samples whose writer times out count as rejected."""
 
-_BACK_OFF = 50
-"""Number of batches that are not stored after a lock timeout."""
+_PIECE = 4 << 20
+"""Bytes that are written to a disk under one hold of the lock."""
+
+_LONG, _PAUSE = 0.02, 0.005
+"""After a piece that took longer, other processes get time to take the lock: seconds of both."""
 
 
 def checksum(record: Array, id: int) -> int:
@@ -74,7 +79,7 @@ class Writer:
         self._header, self._block, self._name = index.header, meta.block, path.name
         self._common = meta.structure()
         self._memory = np.empty(0, np.uint8)
-        self._skip_puts, self._warned_of_lock = 0, False
+        self._waits, self._warned_of_lock = True, False
 
     def _locked(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return self._lock.hold(LOCK_SECONDS, f"{doing} the cache {self._name!r}")
@@ -100,26 +105,41 @@ class Writer:
         if not len(todo) or not self._may_store(len(todo)):
             return
         records = [record(position) for position in todo.tolist()]
+        for piece in self._pieces(records):
+            began = time.monotonic()
+            self._put_piece(ids[todo[piece]], records[piece], uncached)
+            if piece.stop < len(todo) and time.monotonic() - began > _LONG:
+                time.sleep(_PAUSE)
+
+    def _pieces(self, records: list[Record]) -> list[slice]:
+        """The parts of a batch that are written at once: all of it into memory, some 4 MiB to a disk."""
+        if isinstance(self._arena, MemoryArena):
+            return [slice(0, len(records))]
+        sizes = np.cumsum([sum(array.size for array in arrays) for _, arrays in records])
+        starts = [0, *(np.flatnonzero(np.diff(sizes // _PIECE)) + 1).tolist(), len(records)]
+        return [slice(start, end) for start, end in itertools.pairwise(starts)]
+
+    def _put_piece(self, ids: Array, records: list[Record], uncached: int) -> None:
+        """Store records if the lock is free in 2 s. After a timeout, they are not stored until it is free at once."""
         try:
-            with self._locked("storing in"):
+            with self._lock.hold(LOCK_SECONDS if self._waits else 0.0, f"storing in the cache {self._name!r}"):
+                self._waits = True
                 if self._header[Field.UNCACHED] == 2 * uncached:
-                    self._write(ids[todo], records)
+                    self._write(ids, records)
                 else:
-                    self._counters.add((Count.REJECTED, len(todo)))
+                    self._counters.add((Count.REJECTED, len(ids)))
         except WaitError as error:
-            self._skip_puts = _BACK_OFF
-            self._counters.add((Count.REJECTED, len(todo)))
+            self._waits = False
+            self._counters.add((Count.REJECTED, len(ids)))
             if not self._warned_of_lock:
                 self._warned_of_lock = True
                 warnings.warn(
-                    f"{text_of(error)}; the next {_BACK_OFF} batches are not stored", RuntimeWarning, stacklevel=3
+                    f"{text_of(error)}; samples are not stored until the lock is free", RuntimeWarning, stacklevel=3
                 )
 
     def _may_store(self, count: int) -> bool:
         """False, with `count` samples rejected, if they could not be stored even when encoded."""
-        if self._skip_puts > 0:
-            self._skip_puts -= 1
-        elif not self.full:
+        if not self.full:
             return True
         self._counters.add((Count.REJECTED, count))
         return False
@@ -169,6 +189,11 @@ class Writer:
         """Make the distinct `ids` absent."""
         with self._locked("dropping from"), self.space.changing():
             self.space.drop(ids)
+
+    def evict_one(self, ids: Array) -> None:
+        """Evict the record of lowest score among the distinct `ids`."""
+        with self._locked("evicting from"), self.space.changing():
+            self.space.evict_one(ids)
 
     def drop_damaged(self, ids: Array, generations: Array) -> None:
         """Drop the damaged records of the distinct `ids`, unless they have changed since."""

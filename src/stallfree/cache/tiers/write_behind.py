@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +32,7 @@ _ALIGN = 64
 _POLL_SECONDS = 0.001
 
 _buffers = Buffers()
+log = logging.getLogger("stallfree")
 
 
 class WriteBehind:
@@ -39,7 +42,7 @@ class WriteBehind:
     forked child starts with an empty queue and its own thread. The samples in the queue of a killed process are lost.
 
     Args:
-        write: called in the thread with ids and their records. `flush` raises its exceptions.
+        write: called in the thread with ids and their records. `flush` raises its first exception, which is logged.
         flags: a byte per id in memory that all processes share (`shared_array`): set while the id is in a queue.
         target: destination of the samples, for the warning: "the disk of /mnt/ssd".
     """
@@ -47,7 +50,7 @@ class WriteBehind:
     def __init__(self, write: Callable[[Array, list[Record]], None], flags: Array, *, target: str) -> None:
         self._write, self._target = write, target
         self._flags = flags
-        self._warned = False
+        self._warned = self._logged = False
         self._reset()
         _all.add(self)
 
@@ -56,6 +59,7 @@ class WriteBehind:
         self._pool: ThreadPoolExecutor | None = None
         self._bytes = 0  # in the queue, including those being written
         self._last: Future[None] | None = None
+        self._error: Exception | None = None
 
     def add(self, ids: Array, records: Sequence[Record]) -> int:
         """Add records to the queue; the bytes are copied. Returns how many were accepted, in order.
@@ -96,6 +100,13 @@ class WriteBehind:
     def _run(self, ids: Array, records: list[Record], size: int) -> None:
         try:
             self._write(ids, records)
+        except Exception as error:
+            if not self._logged:
+                self._logged = True
+                log.warning(
+                    "samples could not be written to %s; this is logged once:\n%s", self._target, traceback.format_exc()
+                )
+            self._error = self._error or error
         finally:
             self._release(ids, size)
 
@@ -110,11 +121,14 @@ class WriteBehind:
                 time.sleep(_POLL_SECONDS)
 
     def flush(self) -> None:
-        """Wait until all records of this process are written. Raises the last exception of `write`."""
+        """Wait until all records of this process are written. Raises the first exception since the last call."""
         with self._lock:
             future = self._last
         if future is not None:
             future.result()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Drain the queue and stop the thread."""

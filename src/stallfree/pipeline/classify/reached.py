@@ -22,9 +22,12 @@ from stallfree.pipeline._objects import (
     closure_values,
     code_names,
     codes,
+    current,
+    describe,
     is_known,
     is_library,
-    used_globals,
+    module_of,
+    named_values,
 )
 from stallfree.pipeline.generators import GENERATOR_TYPES
 
@@ -71,7 +74,7 @@ class _Walk:
     def __init__(self, root: Any) -> None:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
         self._entries = _OF_STREAMS if issubclass(type(root), IterableDataset) else _ENTRIES
-        self._todo: deque[tuple[Any, str]] = deque([(root, "")])
+        self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}
         self._classes: set[tuple[type, bool, frozenset[str]]] = set()
         self._far: set[int] = set()
@@ -105,11 +108,11 @@ class _Walk:
         elif isinstance(thing, _CONTAINERS):
             self._add(islice(thing.values() if isinstance(thing, dict) else thing, _MOST_ITEMS), label)
         elif isinstance(thing, (ContextVar, weakref.ref)):
-            self._add((thing.get(None) if isinstance(thing, ContextVar) else thing(),), label)
+            self._add((current(thing),), label)
         if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
             own = attributes(thing)
             self._class(type(thing), made=False, own=frozenset(own))
-            bare = all(self._is_users(base) or base.__module__ in _BARE for base in type(thing).__mro__)
+            bare = self._is_users(type(thing)) and not self._libraries(type(thing))
             for name, value in own.items():
                 self._offer(name, value, called=not bare and not isinstance(value, GENERATOR_TYPES))
 
@@ -117,15 +120,14 @@ class _Walk:
         self._todo += ((value, label) for value in values if not isinstance(value, _VALUES))
 
     def _is_users(self, thing: Any) -> bool:
-        top, own = (str(each.__module__).partition(".")[0] for each in (thing, self._kind))
+        top, own = (module_of(each).partition(".")[0] for each in (thing, self._kind))
         return not is_library(thing) or (top == own and not is_known(top))
 
     def _function(self, function: FunctionType) -> None:
         where, users = function.__qualname__, self._is_users(function)
-        values = {name: value for name, value in closure_values(function).items() if name != "__class__"}
-        if not users and (is_known(str(function.__module__)) or id(function) in self._far):
-            return self._add((*values.values(), attribute(function, "__wrapped__")), where)
-        values |= used_globals(function, libraries=True) | vars(function) | (function.__kwdefaults__ or {})
+        if not users and (is_known(module_of(function)) or id(function) in self._far):
+            return self._add((*closure_values(function).values(), attribute(function, "__wrapped__")), where)
+        values = named_values(function, libraries=True) | vars(function) | (function.__kwdefaults__ or {})
         values |= {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
         for name, value in values.items():
             self._add((value,), f"{name} in {where}")
@@ -145,7 +147,7 @@ class _Walk:
         if (cls, made, own) in self._classes:
             return
         self._classes.add((cls, made, own))
-        libraries = [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
+        libraries = self._libraries(cls)
         for base in (base for base in cls.__mro__ if self._is_users(base)):
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
@@ -155,6 +157,9 @@ class _Walk:
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
                 for value in (member, *(each for each in inner if isinstance(each, FunctionType))):
                     self._offer(name, value, called=called and (made or name not in _UNCALLED))
+
+    def _libraries(self, cls: type) -> list[type]:
+        return [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
 
     def _offer(self, name: str, value: Any, *, called: bool) -> None:
         """Register an attribute or a method, which counts once its name is used, or now if it is `called` unnamed."""

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.errors import InputError, argument_conflict, cache_required, state_mismatch
+from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
 from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.plans.active_epoch import ActiveEpoch, Marks
 from stallfree.sampling.plans.losses import Losses
 from stallfree.sampling.plans.plan import Plan
 from stallfree.sampling.plans.probabilities import check_cache, check_share
-from stallfree.sampling.plans.reduce import agree, of_first_rank, ranks_of_job, resident_to_all, steps_of
+from stallfree.sampling.plans.reduce import agree, num_steps, of_first_rank, ranks_of_job, resident_to_all, steps_of
 from stallfree.sampling.plans.retention import Retention
 from stallfree.sampling.plans.sampling_plans import PLANS, Draw, Known, Rule, draw_plan, last_eighth
 from stallfree.sampling.plans.serving import ON_MISS, Residents
@@ -101,9 +101,10 @@ class ImportanceSampler:
         benefit: as given, or the last measurement.
         measures: whether a loader must measure it.
 
-    In a job of several ranks (torch.distributed), drawing a plan is a collective operation that combines the losses of
-    all ranks. All ranks have the same plan, and each takes its part of it in the same number of batches. A sample in
-    another node's server of a `RedisStore` is resident for all ranks; without torch.distributed, this is unknown.
+    In a job of several ranks (torch.distributed), beginning an epoch (`iter(loader)`) is a collective operation that
+    combines the losses of all ranks; nothing else is. All ranks have the same plan, and each takes its part of it in
+    the same number of batches. A sample in another node's server of a `RedisStore` is resident for all ranks; without
+    torch.distributed, this is unknown.
 
     Raises `InputError` for invalid arguments.
 
@@ -172,6 +173,7 @@ class ImportanceSampler:
         self._drawn = np.full(self.num_samples, -1, np.int32)
         self._marks = Marks(self.num_samples)
         self._draw: Draw | None = None
+        self._drawn_by = 1  # number of ranks that drew it
         self._next = 0
         self._iterated = False
         self._retention = Retention(cache, self.rule.rotating) if scored else None
@@ -185,22 +187,44 @@ class ImportanceSampler:
         Weights are 1 / p, not normalized; None in plans without weights.
 
         The plan of the last requested epoch is kept; any other is drawn from the data received so far. With several
-        ranks, the plan covers all of them.
+        ranks, the plan covers all of them, who draw it together when the epoch begins. Raises `InputError` for an epoch
+        that has not begun then.
         """
-        return self._drawn_for(parse_whole(epoch, "epoch", 0)).plan
+        epoch = parse_whole(epoch, "epoch", 0)
+        draw = self._kept(epoch)
+        if draw is None and ranks_of_job()[1] > 1:
+            raise ranks_conflict(
+                f"the plan of epoch {epoch} is drawn by all ranks together when it begins: ask for it after "
+                "iter(loader), or use sampler.expected_samples()"
+            )
+        return (draw or self._drawn_for(epoch)).plan
+
+    def _kept(self, epoch: int) -> Draw | None:
+        """The kept draw of an epoch. One that this process drew alone is not that of several ranks."""
+        draw = self._draw
+        kept = draw is not None and draw.plan.epoch == epoch and self._drawn_by == ranks_of_job()[1]
+        return draw if kept else None
 
     def _drawn_for(self, epoch: int) -> Draw:
-        draw = self._draw
-        if draw is None or draw.plan.epoch != epoch:
+        """The draw of an epoch. With several ranks, a collective operation unless it is kept."""
+        draw = self._kept(epoch)
+        if draw is None:
             self.losses.collect()
-            draw = self._draw = draw_plan(self.rule, self._known(), self._seed_of_all(), epoch)
+            self.seed = of_first_rank(draw_seed() if self.seed is None else self.seed)
+            draw = self._draw = draw_plan(self.rule, self._known(), self.seed, epoch)
+            self._drawn_by = ranks_of_job()[1]
             self._marks.plan(draw.plan, self._drawn)
         return draw
 
-    def _seed_of_all(self) -> int:
-        if self.seed is None:
-            self.seed = of_first_rank(draw_seed())
-        return self.seed
+    def _num_ids(self, epoch: int) -> int:
+        """The number of ids of an epoch, over all ranks.
+
+        With several ranks, that of the newest plan for an epoch that has not begun and is not known to be full.
+        """
+        if ranks_of_job()[1] == 1 or self._kept(epoch) is not None:
+            return len(self.plan(epoch).ids)
+        draw = None if self.rule.full(epoch) else self._draw
+        return self.num_samples if draw is None else len(draw.plan.ids)
 
     def _known(self) -> Known:
         """The data that all ranks have received."""
@@ -229,10 +253,11 @@ class ImportanceSampler:
         For loaders that serve the plan themselves, such as `stallfree.DataLoader`.
         """
         draw = self._drawn_for(parse_whole(epoch, "epoch", 0))
+        assert self.seed is not None  # drawn with the plan
         self._next, self._iterated = epoch, True
         batches = self.batches(epoch, batch_size, drop_last=drop_last)
         if self._retention is not None:
-            self._retention.begin(draw, self.losses.last, self.benefit, self._seed_of_all())
+            self._retention.begin(draw, self.losses.last, self.benefit, self.seed)
         self._marks.begin()
         return self._begun(draw, batches)
 
@@ -311,6 +336,10 @@ class ImportanceSampler:
         (rank, count), size = ranks_of_job(), parse_whole(batch_size, "batch_size", 1)
         return [step[rank] for step in steps_of(self.plan(epoch).ids, count, size, drop_last)]
 
+    def num_batches(self, epoch: int, batch_size: int, *, drop_last: bool = False) -> int:
+        """The number of batches of an epoch. With several ranks: see `__len__`."""
+        return num_steps(self._num_ids(epoch), ranks_of_job()[1], batch_size, drop_last)
+
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
 
@@ -329,11 +358,15 @@ class ImportanceSampler:
     def __iter__(self) -> Iterator[int]:
         self._next = self.next_epoch
         self._iterated = True
-        return iter(deal(self.plan(self._next).ids, *ranks_of_job(), drop_last=False).tolist())
+        return iter(deal(self._drawn_for(self._next).plan.ids, *ranks_of_job(), drop_last=False).tolist())
 
     def __len__(self) -> int:
-        """The number of ids of the current iteration, or of the first one before it. Draws its plan."""
-        return share(len(self.plan(self._next).ids), ranks_of_job()[1], drop_last=False)
+        """The number of ids of the current iteration, or of the first one before it.
+
+        Draws its plan, except with several ranks, which draw it when it begins: until then it is the number of the
+        newest plan, or of all samples.
+        """
+        return share(self._num_ids(self._next), ranks_of_job()[1], drop_last=False)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -373,7 +406,7 @@ class ImportanceSampler:
         self._drawn[:] = drawn
         self._marks.load(state["marks"])
         self._next, self._iterated = state["next"], state["iterated"]
-        self._draw = Draw.load(state["draw"], self.num_samples)
+        self._draw, self._drawn_by = Draw.load(state["draw"], self.num_samples), ranks_of_job()[1]
         self._begun_draw = Draw.load(state["begun"], self.num_samples) or self._draw
 
 

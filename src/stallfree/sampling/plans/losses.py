@@ -106,6 +106,10 @@ class Losses:
                 stacklevel=users_level(),
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        self.collect()
+        return self.__dict__
+
     def state(self) -> dict[str, Any]:
         """The state, serializable as JSON."""
         self.collect()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -11,11 +11,11 @@ import torch
 from torch import distributed
 
 from stallfree.sampling.plans.losses import Losses
-from stallfree.sampling.ranks import has_process_group
+from stallfree.sampling.ranks import has_process_group, local_ranks
 
 Array = npt.NDArray[Any]
 
-_groups: dict[int, Any] = {}
+_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def ranks_of_job() -> tuple[int, int]:
@@ -24,10 +24,8 @@ def ranks_of_job() -> tuple[int, int]:
 
 
 def is_first_here() -> bool:
-    """Whether this is the first rank on its host, according to torchrun, SLURM or Open MPI; True if unknown."""
-    names = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK")
-    given = next(filter(None, map(os.environ.get, names)), "0")
-    return ranks_of_job()[1] == 1 or given == "0"
+    """Whether this is the first rank on its host. With several ranks, all of them must make the first call."""
+    return ranks_of_job()[1] == 1 or local_ranks().rank == 0
 
 
 def agree(losses: Losses, *masks: Array) -> None:
@@ -96,29 +94,34 @@ def wait_for_all() -> None:
     unite(np.zeros(1, bool))
 
 
+def num_steps(samples: int, ranks: int, batch_size: int, drop_last: bool) -> int:
+    """The number of batches per rank of a plan with this number of samples."""
+    together = batch_size * ranks
+    if drop_last:
+        return samples // together
+    steps = -(-samples // together)
+    return steps if ranks == 1 else min(steps, samples // ranks)
+
+
 def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[list[Array]]:
     """The batches of a plan: for each step one per rank, of sizes that differ by at most one.
 
     With one rank, only the last batch may be smaller than `batch_size`. With `drop_last` all batches are full and the
     remaining ids are dropped; without it, a plan with fewer ids than ranks has no batches.
     """
-    together = batch_size * ranks
+    steps, together = num_steps(len(ids), ranks, batch_size, drop_last), batch_size * ranks
     if drop_last or ranks == 1:
-        steps = len(ids) // together if drop_last else -(-len(ids) // together)
         some = [ids[at : at + together] for at in range(0, steps * together, together)]
         return [[step[rank::ranks] for rank in range(ranks)] for step in some]
-    steps = min(-(-len(ids) // together), len(ids) // ranks)
     parts = np.array_split(ids, steps * ranks) if steps else []
     return [parts[at : at + ranks] for at in range(0, len(parts), ranks)]
 
 
 def _group() -> Any:
     """A process group for CPU tensors. All ranks create it together, once per job."""
-    default = distributed.group.WORLD
+    default: Any = distributed.group.WORLD
     if distributed.get_backend() == "gloo":
         return default
-    key = id(default)
-    if key not in _groups:
-        _groups.clear()
-        _groups[key] = distributed.new_group(backend="gloo")
-    return _groups[key]
+    if default not in _groups:
+        _groups[default] = distributed.new_group(backend="gloo")
+    return _groups[default]

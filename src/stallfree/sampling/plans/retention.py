@@ -113,6 +113,10 @@ class Retention:
             )
         return worth
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy is another job."""
+        return {**self.__dict__, "_jobs": None}
+
     def close(self) -> None:
         """Unregister this job from the cache. It is registered again when another epoch begins."""
         if self._jobs is not None:

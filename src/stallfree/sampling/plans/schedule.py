@@ -36,9 +36,10 @@ class BySamples:
         schedule = OneCycleLR(optimizer, 0.1, total_steps=1000)
         scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(epochs))
         for epoch in range(epochs):
+            batches = iter(loader)  # draws the plan
             later = sampler.expected_samples(epochs, start=epoch + 1)
             scheduler.expect(len(sampler.plan(epoch).ids) + later)
-            for batch in loader:
+            for batch in batches:
                 ...
                 optimizer.step()
                 scheduler.step(len(batch.ids))

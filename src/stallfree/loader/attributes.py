@@ -1,0 +1,70 @@
+"""Attributes of a loader that may be set after it was made, as those of torch's loader."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import replace
+from typing import Any
+
+from torch.utils.data import default_collate, default_convert
+
+from stallfree.batches.stream import loader_reader
+from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_functions, check_numbers
+from stallfree.loader.shown import own_collate
+from stallfree.workers.worker_pool import Options
+
+SETTABLE = frozenset(
+    {
+        *("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
+        *("generator", "prefetch_factor", "pin_memory_device", "in_order"),
+    }
+)
+"""Arguments whose attributes torch's loader allows to be set. They apply from the next iteration on."""
+
+_ORDER = ("dataset", "sampler", "batch_sampler")
+"""Those that it does not, but that subclasses replace nevertheless, to repeat a sampler."""
+
+_NAMES = (*_ORDER, *sorted(SETTABLE))
+
+
+class Attributes:
+    """The attributes of a loader as they were when it was made or last iterated."""
+
+    def __init__(self, loader: Any) -> None:
+        self._values = [vars(loader).get(name) for name in _NAMES]
+
+    def are_those_of(self, loader: Any) -> bool:
+        """Whether none of them has been set since."""
+        return all(map(operator.is_, self._values, map(vars(loader).get, _NAMES)))
+
+    def order_changed(self, loader: Any) -> bool:
+        """Whether the data set or a sampler has been replaced."""
+        return any(vars(loader).get(name) is not old for name, old in zip(_ORDER, self._values, strict=False))
+
+
+def options_of(loader: Any, *, single: bool) -> dict[str, Any]:
+    """The arguments of `Options` that follow from attributes of `loader` which may be set."""
+    workers, context = loader.num_workers, loader.multiprocessing_context
+    return {
+        "dataset": loader.dataset,
+        "collate": own_collate(loader.collate_fn, single=single),
+        "workers": workers,
+        "ahead": (loader.prefetch_factor or 2) * max(1, workers),
+        "worker_init": loader.worker_init_fn,
+        "seconds": loader.timeout or WAIT_SECONDS,
+        **({} if context is None else {"context": context}),
+    }
+
+
+def changed_options(loader: Any, options: Options) -> Options:
+    """`options` with the present attributes of `loader`. Raises `InputError` for invalid ones."""
+    check_numbers(loader.num_workers, None, loader.timeout, loader.prefetch_factor, False)
+    check_functions(loader.collate_fn, loader.worker_init_fn, "raise")
+    if loader.collate_fn is None:
+        vars(loader)["collate_fn"] = default_convert if options.single else default_collate
+    vars(loader)["num_workers"] = as_int(loader.num_workers)
+    changed = replace(options, **options_of(loader, single=options.single))
+    streams = options.reader.streams
+    if changed.dataset is options.dataset and (not streams or changed.workers == options.workers):
+        return changed
+    return replace(changed, reader=loader_reader(loader.dataset, loader.num_workers, drop_last=loader.drop_last))

@@ -1,0 +1,111 @@
+"""A process that is forked while a batch is held, such as an asynchronous saver, keeps reading that batch."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+import stallfree as sf
+from loader_data import Made
+
+COUNT, SIZE = 48, 5000
+
+
+def row(id: int) -> Any:
+    return np.full(SIZE, id, np.float32)
+
+
+class Saver:
+    """A forked process that reads a batch only when it is told to."""
+
+    def __init__(self, batch: Any) -> None:
+        context = multiprocessing.get_context("fork")
+        self._go, go = context.Pipe()
+        self._process = context.Process(target=self._save, args=(go, batch))
+        self._process.start()
+        go.close()
+
+    def _save(self, go: Any, batch: Any) -> None:
+        go.recv()
+        go.send(sorted(set(np.asarray(batch).ravel().tolist())))
+
+    def values(self) -> list[float]:
+        self._go.send("go")
+        found = self._go.recv()
+        self._process.join()
+        self._process.close()
+        self._go.close()
+        return found  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("output", ["torch", "numpy"])
+@pytest.mark.parametrize(("workers", "cached"), [(0, False), (2, False), (0, True), (2, True)])
+def test_a_forked_process_keeps_its_batch(workers: int, cached: bool, output: str) -> None:
+    base = Made(COUNT, row)
+    dataset: Any = sf.CachedDataset(base, capacity="8MiB") if cached else base
+    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0, output=output) as loader:
+        if cached:
+            list(loader)  # later epochs are gathered from the cache
+        savers = []
+        for _ in range(2):
+            for number, batch in enumerate(loader):
+                if number in (2, 5):
+                    savers.append((Saver(batch), sorted(set(np.asarray(batch).ravel().tolist()))))
+                del batch
+        assert len(savers) == 4
+        assert [saver.values() for saver, _ in savers] == [expected for _, expected in savers]
+    if cached:
+        dataset.close()
+
+
+def test_kept_batches_are_kept_in_a_forked_process_too() -> None:
+    """Batches that the loop holds, some of them for several steps, and forks of `os.fork`."""
+    with sf.DataLoader(Made(COUNT, row), 4, num_workers=1) as loader:
+        held: list[Any] = []
+        savers = []
+        for batch in loader:
+            held = [*held[-2:], batch]
+            savers.append((Saver(held[0]), held[0][:, 0].tolist()))
+            del batch
+        held.clear()
+        assert [saver.values() for saver, _ in savers] == [expected for _, expected in savers]
+
+
+def _maps(pid: int) -> list[str]:
+    return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/slot-" in line]
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_memory_of_forked_batches_is_given_back(cached: bool) -> None:
+    """A process forked for each batch: neither files nor mappings of the ring grow, here and in the workers."""
+    base = Made(COUNT, row)
+    dataset: Any = sf.CachedDataset(base, capacity="8MiB") if cached else base
+    with sf.DataLoader(dataset, 4, num_workers=2, persistent_workers=True) as loader:
+        list(loader)
+        most = 2 * 2 + 3  # two batches in flight per worker, and three that may be kept
+        size = loader.stats().staging_bytes
+        for _ in range(4):
+            for batch in loader:
+                assert len(Saver(batch).values()) == 4
+                del batch
+                assert loader.stats().staging_bytes <= max(size, most * (4 * SIZE * 4 * 9 // 8 + 2 * 4096))
+            for process in [psutil.Process(), *psutil.Process().children()]:
+                assert len(_maps(process.pid)) <= 2 * most
+    if cached:
+        dataset.close()
+
+
+def test_a_fork_costs_no_slot_of_a_batch_that_is_not_held() -> None:
+    with sf.DataLoader(Made(COUNT, row), 4, num_workers=1, persistent_workers=True) as loader:
+        list(loader)
+        before = {line.split()[-1] for line in _maps(os.getpid())}
+        for batch in loader:
+            del batch
+            assert Saver(np.zeros(1)).values() == [0]
+        assert {line.split()[-1] for line in _maps(os.getpid())} == before
