@@ -31,7 +31,7 @@ from benchmarks.harness import (
     scratch_folder,
 )
 from stallfree.device import DevicePrefetcher, prefetcher
-from stallfree.device.backend import Backend
+from stallfree.device.backend import Cuda
 
 NAME = "device_law"
 QUESTION = (
@@ -172,7 +172,7 @@ class _Stream:
         self.over = max(self.over, time.monotonic()) + seconds
 
 
-class _Device(Backend):
+class _Device(Cuda):
     """A device whose copies take `seconds`. It knows of all that it is given when that ends, and needs no thread."""
 
     def __init__(self, seconds: float) -> None:
@@ -231,9 +231,6 @@ class _Device(Backend):
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
         self.current_stream().give(self._seconds)
-
-    def fill(self, target: torch.Tensor, byte: int) -> None:
-        target.fill_(byte)
 
     def synchronize(self) -> None:
         """Wait until the current stream has done all."""

@@ -28,12 +28,12 @@ TOPICS = {
         record-class""",
     "Samplers, importance and ranks": """
         sampler-output sampler-mismatch loss-update ranks-conflict seed-agreement launch-environment""",
-    "Loader": "batch-timeout batch-failed worker-died stop-iteration iteration-over collate-output",
+    "Loader": "batch-timeout batch-failed worker-died main-guard stop-iteration iteration-over collate-output",
     "Shared loader": "group-mismatch group-timeout",
     "Several nodes": """
         server-missing server-failed server-unreachable server-refused server-address port-unavailable
         network-interface nodes-missing""",
-    "Device": "device-unknown producer-ended consumer-process",
+    "Device": "device-unknown producer-ended prefetcher-process",
     "Analysis and command line": "job-function job-failed run-too-large",
     "Configurations of Clara": "clara-configuration clara-field",
 }

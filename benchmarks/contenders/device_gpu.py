@@ -72,9 +72,6 @@ WAYS: dict[str, Callable[[int, int, int], Batches]] = {
     "`DevicePrefetcher`": lambda size, count, workers: sf.DevicePrefetcher(
         loader(size, count, workers, pin=False), "cuda"
     ),
-    "`DevicePrefetcher`, ring": lambda size, count, workers: sf.DevicePrefetcher(
-        loader(size, count, workers, pin=False), "cuda", keep="ring"
-    ),
     "torch, pinned": lambda size, count, workers: plain(loader(size, count, workers, pin=True)),
     "timm's way": lambda size, count, workers: second_stream(loader(size, count, workers, pin=True), record=False),
     "Apex's way": lambda size, count, workers: second_stream(loader(size, count, workers, pin=True), record=True),

@@ -172,7 +172,7 @@ class SampleError(StallfreeError):
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died several times on one batch, or one died on its stream.
+    """Worker processes died on one batch or on their stream, or cannot start.
 
     It is also a `RuntimeError`, as in torch's loader.
 
@@ -191,8 +191,8 @@ class WorkerError(StallfreeError, RuntimeError):
 
     page = "worker-died"
 
-    def __init__(self, message: str, *, ids: Sequence[int] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, *, ids: Sequence[int] = (), page: str = "") -> None:
+        super().__init__(message, page=page)
         self.ids = list(ids)
 
 
@@ -300,7 +300,6 @@ capacity_too_small = partial(CapacityError, page="capacity-too-small")
 clara_configuration = partial(InputError, page="clara-configuration")
 clara_field = partial(InputError, page="clara-field")
 collate_output = partial(InputError, page="collate-output")
-consumer_process = partial(InputError, page="consumer-process")
 cut_attribute = partial(InputError, page="cut-attribute")
 cut_random = partial(InputError, page="cut-random")
 cut_refused = partial(InputError, page="cut-refused")
@@ -324,6 +323,7 @@ job_function = partial(InputError, page="job-function")
 launch_environment = partial(InputError, page="launch-environment")
 lock_held = partial(WaitError, page="lock-held")
 loss_update = partial(InputError, page="loss-update")
+main_guard = partial(WorkerError, page="main-guard")
 name_invalid = partial(InputError, page="name-invalid")
 network_interface = partial(InputError, page="network-interface")
 no_fingerprint = partial(InputError, page="no-fingerprint")
@@ -331,6 +331,7 @@ nodes_missing = partial(WaitError, page="nodes-missing")
 not_picklable = partial(InputError, page="not-picklable")
 object_closed = partial(InputError, page="object-closed")
 port_unavailable = partial(InputError, page="port-unavailable")
+prefetcher_process = partial(InputError, page="prefetcher-process")
 ranks_conflict = partial(InputError, page="ranks-conflict")
 reads_nothing = partial(InputError, page="reads-nothing")
 release_mismatch = partial(StorageError, page="release-mismatch")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from stallfree.analysis.job import Job
+from stallfree.analysis.placement import Placement
 from stallfree.analysis.report import Remedy, Report, Sizes, make_report
 from stallfree.analysis.stopwatch import Rate
 
@@ -34,6 +35,7 @@ def make(
     parted: bool = True,
     cache: Any = None,
     remedy: Remedy | None = None,
+    placement: Placement | None = None,
     measured: dict[str, Rate] | None = None,
     **changed: Any,
 ) -> Report:
@@ -59,4 +61,4 @@ def make(
     }
     found |= measured or {}
     sizes = Sizes(50_000.0 if parted else None, 50_000.0, 150_528.0)
-    return make_report(job, found, sizes, 0.0, cache, [], remedy)
+    return make_report(job, found, sizes, 0.0, cache, [], remedy, placement)

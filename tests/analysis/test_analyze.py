@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import stallfree as sf
 from stallfree import InputError
@@ -422,3 +423,29 @@ def test_a_slow_job_has_as_many_rounds_as_there_is_time_for() -> None:
     while analysis.wants_round():
         analysis.round()
     assert len(analysis._rounds) == 2
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_prep_that_can_run_in_two_places_is_measured_in_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
+) -> None:
+    """The device is the CPU here."""
+    monkeypatch.setattr("stallfree.analysis.placement._decodes", lambda device: True)
+    image = Image.fromarray(np.zeros((40, 50, 3), np.uint8))
+    (tmp_path / "a").mkdir()
+    for number in range(12):
+        image.save(tmp_path / "a" / f"{number}.jpg")
+    seen: set[tuple[type, tuple[int, ...]]] = set()
+
+    def step(batch: Any) -> None:
+        pictures = batch[0].to("cpu")
+        seen.add((type(pictures), tuple(pictures.shape)))
+
+    data = sf.ImageFolder(tmp_path, sf.DecodeRandomResizedCrop(8, on_device=on_device))
+    report = sf.analyze(data, step, batch_size=4, num_workers=1, seconds=SHORT, progress=False)
+    placement = report.data["placement"]
+    assert placement["on_device"] == on_device
+    assert all(placement[name] > 0 for name in ("cpu_prep", "device_prep", "step", "step_and_prep"))
+    assert placement["step_and_prep"] <= placement["step"]
+    assert any(line.startswith("prep on the ") for line in report.predict().answers)
+    assert seen == {(torch.Tensor, (4, 8, 8, 3))}

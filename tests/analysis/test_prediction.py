@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from report_data import make
 
 from stallfree import Report
 from stallfree.analysis.model import Loading, Rates
+from stallfree.analysis.placement import Placement
 from stallfree.analysis.prediction import Prediction
 from stallfree.analysis.setting import Setting
 from stallfree.analysis.stopwatch import Rate, combined, next_half_width
@@ -204,6 +206,32 @@ def test_the_answer_names_the_cpus_on_other_machines() -> None:
     told = make({"G": 8000, "P": 1000, "P_hit": 1000, "S": 40_000, "warm": 1000, "cold": 1000}, num_workers=2).predict()
     assert told.cpus_elsewhere >= 14
     assert f"so do {told.cpus_elsewhere} CPUs on other machines" in "".join(told.answers)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_faster_place_of_prep_is_named_and_advised(on_device: bool) -> None:
+    """The CPUs prepare 1,000 samples/s. The device would prepare all, for 10% of its steps."""
+    placement = Placement(on_device, 1000, 20_000, 4000, 3600)
+    now = {"G": 4000, "P": 20_000 if on_device else 1000, "P_hit": 20_000 if on_device else 1000, "S": 40_000}
+    reached = 3600 if on_device else 1000
+    report = make({**now, "warm": reached, "cold": reached}, num_workers=2, placement=placement)
+    told = report.predict()
+    assert told.throughput == pytest.approx(reached, rel=0.02)
+    (answer,) = [line for line in told.answers if line.startswith("prep on ")]
+    assert "prep on the device takes 10% of the step" in answer
+    advised = [item for item in report.data["advice"] if "decode" in item["do"]]
+    if on_device:
+        assert answer.startswith("prep on the CPUs: not faster, 0.28x (1,000 samples/s)")
+        assert not advised
+    else:
+        assert answer.startswith("prep on the device: the faster place, 3.6")
+        assert advised[0]["do"] == "Let the device decode: on_device=True in sf.DecodeRandomResizedCrop"
+        assert advised[0]["gain"] == pytest.approx(3.6, rel=0.02)
+    assert Report(json.loads(json.dumps(report.data))).predict() == told
+
+
+def test_without_a_choice_of_places_none_is_named() -> None:
+    assert not [line for line in make({}).predict().answers if line.startswith("prep on ")]
 
 
 def test_parts_that_bind_alike_are_all_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import multiprocessing
 import pickle
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,73 @@ def test_keys_that_collide_are_never_mixed_up(policy: str, monkeypatch: pytest.M
         for key in range(8):
             assert cache.get(key, load) == f"value of {key}"
         assert cache.stats().resident_items == 8
+
+
+class Model:
+    """A cache of `size` keys that evicts by the textbook."""
+
+    def __init__(self, policy: str, size: int) -> None:
+        self.policy, self.size, self.loads = policy, size, 0
+        self.order: OrderedDict[Any, int] = OrderedDict()  # from the next victim on
+
+    def get(self, key: Any) -> None:
+        if key not in self.order:
+            self.loads += 1
+            if len(self.order) == self.size:
+                self.order.popitem(last=False)
+        if key not in self.order or self.policy == "lru":
+            self.order[key] = 1
+            self.order.move_to_end(key)
+
+
+BODY = bytes(300)
+
+
+def filled(cache: sf.CacheLoader) -> int:
+    """How many values fit into a cache that evicts."""
+    for key in range(400):
+        cache.get(f"fill{key}", lambda _: BODY)
+    size = cache.stats().resident_items
+    cache.clear()
+    assert 50 < size < 300
+    return size
+
+
+@pytest.mark.parametrize("typical", ["512B", "4KiB"])
+@pytest.mark.parametrize("used", [0.3, 0.7, 0.9])
+@pytest.mark.parametrize("policy", ["lru", "fifo"])
+def test_a_policy_evicts_what_its_name_says(policy: str, used: float, typical: str) -> None:
+    """Some keys are used in every round, and in each there are new ones. Small values fill the whole cache, too."""
+    with sf.CacheLoader(capacity="128KiB", name="values", policy=policy, typical=typical) as cache:
+        size = filled(cache)
+        model, load, before = Model(policy, size), Load(), cache.stats()
+        hot, rounds = [f"hot{key}" for key in range(int(used * size))], 5
+        for round in range(rounds):
+            for key in [*hot, *(f"cold{round}-{number}" for number in range(size // 10))]:
+                model.get(key)
+                assert cache.get(key, lambda key: (load(key), BODY)[1]) == BODY
+        stats = cache.stats()
+        assert len(load.keys) == pytest.approx(model.loads, abs=0.02 * model.loads)
+        assert stats.resident_items == pytest.approx(len(model.order), abs=0.02 * size)
+        assert stats.evictions - before.evictions == len(load.keys) - stats.resident_items
+        assert stats.misses - before.misses == len(load.keys)
+        assert stats.hits - before.hits == rounds * (len(hot) + size // 10) - len(load.keys)
+
+
+@pytest.mark.parametrize("typical", ["512B", "4KiB"])
+def test_lfu_keeps_what_was_used_twice(typical: str) -> None:
+    with sf.CacheLoader(capacity="128KiB", name="values", policy="lfu", typical=typical) as cache:
+        hot = [f"hot{key}" for key in range(int(0.8 * filled(cache)))]
+        for key in [*hot, *hot, *(f"cold{number}" for number in range(len(hot)))]:
+            cache.get(key, lambda _: BODY)
+        kept = sum(key in cache for key in hot)
+        assert kept >= 0.98 * len(hot)
+
+
+def test_policies_that_need_scores_are_refused() -> None:
+    for policy in ("importance", "oracle"):
+        with pytest.raises(sf.InputError, match=f"policy='{policy}' keeps what has the highest score, and keys have"):
+            sf.CacheLoader(capacity="1MiB", name="values", policy=policy)
 
 
 def test_clearing_forgets_all(cache: sf.CacheLoader) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from stallfree.device.copy_thread import Item, Mailbox
+from stallfree.device.ahead import Item, Items
 
 if TYPE_CHECKING:
     from fakes import World
@@ -131,17 +131,30 @@ class ClockedQueue:
         return self._items.empty()
 
 
-class ClockedMailbox(Mailbox):
-    """A mailbox between threads: an item is taken after its `put`."""
+class ClockedItems(Items):
+    """Items between threads: one is taken after its `put`, and the one that needs its place comes after its removal."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self._world = world
         self._stamps: dict[int, Stamp] = {}
+        self._puts = 0
+        self._removals: list[Stamp] = []
 
     def put(self, item: Item) -> None:
         self._stamps[id(item)] = self._world.stamp()
+        self._puts += 1
         super().put(item)
+
+    def remove(self, item: Item) -> None:
+        self._removals.append(self._world.stamp())
+        super().remove(item)
+
+    def has_capacity(self, limit: int) -> bool:
+        found = super().has_capacity(limit)
+        if found and self._puts >= limit:
+            self._world.meet(self._removals[self._puts - limit])
+        return found
 
     def first(self) -> Item:
         item = super().first()

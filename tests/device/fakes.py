@@ -26,10 +26,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
-from device_clocks import Access, Agent, ClockedMailbox, ClockedQueue, ClockedThreading, Event, Piece, Stamp, Stream
+from device_clocks import Access, Agent, ClockedItems, ClockedQueue, ClockedThreading, Event, Piece, Stamp, Stream
 
-from stallfree.device import copy_thread, prefetcher, staging
-from stallfree.device.backend import Backend
+from stallfree.device import ahead, prefetcher, staging
+from stallfree.device.backend import Cuda
 
 FRESH, FREED = 0xA5, 0x5A
 
@@ -326,9 +326,9 @@ class World:
         plain = staging.is_plain
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(prefetcher, "find_backend", lambda device: self.backend)
-            patch.setattr(copy_thread, "SimpleQueue", partial(ClockedQueue, self))
-            patch.setattr(copy_thread, "Mailbox", partial(ClockedMailbox, self))
-            patch.setattr(copy_thread, "threading", ClockedThreading(self))
+            patch.setattr(ahead, "SimpleQueue", partial(ClockedQueue, self))
+            patch.setattr(ahead, "Items", partial(ClockedItems, self))
+            patch.setattr(ahead, "threading", ClockedThreading(self))
             patch.setattr(staging, "is_plain", lambda leaf: plain(leaf) and not self.on_device(leaf))
             patch.setattr(staging, "SMALL", 1024)
             yield patch
@@ -338,7 +338,7 @@ class World:
         return piece is not None and piece.kind == "device"
 
 
-class FakeBackend(Backend):
+class FakeBackend(Cuda):
     """The simulated device. torch treats its memory as that of a CPU."""
 
     def __init__(self, world: World) -> None:
@@ -422,9 +422,6 @@ class FakeBackend(Backend):
         world.copies.append(world.current.name)
         work = partial(world._raw(target).copy_, world._raw(source))
         world.give("a copy", world.copy_seconds, work, reads=[source], writes=[target])
-
-    def fill(self, target: torch.Tensor, byte: int) -> None:
-        self._world.give("filling", 0.0, partial(self._world._raw(target).fill_, byte), writes=[target])
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

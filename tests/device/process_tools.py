@@ -1,4 +1,4 @@
-"""Loaders with stamped batches for the tests of `ProcessPrefetcher`, and processes that consume them.
+"""Loaders with stamped batches for the tests of `ProcessPrefetcher`.
 
 The behaviour of a loader in its next epoch is written to a file, the `Script`, so that one process serves many tests.
 The file also counts the batches that were requested and returned.
@@ -24,9 +24,8 @@ import torch
 
 PATIENCE = 60.0  # seconds until what does not happen is taken for hung
 _COUNTS = struct.Struct("<8q")
-ASKED, EPOCHS, BACK = 0, 1, 2
-"""Numbers in the file of counts: batches that the loader was asked for, epochs that it began, and from BACK on how many
-batches each consumer has given back."""
+ASKED, EPOCHS = 0, 1
+"""Numbers in the file of counts: batches that the loader was asked for, and epochs that it began."""
 
 
 def stamp(epoch: int, number: int) -> int:
@@ -61,7 +60,7 @@ class Script:
     def write(self, **values: Any) -> None:
         """`batches`, `rows` (of the last batch too, if `last` does not say else), `errors` (numbers in whose place an
         error is), `ends` (whether such an error ends the epoch), `hang` (the number before which it waits until
-        `release`), `depth` and `consumers` (to check that no slot was used too early)."""
+        `release`)."""
         new = self.file.with_suffix(".new")
         new.write_text(json.dumps(values))
         new.replace(self.file)
@@ -115,9 +114,6 @@ class Epoch:
         told, number = self.told, self.number
         if number >= told.get("batches", 5):
             raise StopIteration
-        if "depth" in told:  # the batch that was in the slot has been given back by all
-            back = [self.counts[BACK + consumer] for consumer in range(told["consumers"])]
-            assert min(back) >= number - told["depth"], f"batch {number} is loaded, but only {back} were given back"
         self.counts[ASKED] += 1
         if number == told.get("hang", -1):
             while not self.script.file.with_suffix(".go").exists():
@@ -156,31 +152,3 @@ def started() -> set[int]:
             if mark in (process / "environ").read_bytes().split(b"\0"):
                 found.add(int(process.name))
     return found
-
-
-def consume(consumer: Any, book: Path, epochs: int, script: Script | None = None, stop: int = -1) -> None:
-    """Iterate, and write (epoch, number) of each batch to `book`; break the first epoch after batch `stop`."""
-    counts = None if script is None else script.map()
-    with book.open("w") as file:
-        for epoch in range(epochs):
-            for batch in consumer:
-                where = read_stamp(batch)
-                print(*where, file=file, flush=True)
-                if epoch == 0 and where[1] == stop:
-                    break
-                if counts is not None:
-                    counts[BACK + consumer.number] += 1
-    consumer.close()
-
-
-def entries(book: Path) -> list[tuple[int, int]]:
-    """Return the lines that `consume` wrote."""
-    return [(int(epoch), int(number)) for epoch, number in map(str.split, book.read_text().splitlines())]
-
-
-def die(consumer: Any, batches: int) -> None:
-    """Take some batches, and wait to be killed."""
-    taken = iter(consumer)
-    for _ in range(batches):
-        read_stamp(next(taken))
-    os.kill(os.getpid(), 9)

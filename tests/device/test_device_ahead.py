@@ -20,7 +20,7 @@ from fakes import World
 import stallfree as sf
 from children import Child
 from stallfree.device import DevicePrefetcher
-from stallfree.device.copy_thread import LoaderThread, Mailbox
+from stallfree.device.ahead import Items, LoaderThread
 
 PATIENCE = 60.0
 COUNT = 6
@@ -226,14 +226,14 @@ def test_all_random_numbers_are_those_without_a_prefetcher(way: str, world: Worl
 def test_a_loop_that_takes_its_item_while_the_thread_looks_does_not_wait(
     world: World | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    look = Mailbox.empty.fget
+    look = Items.all_taken.fget  # type: ignore[attr-defined]
     assert look is not None
 
-    def slowly(mailbox: Mailbox) -> bool:
+    def slowly(items: Items) -> bool:
         threading.Event().wait(0.002)
-        return look(mailbox)
+        return bool(look(items))
 
-    monkeypatch.setattr(Mailbox, "empty", property(slowly))
+    monkeypatch.setattr(Items, "all_taken", property(slowly))
     expected = train(DRAWN["stallfree's"]())
     with around(DRAWN["stallfree's"]()) as prefetcher:
         assert train(prefetcher, world) == expected

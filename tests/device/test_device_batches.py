@@ -241,7 +241,7 @@ def send(batch: Any, world: World | None = None, **options: Any) -> Any:
 def test_a_container_arrives_as_it_was_with_its_tensors_on_the_device(kind: str) -> None:
     world, batch = World(), CONTAINERS[kind]()
     before = [(id(tensor), tensor.clone()) for tensor in tensors(batch)]
-    found = send(batch, world, keep="ring" if len(kind) % 2 else "fresh")
+    found = send(batch, world)
     same(found, batch)
     for tensor in tensors(found):
         stays = isinstance(batch, PackedSequence) and tensor is found.batch_sizes
@@ -345,7 +345,7 @@ SELF_SENT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SELF_SENT)
-def test_what_cannot_be_pinned_goes_by_itself_with_one_warning(kind: str) -> None:
+def test_what_cannot_be_pinned_goes_by_itself_with_one_warning_if_that_is_slow(kind: str) -> None:
     world = World()
     world.backend.device = torch.device("cpu", 0)  # which tensors of the host are not on
     with world.installed(), warnings.catch_warnings(record=True) as caught:
@@ -358,8 +358,8 @@ def test_what_cannot_be_pinned_goes_by_itself_with_one_warning(kind: str) -> Non
         prefetcher.close()
     world.check()
     mine = [str(warning.message) for warning in caught if "by its own .to()" in str(warning.message)]
-    assert len(mine) == 1
-    assert f"a {type(batches[0]['odd']).__name__} is sent to cpu:0" in mine[0]
+    assert len(mine) == (kind != "dictionary")
+    assert all(f"a {type(batches[0]['odd']).__name__} is sent to cpu:0" in each for each in mine)
     for number, batch in enumerate(found):
         assert torch.equal(batch["x"], numbers(3) + number % 4)
         odd = batch["odd"]

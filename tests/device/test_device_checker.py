@@ -16,10 +16,10 @@ from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.device import DevicePrefetcher, copy_thread
+from stallfree.device import DevicePrefetcher, ahead
 from stallfree.device.staging import Place, Sent, Stager
 
-pytestmark = pytest.mark.filterwarnings("ignore:a (Parcel|Crate) is sent:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:a Parcel is sent:RuntimeWarning")
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Scene:
 
     Attributes:
         epochs: the orders of the loader, and after how many batches the loop breaks off, for each epoch.
-        keep, depth, debug: of the prefetcher.
+        depth: of the prefetcher.
         transform: whether batches are transformed on the device.
         nested: whether the loader is a prefetcher, too.
         habits: of the training loop.
@@ -37,9 +37,7 @@ class Scene:
     """
 
     epochs: list[tuple[list[Order], int | None]] = field(default_factory=list)
-    keep: str = "fresh"
     depth: int = 2
-    debug: bool = False
     transform: bool = False
     nested: bool = False
     habits: tuple[str, ...] = ("",)
@@ -57,9 +55,7 @@ class Scene:
             patch.setattr(world.backend, "empty", loader.empty)
             inner = DevicePrefetcher(loader, "cuda", 1) if self.nested else loader
             transform = loader.transform if self.transform else None
-            prefetcher = DevicePrefetcher(
-                inner, "cuda", self.depth, self.keep, transform_on_device=transform, debug=self.debug
-            )
+            prefetcher = DevicePrefetcher(inner, "cuda", self.depth, transform_on_device=transform)
             loop = Loop(world, loader, self.habits, self.transform, self.step)
             for orders, end in self.epochs:
                 loader.orders = orders
@@ -110,13 +106,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     orders = st.builds(
         Order, draw(st.just(STRUCTURES)), scale=st.sampled_from([1, 1, 2, 5]), trouble=st.sampled_from(troubles)
     )
-    keep = draw(st.sampled_from(["fresh", "ring"]))
-    habits = ["", "", "wait", "move", *(["hold"] if keep == "fresh" else [])]
+    habits = ["", "", "wait", "move", "hold"]
     return Scene(
         draw(st.lists(st.tuples(st.lists(orders, max_size=7), st.none() | st.integers(0, 5)), min_size=1, max_size=3)),
-        keep,
         draw(st.integers(1, 3)),
-        keep == "ring" and draw(st.booleans()),
         transform,
         draw(st.booleans()),
         tuple(draw(st.lists(st.sampled_from(habits), min_size=1, max_size=4))),
@@ -189,33 +182,21 @@ def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
         return sent
 
     patch.setattr(Stager, "send", send)
-    without("record", "_send")(patch, world)
+    without("record", "send")(patch, world)
 
 
 def forget_what_was_transformed(patch: pytest.MonkeyPatch, world: World) -> None:
     """Keep only the copies for the consumer's stream, not the outputs of the transform."""
-    patch.setattr(copy_thread, "memory_of", lambda leaf: [])
+    patch.setattr(ahead, "memory_of", lambda leaf: [])
 
 
-RING = {"keep": "ring"}
 STAGED_TWICE = r"nothing orders the read .* \(a copy\) and the write .* \(staging\)"
-COPIED_TWICE = r"nothing orders the read .* \(a step\) and the write .* \(a copy\)"
 READ_TOO_SOON = r"nothing orders the write .* \(a copy\) and the read .* \(a step\)"
-POISONED_TOO_SOON = r"nothing orders the read .* \(a step\) and the write .* \(filling\)"
 DEVICE_FREED = r"^device memory .* is freed too early: nothing orders the read .* \(a step\)"
 LENT_FREED = r"^lent memory .* is freed too early: nothing orders the read .* \(a copy\)"
 GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]] = {
     "the host waits for the copies before it fills pinned memory": (
-        Scene(PLAIN, **RING), without("finish", "send"), STAGED_TWICE,
-    ),
-    "the copy stream waits until the batch before is used": (
-        Scene(PLAIN, **RING), without("wait", "send"), COPIED_TWICE,
-    ),
-    "and in the stream where it was asked for, if that is another": (
-        Scene(PLAIN, habits=("leave",), **RING), without("using", "_release_batch"), COPIED_TWICE,
-    ),
-    "memory is poisoned behind that": (
-        Scene(PLAIN, habits=("leave",), debug=True, **RING), without("wait", "_release_batch"), POISONED_TOO_SOON,
+        Scene(PLAIN), without("finish", "send"), STAGED_TWICE,
     ),
     "the training waits for the copies": (
         Scene(PLAIN), without("wait", "_deliver"), READ_TOO_SOON,

@@ -157,7 +157,7 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     prefetcher = sf.DevicePrefetcher([], "cuda:0")
     event = Event(driver)
-    prefetcher._places = [Place(event, event)]
+    prefetcher._unused = [[Place(event, event)]]
     memory = np.zeros(4096, np.uint8)
     undo = prefetcher.pin(memory)
     assert in_child(undo)

@@ -15,8 +15,6 @@ from fakes import World
 import stallfree as sf
 from stallfree.device import DevicePrefetcher
 
-KEEPS = pytest.mark.parametrize("keep", ["fresh", "ring"])
-
 
 @pytest.fixture
 def world() -> Iterator[World]:
@@ -49,11 +47,9 @@ def prefetching() -> list[str]:
 # -- epochs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("count", "depth", "keep"), [(0, 2, "fresh"), (1, 1, "ring"), (2, 5, "fresh"), (9, 1, "fresh"), (9, 2, "ring")]
-)
-def test_every_epoch_gives_every_batch_in_order(world: World, count: int, depth: int, keep: str) -> None:
-    prefetcher = DevicePrefetcher(batches(count), "cuda", depth, keep)
+@pytest.mark.parametrize(("count", "depth"), [(0, 2), (1, 1), (2, 5), (9, 1), (9, 2)])
+def test_every_epoch_gives_every_batch_in_order(world: World, count: int, depth: int) -> None:
+    prefetcher = DevicePrefetcher(batches(count), "cuda", depth)
     for _ in range(3):
         assert numbers(world, prefetcher) == list(range(count))
     assert len(prefetcher) == count
@@ -84,10 +80,8 @@ def test_close_ends_the_epoch_and_may_be_called_again(world: World) -> None:
     prefetcher.close()
 
 
-@pytest.mark.parametrize(("end", "keep"), [(None, "fresh"), (2, "ring")])
-def test_a_generator_is_closed_and_the_thread_ends_when_nobody_asks_any_more(
-    world: World, end: int | None, keep: str
-) -> None:
+@pytest.mark.parametrize("end", [None, 2])
+def test_a_generator_is_closed_and_the_thread_ends_when_nobody_asks_any_more(world: World, end: int | None) -> None:
     closed = threading.Event()
 
     def generate() -> Iterator[torch.Tensor]:
@@ -100,7 +94,7 @@ def test_a_generator_is_closed_and_the_thread_ends_when_nobody_asks_any_more(
         def __iter__(self) -> Iterator[torch.Tensor]:
             return generate()
 
-    prefetcher = DevicePrefetcher(Loader(), "cuda", keep=keep)
+    prefetcher = DevicePrefetcher(Loader(), "cuda")
     gone = weakref.ref(prefetcher)
     numbers(world, prefetcher, end)
     del prefetcher  # nobody closes it
@@ -109,16 +103,11 @@ def test_a_generator_is_closed_and_the_thread_ends_when_nobody_asks_any_more(
     assert gone() is None
 
 
-@KEEPS
-def test_a_batch_may_be_kept_or_is_poisoned_when_the_next_one_is_asked_for(world: World, keep: str) -> None:
-    prefetcher = DevicePrefetcher(batches(4), "cuda", keep=keep, debug=keep == "ring")
+def test_a_batch_may_be_kept(world: World) -> None:
+    prefetcher = DevicePrefetcher(batches(4), "cuda")
     held = [(batch, world.synchronize())[0] for batch in prefetcher]
-    world.synchronize()
     prefetcher.close()
-    if keep == "fresh":
-        assert [int(batch[0]) for batch in held] == [0, 1, 2, 3]
-    else:
-        assert {int(batch[0]) for batch in held} == {-1}
+    assert [int(batch[0]) for batch in held] == [0, 1, 2, 3]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -266,8 +255,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"depth": 0}, "depth=0: give"),
     ({"depth": True}, "depth=True: give"),
     ({"depth": 1.5}, r"depth=1\.5: give"),
-    ({"keep": "standing"}, "keep='standing': give 'fresh'"),
-    ({"debug": True}, "debug=True with keep='fresh'"),
     ({"transform_on_device": 3}, "transform_on_device=3: give"),
     ({"loader": 3}, "the loader is a int, which cannot be iterated: give"),
     ({"device": "gpu"}, "device='gpu' is no device: give"),
@@ -279,11 +266,6 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_arguments_are_one_clear_error(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(sf.errors.InputError, match=message):
         DevicePrefetcher(**({"loader": [], "device": "cpu"} | arguments))
-
-
-def test_standing_memory_is_not_prefetched_again() -> None:
-    with pytest.raises(sf.errors.InputError, match="overwritten too soon"):
-        DevicePrefetcher(DevicePrefetcher([], "cpu", keep="ring"), "cpu")
 
 
 def test_a_gpu_that_is_not_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

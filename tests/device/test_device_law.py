@@ -62,9 +62,7 @@ def rate(times: list[float], workers: int) -> float:
     return count / (times[-1] - times[-1 - count])
 
 
-def rates(
-    workers: int, load: float, copy: float, step: float, depth: int = 2, keep: str = "fresh", rounds: int = 12
-) -> tuple[float, float]:
+def rates(workers: int, load: float, copy: float, step: float, depth: int = 2, rounds: int = 12) -> tuple[float, float]:
     """Return the rates with and without a prefetcher."""
     found = []
     for prefetch in (True, False):
@@ -72,7 +70,7 @@ def rates(
         loader = Loaders(world, workers, load, workers * rounds)
         with world.installed():
             if prefetch:
-                prefetcher = DevicePrefetcher(loader, "cuda", depth, keep)
+                prefetcher = DevicePrefetcher(loader, "cuda", depth)
                 times = train(world, iter(prefetcher), step)
                 prefetcher.close()
                 assert world.main.name not in world.copies
@@ -83,20 +81,19 @@ def rates(
     return found[0], found[1]
 
 
-@given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]), st.sampled_from(["fresh", "ring"]))
+@given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]))
 @settings(max_examples=8)
 def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
-    workers: int, load: float, copy: float, step: float, depth: int, keep: str
+    workers: int, load: float, copy: float, step: float, depth: int
 ) -> None:
-    ours, without = rates(workers, load, copy, step, depth, keep)
+    ours, without = rates(workers, load, copy, step, depth)
     assert ours == pytest.approx(min(workers / load, 1 / max(copy, step)), rel=0.02)
     assert without == pytest.approx(min(workers / load, 1 / (copy + step)), rel=0.02)
 
 
-@pytest.mark.parametrize("keep", ["fresh", "ring"])
-def test_the_case_of_the_article(keep: str) -> None:
+def test_the_case_of_the_article() -> None:
     """Three loaders of 80 ms, copies of 15 ms, steps of 30 ms: the steps limit the rate, not the sum."""
-    ours, without = rates(**ARTICLE, keep=keep)
+    ours, without = rates(**ARTICLE)
     assert ours == pytest.approx(1 / 0.030, rel=0.02)
     assert without == pytest.approx(1 / 0.045, rel=0.02)
 
@@ -114,15 +111,13 @@ def test_copies_in_the_stream_of_the_training_would_overlap_nothing() -> None:
     assert rate(times, 3) == pytest.approx(1 / 0.045, rel=0.1)  # the threads take turns as they like; 1 / 0.030 with
 
 
-@pytest.mark.parametrize(("keep", "waits"), [("fresh", False), ("ring", True)])
-def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop_waits_for_it(
-    keep: str, waits: bool
-) -> None:
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop_waits_for_it(waits: bool) -> None:
     """Steps take three times as long as copies: without a limit, the host would run ever further ahead."""
     world, depth = World(copy_seconds=0.01), 2
     reserved = []
     with world.installed():
-        prefetcher = DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth, keep)
+        prefetcher = DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth)
         for _ in range(5):
             for number, batch in enumerate(prefetcher):
                 world.use(batch, torch.full((256,), float(number)), 0.03)
@@ -131,5 +126,4 @@ def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop
             reserved.append(world.reserved)
         prefetcher.close()
     world.check()
-    room = 1024 + 1024 // 8 if keep == "ring" else 1024
-    assert max(reserved) <= (depth + 2) * room  # one of them may still be referred to when the next is sent
+    assert max(reserved) <= (depth + 2) * 1024  # one of them may still be referred to when the next is sent

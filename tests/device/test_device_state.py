@@ -75,26 +75,26 @@ def take(world: World, iterator: Iterator[torch.Tensor], count: int = COUNT) -> 
 
 
 @pytest.mark.parametrize(
-    ("loader", "keep", "kind", "close"),
+    ("loader", "kind", "close"),
     [
-        (Stateful, "fresh", DevicePrefetcher, True),
-        (Stateful, "ring", Nested, False),
-        (Positioned, "fresh", Nested, True),
-        (Positioned, "ring", DevicePrefetcher, False),
+        (Stateful, DevicePrefetcher, True),
+        (Stateful, Nested, False),
+        (Positioned, Nested, True),
+        (Positioned, DevicePrefetcher, False),
     ],
 )
 def test_a_state_of_any_moment_leaves_exactly_what_was_not_given(
-    world: World, loader: type[Stateful], keep: str, kind: type[DevicePrefetcher], close: bool
+    world: World, loader: type[Stateful], kind: type[DevicePrefetcher], close: bool
 ) -> None:
     for given in range(COUNT + 1):
-        prefetcher = kind(loader(), "cuda", 2, keep)
+        prefetcher = kind(loader(), "cuda", 2)
         iterator = iter(prefetcher)
         assert take(world, iterator, given) == list(range(given))
         if close:
             prefetcher.close()
         state = prefetcher.state_dict()
         prefetcher.close()
-        other = kind(loader(), "cuda", 3, keep)
+        other = kind(loader(), "cuda", 3)
         other.load_state_dict(state)
         assert take(world, iter(other)) == list(range(given, COUNT))
         other.close()

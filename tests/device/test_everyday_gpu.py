@@ -270,10 +270,9 @@ def test_labels_may_be_changed_before_the_backward_pass() -> None:
         assert labels.tolist() == 4 * [number + 1]
 
 
-@pytest.mark.parametrize("keep", ["fresh", "ring"])
-def test_a_validation_in_inference_mode_precedes_training(keep: str) -> None:
+def test_a_validation_in_inference_mode_precedes_training() -> None:
     loader = sf.DataLoader(Numbers(), BATCH, num_workers=2)
-    prefetcher = sf.DevicePrefetcher(loader, "cuda", keep=keep)
+    prefetcher = sf.DevicePrefetcher(loader, "cuda")
     with torch.inference_mode():
         total = sum(float(targets.double().sum()) for _, targets in prefetcher)
     assert total == pytest.approx(float(Numbers().targets.double().sum()))
@@ -295,8 +294,7 @@ def test_a_validation_in_mid_epoch() -> None:
     assert found == IN_ORDER
 
 
-@pytest.mark.parametrize("keep", ["fresh", "ring"])
-def test_a_graph_is_captured_while_batches_are_copied(keep: str) -> None:
+def test_a_graph_is_captured_while_batches_are_copied() -> None:
     captures, asked = threading.Event(), []
 
     def batches() -> Iterator[torch.Tensor]:
@@ -307,7 +305,7 @@ def test_a_graph_is_captured_while_batches_are_copied(keep: str) -> None:
 
     static = torch.zeros(LARGE, device="cuda")
     (static * 2).sum()  # loads the kernels
-    iteration = iter(sf.DevicePrefetcher(batches(), "cuda", depth=8, keep=keep))
+    iteration = iter(sf.DevicePrefetcher(batches(), "cuda", depth=8))
     first = next(iteration)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -328,14 +326,13 @@ def test_the_allocator_of_the_driver() -> None:
     import torch, stallfree as sf
     assert torch.cuda.get_allocator_backend() == "cudaMallocAsync"
     batches = [{"x": torch.full((300_000,), i % 251, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(300)]
-    for keep in ("fresh", "ring"):
+    for _ in range(2):
         bad, kept = torch.zeros((), dtype=torch.int64, device="cuda"), []
         both = lambda b: b | {"z": b["x"].float()}
-        for i, batch in enumerate(sf.DevicePrefetcher(batches, "cuda", keep=keep, transform_on_device=both)):
+        for i, batch in enumerate(sf.DevicePrefetcher(batches, "cuda", transform_on_device=both)):
             torch.cuda._sleep(50_000)
             bad += (batch["x"] != i % 251).sum() + (batch["y"] != i).sum() + (batch["z"] != i % 251).sum()
-            if keep == "fresh":
-                kept = [*kept, (i, batch)][-20:]
+            kept = [*kept, (i, batch)][-20:]
         for i, batch in kept:
             bad += (batch["x"] != i % 251).sum() + (batch["y"] != i).sum() + (batch["z"] != i % 251).sum()
         print(int(bad), i)

@@ -1,11 +1,10 @@
-"""`ProcessPrefetcher` with one consumer yields the loader's batches."""
+"""`ProcessPrefetcher` yields the batches of its loader, with its errors in their places."""
 
 from __future__ import annotations
 
 import gc
 import pickle
 import threading
-import warnings
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from process_tools import ASKED, BACK, PATIENCE, Script, read_stamp, wait_for
+from process_tools import ASKED, PATIENCE, Script, read_stamp, wait_for
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import stallfree as sf
 from children import Child
+from stallfree import ProcessPrefetcher
 from stallfree.device import process
-from stallfree.device.batch_codec import MARK, join, lay_out, pack_layout, split
-from stallfree.device.process import ProcessPrefetcher
 
 Pair = namedtuple("Pair", "left right")
 
@@ -68,7 +66,6 @@ def test_sizes_change(tmp_path: Path) -> None:
             script.write(batches=7, rows=rows, last=2)
             got = [read_stamp(batch, 2 if number == 6 else rows) for number, batch in enumerate(prefetcher)]
             assert got == [(epoch, number) for number in range(7)]
-            assert len(list(prefetcher._folder.glob("slot-*"))) == 3  # what was too small is gone
 
 
 def test_an_empty_epoch(served: Served) -> None:
@@ -93,35 +90,28 @@ def test_a_broken_off_epoch_leaves_nothing_behind(served: Served) -> None:
         next(iteration)
 
 
-def test_no_slot_is_filled_before_it_is_given_back(served: Served) -> None:
-    """The loader itself checks how many batches were returned when a batch is requested."""
+def test_the_loader_is_no_further_ahead_than_it_may_be(served: Served) -> None:
+    """`depth` batches are ready, one is in use, and the process has taken one more from the loader."""
     counts = served.script.map()
-    counts[BACK] = counts[ASKED] = 0
-    served.script.write(batches=120, depth=2, consumers=1)
-    held = None
-    addresses = set()
+    counts[ASKED] = 0
+    served.script.write(batches=60)
     for number, batch in enumerate(served.prefetcher):
-        if number % 50 == 0:  # slow: the loader is as far ahead as it may be
-            wait_for(lambda: counts[ASKED] == min(120, number + 3), "the loader to fill the ring")  # noqa: B023
         assert read_stamp(batch)[1] == number
-        addresses.add(batch["pixels"].data_ptr())
-        held = batch
-        counts[BACK] += 1
-    assert number == 119
-    assert len(addresses) == 3
-    assert held is not None
+        if number % 20 == 0:
+            wait_for(lambda: counts[ASKED] == min(60, number + 4), "the loader to be ahead")  # noqa: B023
+    assert number == 59
 
 
-def test_what_is_done_to_a_batch_is_not_done_to_the_next(served: Served) -> None:
+def test_batches_may_be_kept_and_changed(served: Served) -> None:
     served.script.write(batches=12)
-    with torch.inference_mode():  # what is kept for later batches is made in the first epoch
+    with torch.inference_mode():
         for batch in served.prefetcher:
             batch["pixels"].add_(1)
-    for batch in served.prefetcher:
-        read_stamp(batch)
+    kept = list(served.prefetcher)
+    for number, batch in enumerate(kept):
+        assert read_stamp(batch)[1] == number
         assert not batch["pixels"].is_inference()
-        batch["pixels"].resize_(1)
-        del batch["where"]
+        assert batch["pixels"].is_shared()
 
 
 @pytest.mark.parametrize("ends", [False, True])
@@ -145,11 +135,11 @@ def test_it_waits_no_longer_than_it_may(tmp_path: Path) -> None:
     with ProcessPrefetcher(script.make(), "cpu", timeout=PATIENCE) as prefetcher:
         iteration = iter(prefetcher)
         assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
-        prefetcher._own.timeout = 0.05
+        prefetcher.timeout = 0.05
         for _ in range(2):
-            with pytest.raises(sf.WaitError, match=r"0.05 s for a batch: the loader is at batch 2 of epoch 0"):
+            with pytest.raises(sf.WaitError, match=r"0.05 s for batch 2 of the epoch"):
                 next(iteration)
-        prefetcher._own.timeout = PATIENCE
+        prefetcher.timeout = PATIENCE
         script.release()
         assert [read_stamp(batch)[1] for batch in iteration] == [2, 3, 4, 5]
 
@@ -220,57 +210,15 @@ def test_batches_of_all_kinds() -> None:
     wanted = many_kinds()
     with ProcessPrefetcher(seeded_kinds, "cpu", timeout=PATIENCE) as prefetcher:
         for epoch in range(2):
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                for number, batch in enumerate(prefetcher):
-                    assert same(batch, wanted[number]), (number, batch)
+            for number, batch in enumerate(prefetcher):
+                assert same(batch, wanted[number]), (epoch, number, batch)
             assert number == len(wanted) - 1
-            ours = [warning for warning in caught if warning.category is not FutureWarning]  # of torch 2.4
-            told = sorted(str(warning.message).split(" in a batch")[0] for warning in ours)
-            odd = ["a Labelled", "a Tensor of torch.sparse_coo", "a Tensor of torch.strided"]
-            assert told == (odd if epoch == 0 else [])
 
 
 def seeded_kinds() -> list[Any]:
     """The layout is the same in each process."""
     torch.manual_seed(1)
     return many_kinds()
-
-
-def test_layouts_are_equal_where_tensors_lie_alike() -> None:
-    """The layout does not depend on values; everything but plain tensors stays in the batch."""
-    memory = torch.arange(64, dtype=torch.uint8)
-
-    def layout(*sizes: int, start: int = 0) -> bytes:
-        return pack_layout([memory[start : start + size] for size in sizes])
-
-    assert layout(3, 4) == layout(3, 4)
-    assert len({layout(3, 4), layout(4, 3), layout(3), layout(3, start=8), layout()}) == 5
-    assert [part.tolist() for part in lay_out(memory, layout(2, 3, start=5))] == [[5, 6], [5, 6, 7]]
-    one = torch.ones(1)
-    for batch in ({"a": one, "b": [1, "x"]}, Pair(one, 1), OrderedDict(a=one, b=Record(one, "c")), one, 1):
-        tensors, rest = split(batch)
-        assert all(part is one for part in tensors)
-        assert same(join(tensors, pickle.loads(pickle.dumps(rest)), torch.device("cpu")), batch)
-    assert pickle.loads(pickle.dumps(MARK)) is MARK
-
-
-def length(number: int) -> int:
-    """Return the length of a batch: every other one is new, the others repeat one of 400 lengths before."""
-    return (number // 2 if number % 2 == 0 else max(0, number // 2 - 400)) + 1
-
-
-def of_many_lengths() -> Iterator[torch.Tensor]:
-    """More layouts than are cached."""
-    return (torch.full((length(number),), number) for number in range(1500))
-
-
-def test_more_layouts_than_are_remembered() -> None:
-    with ProcessPrefetcher(partial(Anew, of_many_lengths), "cpu", timeout=PATIENCE) as prefetcher:
-        for number, batch in enumerate(prefetcher):
-            assert batch.shape == (length(number),)
-            assert bool((batch == number).all())
-        assert number == 1499
 
 
 class Anew:
@@ -320,7 +268,7 @@ class FailsToLoad:
 @pytest.mark.parametrize(
     ("make", "kind", "text"),
     [
-        (partial(raising, "number"), TypeError, "'int' object is not iterable"),
+        (partial(raising, "number"), sf.InputError, "the loader is a int, which cannot be iterated"),
         (FailsToLoad(), sf.StallfreeError, r"raised \S+Unsendable: with a lock"),
     ],
 )
@@ -330,7 +278,7 @@ def test_what_makes_the_loader_fails(make: Any, kind: type[Exception], text: str
             iteration = iter(prefetcher)
             with pytest.raises(kind, match=text) as caught:
                 next(iteration)
-            assert "Traceback" in str(caught.value.__cause__)
+            assert str(caught.value.__cause__)
             assert list(iteration) == []
         with pytest.raises((kind, TypeError)):
             len(prefetcher)
@@ -355,7 +303,6 @@ def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place() -> None:
         ({"make_loader": lambda: [1]}, "top level of a module"),
         ({"depth": 0}, "depth=0: give a whole number"),
         ({"depth": True}, "depth=True"),
-        ({"consumers": 0}, "consumers=0: give a whole number"),
         ({"timeout": 0}, "timeout=0: give the seconds"),
         ({"timeout": "5"}, "timeout='5'"),
         ({"device": "cpuu"}, "device='cpuu' is no device"),
@@ -374,8 +321,6 @@ def test_a_device_that_is_not_there() -> None:
 
 
 def test_its_ends(served: Served) -> None:
-    with pytest.raises(sf.InputError, match=r"consumer\(1\): give a number from 0 to 0"):
-        served.prefetcher.consumer(1)
     with pytest.raises(sf.InputError, match="belongs to the process that made it"):
         pickle.dumps(served.prefetcher)
     prefetcher = ProcessPrefetcher(seeded_kinds, "cpu", timeout=PATIENCE)

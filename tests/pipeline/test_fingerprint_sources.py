@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import pickle
-from typing import Any
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
+import torch
 from torch.utils.data import ConcatDataset
 
 from stallfree.pipeline import Compose, OnItem, fingerprint, mark_random
+from warm import Interpreter
 
 
 class Source:
@@ -101,3 +109,101 @@ def test_marks_elsewhere_in_the_process_do_not_count() -> None:
     before = fingerprint(Compose([up])), fingerprint(Compose([])), fingerprint(OnItem(0, up))
     mark_random(Slotted())  # is noted in a table, as it takes no attributes
     assert (fingerprint(Compose([up])), fingerprint(Compose([])), fingerprint(OnItem(0, up))) == before
+
+
+class Row(NamedTuple):
+    file: str
+    label: int
+
+
+@dataclass
+class Sample:
+    file: str
+    label: int
+
+
+MANY_ITEMS: list[Any] = [
+    {str(number): number for number in range(MANY)},
+    {number: str(number) for number in range(MANY)},
+    [{"file": str(number), "label": number} for number in range(MANY)],
+    [Row(str(number), number) for number in range(MANY)],
+    [Sample(str(number), number) for number in range(MANY)],
+    [Path(str(number)) for number in range(MANY)],
+    list(np.arange(MANY)),
+    {str(number) for number in range(MANY)},
+    np.array([str(number) for number in range(MANY)], object),
+]
+
+
+@pytest.mark.parametrize("items", MANY_ITEMS, ids=lambda items: type(items).__name__)
+def test_many_items_take_no_calls_of_functions_for_each(items: Any) -> None:
+    calls = 0
+
+    def count(frame: object, event: str, what: object) -> None:
+        nonlocal calls
+        calls += event == "call"
+
+    sys.setprofile(count)
+    try:
+        found = fingerprint(items)
+    finally:
+        sys.setprofile(None)
+    assert calls < (20 if isinstance(items, list) else 4) * MANY
+    assert fingerprint(pickle.loads(pickle.dumps(items))) == found
+
+
+@pytest.mark.parametrize("items", [items for items in MANY_ITEMS if isinstance(items, list)], ids=str)
+def test_one_of_many_items_counts(items: list[Any]) -> None:
+    found = {fingerprint(items), fingerprint(items[::-1]), fingerprint(items[1:]), fingerprint([*items[1:], items[1]])}
+    assert len(found) == 4
+
+
+def test_many_items_that_refer_to_what_holds_them() -> None:
+    def tree(last: int) -> Any:
+        samples: list[Any] = [Sample(str(number), number) for number in range(MANY)]
+        root = SimpleNamespace(samples=samples)
+        for sample in samples:
+            sample.root = root
+        samples[-1].label = last
+        return samples
+
+    assert fingerprint(tree(1)) == fingerprint(tree(1)) != fingerprint(tree(2))
+
+
+MAPPED = """
+import resource, sys
+import numpy as np
+from stallfree.pipeline import fingerprint
+
+array = np.memmap(sys.argv[1], np.uint16, "r")
+views = [array, array[1:], np.asarray(array)[1:], array.reshape(2, -1), array[::2], {"a": [array]}]
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(*map(fingerprint, views))
+assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
+"""
+
+
+def test_a_mapped_file_takes_little_memory(tmp_path: Path, interpreter: Interpreter) -> None:
+    """It is represented by its name, time and size, and by a sample of its bytes."""
+    path = tmp_path / "tokens.bin"
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+    found = []
+    for change in (False, True):
+        if change:
+            os.utime(path, (1, 1))
+        done = interpreter.run(MAPPED, str(path))
+        assert done.code == 0, done.err
+        found.append(done.out.split())
+    assert found[0][1] == found[0][2]
+    assert len({each for run in found for each in run}) == 10
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_large_values_take_no_memory(kind: Any) -> None:
+    """Such as a view that repeats one number."""
+    value = kind([1.0])
+    views = [
+        np.broadcast_to(value, 10**12) if kind is np.array else value.expand(10**12) for value in (value, value + 1)
+    ]
+    assert fingerprint(views[0]) == fingerprint(views[0]) != fingerprint(views[1])

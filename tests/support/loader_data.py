@@ -60,7 +60,8 @@ def picture(id: int) -> tuple[torch.Tensor, int]:
 
 
 def pixels(id: int, side: int = 16) -> torch.Tensor:
-    return torch.from_numpy(np.random.default_rng(id).integers(0, 256, (side, side, 3), np.uint8))
+    mixed = np.arange(1, 3 * side * side + 1).reshape(side, side, 3) * (40503 * (id + 1)) >> 6
+    return torch.from_numpy(mixed.astype(np.uint8))
 
 
 def checksum(image: torch.Tensor) -> int:

@@ -137,7 +137,7 @@ def prefetchers() -> None:
     assert_type(sf.DevicePrefetcher(torch.utils.data.DataLoader(Pictures()), "cuda"), sf.DevicePrefetcher[Any])
     with sf.ProcessPrefetcher(make_loader, "cuda") as batches:
         assert_type(batches, sf.ProcessPrefetcher[Pair])
-        for images, _ in batches.consumer(1):
+        for images, _ in batches:
             assert_type(images, Tensor)
 
 

@@ -23,6 +23,7 @@ from rich.progress import Progress
 from torch.utils.data import Subset
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
+from stallfree.analysis.placement import Placement, both_places, is_on_device, steps_beside_prep
 from stallfree.analysis.progress import bar
 from stallfree.analysis.report import Remedy, Report, Sizes, make_report
 from stallfree.analysis.residency import read_file, resident_share
@@ -160,6 +161,7 @@ class Analysis:
         self._fetch_seconds: list[float] = []
         self._spent = 0.0
         self._full: CachedDataset | None = None
+        self._placement: Placement | None = None
 
     def __enter__(self) -> Analysis:
         return self
@@ -188,6 +190,8 @@ class Analysis:
         self._prep()
         self._fetch()
         self._real()
+        if len(self._rounds) == 1:
+            self._placement = self._place()
         self._spent += time.perf_counter() - started
 
     def report(self, cache: int | str | None = None) -> Report:
@@ -199,7 +203,7 @@ class Analysis:
         sizes = Sizes(self._some.sample_bytes, record_bytes, self._prepared_bytes)
         remedy = self._remedy(rates, cache, record_bytes or 0.0)
         fetching = sum(self._fetch_seconds) / max(1, len(self._fetch_seconds))
-        return make_report(self._job, rates, sizes, fetching, cache, self._notes, remedy)
+        return make_report(self._job, rates, sizes, fetching, cache, self._notes, remedy, self._placement)
 
     def _rates(self) -> dict[str, Rate]:
         return {name: combined([found[name] for found in self._rounds]) for name in self._rounds[0]}
@@ -213,7 +217,7 @@ class Analysis:
         self._few = _first_batches(job, some, 4)
         tensors = [leaf for leaf in take_apart(self._few[0])[0] if isinstance(leaf, torch.Tensor)]
         self._prepared_bytes = sum(tensor.nbytes for tensor in tensors) / job.batch_size
-        self._on_device = [_each(batch, self._to_device) for batch in self._few]
+        self._on_device = [_sent(batch, job.device) for batch in self._few]
         for batch in self._on_device[:3]:
             job.train(batch)
         if job.parted or job.reads:
@@ -225,9 +229,6 @@ class Analysis:
             for _ in self._batches(self._full, range(len(some.ids))):
                 pass
             self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
-
-    def _to_device(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self._job.device)
 
     def _compute(self) -> None:
         job = self._job
@@ -246,7 +247,7 @@ class Analysis:
         def copies() -> Iterator[int]:
             while True:
                 for batch in self._few:
-                    _each(batch, self._to_device)
+                    _sent(batch, job.device)
                     job.wait()
                     yield job.batch_size
 
@@ -350,6 +351,26 @@ class Analysis:
         self._note(f"sf.DataLoader(..., cache='auto', capacity={room}): {explain(measured, chosen, room, SAMPLES)}")
         return Remedy(measured, chosen, room)
 
+    def _place(self) -> Placement | None:
+        """The rates with prep on the CPUs and on the device; None if it has only one place."""
+        job, values = self._job, self._some.values
+        places = both_places(job.steps, job.device) if job.parted else None
+        if places is None:
+            return None
+
+        def prep(steps: Compose) -> float:
+            batches = self._batches(Held(values, steps), Endless(range(len(values))))
+            with closing(batches):  # type: ignore[type-var]
+                return float(steady_rate(batches, self._warm_up, self._limits))
+
+        cpu_prep, device_prep = map(prep, places)
+        few = _first_batches(job, self._some, 4, Held(values, places[1]))
+        both = steps_beside_prep(few, job.device, job.train, job.batch_size)
+        with closing(both):  # type: ignore[type-var]
+            beside = float(steady_rate(both, 4, self._limits))
+        step = float(self._rounds[0]["G"])
+        return Placement(is_on_device(job.steps), cpu_prep, device_prep, step, min(step, beside))
+
     # -- tools --------------------------------------------------------------------------------------------------------
 
     @property
@@ -445,10 +466,11 @@ def _cache_reads(full: CachedDataset, ids: list[int], batch_size: int, threads: 
             yield threads * batch_size
 
 
-def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
-    """The first `count` batches of the loader."""
-    ids = (some.ids * count)[: count * job.batch_size]
-    with _iterated(job.load(job.uncached, ids)) as batches:
+def _first_batches(job: Job, some: Records, count: int, held: Held | None = None) -> list[Any]:
+    """The first `count` batches of the loader, of the job's data set or of `held`."""
+    ids = some.ids if held is None else list(range(len(held)))
+    ids = (ids * count)[: count * job.batch_size]
+    with _iterated(job.load(job.uncached if held is None else held, ids)) as batches:
         try:
             return [_each(batch, torch.clone) for batch in batches]
         except Exception as error:
@@ -457,6 +479,12 @@ def _first_batches(job: Job, some: Records, count: int) -> list[Any]:
                 f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
                 "where"
             ) from error
+
+
+def _sent(batch: Any, device: torch.device) -> Any:
+    """`batch` on `device`."""
+    leaves, rebuild = take_apart(batch)
+    return rebuild([leaf.to(device) for leaf in leaves])
 
 
 def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:

@@ -99,7 +99,7 @@ def explain(
             f"the result is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts "
             "are nearly equal, and the number of misses in a batch varies"
         )
-    topics = (_on_cache, _on_cpus, _on_storage, _on_device, _on_jobs)
+    topics = (_on_cache, _on_cpus, _on_placement, _on_storage, _on_device, _on_jobs)
     texts = tuple(reasoning), tuple(filter(None, (answer(after) for answer in topics)))
     return Prediction(
         throughput, binds, fetch, prep, rates.compute, hits, now, *texts, low, high, after.cpus_elsewhere()
@@ -143,6 +143,15 @@ def _on_cpus(setting: Setting) -> str:
     if elsewhere:
         remote = f"; so do {plural(elsewhere, 'CPU')} on other machines (sf.RayWorkers({elsewhere}))"
     return f"more CPUs: {_gain(setting, twice)} with twice as many{end}{remote}"
+
+
+def _on_placement(setting: Setting) -> str:
+    if setting.placement is None:
+        return ""
+    where, then = setting.other_place()
+    takes = f"prep on the device takes {setting.placement.takes:.0%} of the step"
+    better = "the faster place" if setting.gain(then) > WORTH else "not faster"
+    return f"prep on {where}: {better}, {_gain(setting, then)} ({then.throughput:,.0f} samples/s); {takes}"
 
 
 def _on_storage(setting: Setting) -> str:

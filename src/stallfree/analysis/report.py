@@ -17,6 +17,7 @@ import torch
 
 from stallfree.analysis.job import Job
 from stallfree.analysis.model import Loading, Rates
+from stallfree.analysis.placement import Placement
 from stallfree.analysis.prediction import Prediction, explain, limits
 from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
@@ -173,11 +174,16 @@ class Report:
         found = Rates(rate("G"), missing, rate("P_hit"), rate("S"), rate("C"))
         if not job["parted"]:
             found = _apart(found)
+        placed = self.data.get("placement")
+        placement = None if placed is None else Placement(**placed)
+        if placement is not None and placement.on_device:
+            found = found.times(1 - placement.takes, "compute")
         overlap = job["loader"] == "stallfree" and job["form"] != "reads"
         loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], overlap)
         setting = Setting(
             found, loading, job["cache_share"], cores, None, job["sample_bytes"], job["record_bytes"], job["samples"]
         )
+        setting = replace(setting, placement=placement)
         runs = [rate(name, "runs") for name in ("cold", "warm")]
         fastest = max((value for value in runs if math.isfinite(value)), default=math.inf)
         return replace(setting, sharing=_sharing(setting, fastest, own_cpu=machine["device"] == "cpu"))
@@ -216,6 +222,7 @@ def make_report(
     cache: int | str | None,
     notes: Sequence[str],
     remedy: Remedy | None = None,
+    placement: Placement | None = None,
 ) -> Report:
     """Create the report of the runs of an analysis; `fetch_seconds` are CPU seconds per fetch."""
     data: dict[str, Any] = {
@@ -231,6 +238,7 @@ def make_report(
         "job": _job(job, sizes, fetch_seconds),
         "rates": {name: rates[name].json() for name in ("G", "P", "P_hit", "S", "C", "copy")},
         "runs": {name: rates[name].json() for name in ("cold", "warm")},
+        "placement": None if placement is None else placement.json(),
         "notes": [*notes, *(f"{name}: {rate.note}" for name, rate in rates.items() if rate.note and name != "copy")],
     }
     report = Report(data)
@@ -365,6 +373,13 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
         )
     whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
     _offer_caches(offer, now, remedy, "" if whole else ", form='reads'")
+    if now.placement is not None:
+        where, then = now.other_place()
+        offer(
+            f"Let {where} decode: on_device={not now.placement.on_device} in sf.DecodeRandomResizedCrop",
+            _why(now),
+            then,
+        )
     cpus, workers, job = data["machine"]["cpus"], now.loading.workers, data["job"]
     if workers < cpus:
         ahead = now.loading.ahead / max(1, workers) * (cpus - workers)
@@ -387,6 +402,15 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
     why = f"G doubles from {now.rates.compute:,.0f}"
     offer("Use a device twice as fast", why, now.with_devices(2), hardware=True)
     return [item for *_, item in sorted(found, key=lambda one: one[:2])]
+
+
+def _why(now: Setting) -> str:
+    placement = now.placement
+    assert placement is not None
+    then = placement.cpu_prep if placement.on_device else placement.device_prep
+    return (
+        f"P goes from {now.rates.prep:,.0f} to {then:,.0f}; on the device prep takes {placement.takes:.0%} of the step"
+    )
 
 
 def _offer_caches(offer: Callable[..., None], now: Setting, remedy: Remedy | None, form: str) -> None:

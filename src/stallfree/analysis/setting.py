@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from stallfree.analysis.model import Loading, Rates, knee, law, least_share, sustained
+from stallfree.analysis.placement import Placement
 from stallfree.autotune.choice import Choice
 
 WORTH = 1.02
@@ -60,6 +61,7 @@ class Setting:
         record_bytes: mean bytes of a cached sample; None if unknown.
         samples: of the data set.
         jobs: equal jobs on the machine; the rates are those of one of them.
+        placement: the rates of prep on the CPUs and on the device, if it can be on both.
         measured: cores and loader from which `with_cpus` scales; None: these.
     """
 
@@ -73,6 +75,7 @@ class Setting:
     samples: int
     jobs: int = 1
     measured: tuple[int, Loading] | None = None
+    placement: Placement | None = None
 
     @cached_property
     def throughput(self) -> float:
@@ -179,6 +182,13 @@ class Setting:
     def with_hits(self, hits: float) -> Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
+
+    def other_place(self) -> tuple[str, Setting]:
+        """Where prep could be, and the setting with it there. There must be a `placement`."""
+        assert self.placement is not None
+        prep, step = self.placement.factors
+        rates = self.rates.times(prep, "prep", "prep_hit").times(step, "compute")
+        return ("the CPUs" if self.placement.on_device else "the device"), replace(self, rates=rates, placement=None)
 
     def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
         """With the chosen cache, scaled by its change relative to `nothing` in the same model."""

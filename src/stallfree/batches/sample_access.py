@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -17,6 +17,7 @@ import numpy.typing as npt
 from stallfree.batches.transform_split import TransformSplit
 from stallfree.cache import Cache, Reading
 from stallfree.errors import StallfreeError, object_closed
+from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.marks import drew
@@ -49,7 +50,7 @@ class Pending:
     ids: npt.NDArray[np.int64]
     fetches: dict[int, Future[Any]] = field(default_factory=dict)
     reading: Reading | None = None
-    pool: ThreadPoolExecutor | None = None
+    pool: Executor | None = None
 
     def cancel(self) -> None:
         """Cancel the reads and fetches that have not begun."""
@@ -106,7 +107,7 @@ class SampleAccess:
         notices = watched is not None or (cache is None and type(source) is not MapSource)  # which is no copy
         self.settings = Settings(source, *deterministic, *rest) if notices else Settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
-        self._pool: ThreadPoolExecutor | None = None
+        self._pool: Executor | None = None
         self._pid = -1
         self._ended = ""
         self._update_seeding()
@@ -187,7 +188,7 @@ class SampleAccess:
     def begin_read(self, pending: Pending, cache: Cache) -> Reading:
         """Start to read a batch from the cache; samples that no tier holds are fetched as soon as this is known."""
 
-        def pool() -> ThreadPoolExecutor:
+        def pool() -> Executor:
             return self._pool_of(pending)
 
         pending.reading = cache.begin_read(pending.ids, pool, lambda missing: self.fetch(missing, pending))
@@ -202,11 +203,11 @@ class SampleAccess:
                     if id not in pending.fetches:
                         pending.fetches[id] = pool.submit(self.source.fetch, id)
 
-    def _pool_of(self, pending: Pending) -> ThreadPoolExecutor:
+    def _pool_of(self, pending: Pending) -> Executor:
         """Return the threads of a batch; they stay the same if the reader is closed meanwhile."""
         if pending.pool is None:
             if self._pool is None or self._pid != os.getpid():
-                self._pool = ThreadPoolExecutor(self.io_threads, thread_name_prefix="stallfree-fetch")
+                self._pool = FetchThreads(self.io_threads)
                 self._pid = os.getpid()
             pending.pool = self._pool
         return pending.pool
@@ -248,10 +249,10 @@ class SampleAccess:
             raise object_closed(self._ended)
 
     def close(self) -> None:
-        """Stop the fetching threads after their active fetches. They restart on demand."""
+        """Stop the fetching threads after their active fetches, within some seconds. They restart on demand."""
         pool, self._pool = self._pool, None
         if pool is not None and self._pid == os.getpid():
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.shutdown()
 
     def end(self, why: str) -> None:
         """Close permanently: `start` and `finish` raise `InputError(why)` from now on."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -13,8 +12,9 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import Self
 
-from stallfree.cache import MISS, Cache
-from stallfree.cache.policies import Policy
+from stallfree.cache import MISS, Cache, SampleCache
+from stallfree.cache.memory.layout import chained_block
+from stallfree.cache.policies import Policy, make_policy, mixed
 from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
 from stallfree.stats import CacheStats
@@ -25,8 +25,9 @@ from stallfree.units import parse_size
 Places = npt.NDArray[np.int64]
 KeyT = TypeVar("KeyT", bound=str | int)
 
-_WAYS = 8
-_BYTES_PER_PLACE = 1024
+_WAYS = np.arange(8, dtype=np.uint64)
+"""A key may take 8 of the places. As they are at most half full, all 8 are taken for 1 key in 256."""
+
 _MOST_PLACES = 1 << 22
 _MOST_TYPICAL = 1 << 20
 
@@ -36,9 +37,9 @@ class CacheLoader:
 
     All processes of the host share the values of one name.
 
-    The cache has one place for each 1 KiB of its capacity (4 million at most). A key has 8 places that it may take, by
-    its hash. When all are taken by others, its value takes one of them under a policy that evicts, and is not stored
-    under "minio". Keys are kept with the values, so a key never gets another's value.
+    When the capacity is used up, the policy decides over all values. The cache has twice as many places as small values
+    fit, 4 million at most, and a key may take 8 of them, by its hash. If other keys have all 8 (1 key in 256 at most),
+    the policy decides over these. Keys are kept with the values, so a key never gets another's value.
 
     Args:
         capacity: bytes of this host's memory for values and index, as an int or such as "4GiB"; of the disk's if the
@@ -47,7 +48,8 @@ class CacheLoader:
         store: "memory", a folder on a local disk, a `DiskTier`, a `RedisStore`, or the last two in a list, as for
             `CachedDataset`. Not "auto".
         name: of the cache; who gives the same name, capacity and policy shares it.
-        policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle".
+        policy: "minio" (what is stored stays), "fifo", "lru", "lfu" or "random". With a `DiskTier`, for the values in
+            memory; what is on the disk stays.
         persist: keep the cache when the last process has left.
         typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are
             read faster, and small values waste less of smaller ones. Who makes the cache decides.
@@ -72,11 +74,15 @@ class CacheLoader:
         persist: bool = False,
         typical: int | str = "16KiB",
     ) -> None:
-        size, name = parse_capacity(capacity, store), check_name(name)
+        size, name, policy = parse_capacity(capacity, store), check_name(name), make_policy(policy)
+        if policy.given:
+            raise InputError(
+                f"policy={policy.name!r} keeps what has the highest score, and keys have none: use 'minio', 'fifo', "
+                "'lru', 'lfu' or 'random'"
+            )
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
-        room = room_of(store, size)
-        places = min(max(room // _BYTES_PER_PLACE, _WAYS), _MOST_PLACES)
-        fingerprint = f"values by key, {places} places"
+        places = min(max(2 * room_of(store, size) // chained_block(len(example)), len(_WAYS)), _MOST_PLACES)
+        fingerprint = f"values by key, {places} places of 8"
         self.cache: Cache = open_cache(
             store,
             places,
@@ -87,8 +93,8 @@ class CacheLoader:
             persist=persist,
             example=example,
         )
+        self._memory = self.cache if isinstance(self.cache, SampleCache) else getattr(self.cache, "upper", None)
         self._stores = stores_in(store)  # which live as long as their caches are used
-        self._chance = random.Random()
 
     def get(self, key: KeyT, load: Callable[[KeyT], T]) -> T:
         """The cached value of `key`, or else that of `load(key)`.
@@ -118,11 +124,11 @@ class CacheLoader:
         return value
 
     def _keep(self, key: str | int, value: Any, places: Places, free: Places) -> None:
-        """Store the value of `key` in the place that was `free`, if any, or in one that a policy may empty."""
-        if not len(free) and self.cache.policy.evicts:
-            free = places[[self._chance.randrange(_WAYS)]]
+        """Store the value of `key` in the place that was `free`, if any, or in one that the policy empties."""
+        if not len(free) and self._memory is not None and self.cache.policy.evicts:
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
-                self.cache.drop(free)
+                self._memory.evict_one(places)
+            free = places[~self.cache.resident(places)][:1]
         if len(free):
             try:
                 self.cache.put_many(free, [(key, value)])
@@ -135,16 +141,25 @@ class CacheLoader:
     def _find(self, key: str | int, places: Places) -> tuple[Any, Places]:
         """The value of `key`, `MISS` if it is not there; and the first place that is free, if any.
 
-        What is in memory is looked at first. Of the other places, nothing is behind the first one that is free.
+        Memory comes first. Of the places below it, nothing is behind the first one that is free.
         """
+
+        def is_ours(found: Any) -> bool:
+            return type(found[0]) is type(key) and found[0] == key
+
         resident = self.cache.resident(places)
-        for at in np.argsort(~resident, kind="stable").tolist():
-            found = self.cache.get_many(places[at : at + 1])[0]
+        if self._memory is not None:
+            found = self._memory.find(places[resident], is_ours)
             if found is not MISS:
-                if type(found[0]) is type(key) and found[0] == key:
-                    return found[1], places[:0]
-            elif not resident[at]:
-                return MISS, places[at : at + 1]
+                return found[1], places[:0]
+        if self._memory is self.cache:
+            return MISS, places[~resident][:1]
+        for place in places[~resident]:
+            found = self.cache.get_many(place[None])[0]
+            if found is MISS:
+                return MISS, place[None]
+            if is_ours(found):
+                return found[1], places[:0]
         return MISS, places[:0]
 
     def _places(self, key: str | int) -> tuple[str | int, Places]:
@@ -156,14 +171,14 @@ class CacheLoader:
         else:
             plain = _as_int(key)
             text = f"int:{plain:x}"
-        start = _hash(text.encode("utf-8", "surrogatepass")) % self.cache.num_ids
-        return plain, (start + np.arange(_WAYS)) % self.cache.num_ids
+        places = mixed(_WAYS, _hash(text.encode("utf-8", "surrogatepass"))) % np.uint64(self.cache.num_ids)
+        return plain, places.astype(np.int64)
 
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
 
-        A look at a place that holds another key counts as a hit. `storage_reads` are the calls of `load`; what they
-        brought is not in `storage_bytes`.
+        `storage_reads` are the calls of `load`; what they brought is not in `storage_bytes`. Below memory, a look at a
+        place that holds another key counts as a hit.
         """
         return self.cache.stats()
 

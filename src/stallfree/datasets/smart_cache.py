@@ -23,7 +23,7 @@ from stallfree.datasets.private_names import window_name
 from stallfree.errors import InputError, argument_conflict, ranks_conflict, state_mismatch, text_of
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
-from stallfree.ipc.process import context_of
+from stallfree.ipc.process import context_of, start_method
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
@@ -138,6 +138,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         need_linux("SmartCacheDataset", "use CachedDataset")
         _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
+        if replace_rate:
+            start_method(context)  # before anything is created in a process that may start none
         self.source: Source = as_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.on_error, self.full_epoch = on_error, full_epoch

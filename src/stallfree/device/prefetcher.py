@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, Generic, overload
 
@@ -13,22 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.device.backend import Backend, Cuda, Stream, parse_device
-from stallfree.device.copy_thread import CopyThread, HostThread, Item, LoaderThread, Snapshot, Transform
+from stallfree.device.ahead import Copier, Item, LoaderThread, Snapshot, Transform
+from stallfree.device.backend import Stream, find_backend, parse_device
 from stallfree.device.pytree import take_apart
-from stallfree.device.staging import Place, Stager, pin, send_itself
-from stallfree.errors import (
-    InputError,
-    argument_conflict,
-    device_unknown,
-    iteration_over,
-    stop_iteration,
-)
-from stallfree.frames import ShortTracebacks, short_traceback
+from stallfree.device.staging import Place, Stager, send_itself
+from stallfree.errors import InputError, iteration_over, stop_iteration
+from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import Owner
 from stallfree.typevars import BatchT_co, T
-
-_POISON = 0xFF
 
 
 class DevicePrefetcher(Generic[BatchT_co]):
@@ -45,7 +37,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
     their own `.to()`, with one warning per type.
 
     On a CPU, the thread takes one batch ahead, and batches are passed on unchanged. On devices without streams ("mps"
-    and others), batches are taken and sent when they are requested. Random draws are the same as without the
+    and others) it does the same, and batches are sent when they are requested. Random draws are the same as without the
     prefetcher: code that draws in this process, not in a worker, runs when the next batch is requested.
 
     Args:
@@ -53,13 +45,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
         device: device such as "cuda", "cuda:1" or "cpu".
         depth: batches that are ready or in flight, besides the one in use. The host is never further ahead of the
             device. On a CPU it is always one.
-        keep: "fresh": each batch has its own memory, for as long as it is referenced. "ring": device memory is
-            allocated once, for `depth` + 1 batches, and a batch is valid until the next one is requested. Streams other
-            than the current one must have finished their work on it by then.
         transform_on_device: called with each batch, on the device and in the copy stream; its result is yielded.
             Convert to float and normalise here, so that bytes are transferred instead of floats.
-        debug: with keep="ring", fill the memory of a batch with bytes of 0xFF (NaN, -1) when the next one is requested,
-            so that stale use is visible.
 
     An exception of the loader is raised at its position in the order; `next` then continues if the loader does. Raises
     `InputError` for invalid arguments and for a missing device. A copy, also in another process, is a new prefetcher
@@ -79,10 +66,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
         loader: Iterable[BatchT_co],
         device: torch.device | str | int,
         depth: int = 2,
-        keep: str = "fresh",
         *,
         transform_on_device: None = None,
-        debug: bool = False,
     ) -> None: ...
 
     @overload
@@ -91,10 +76,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
         loader: Iterable[T],
         device: torch.device | str | int,
         depth: int = 2,
-        keep: str = "fresh",
         *,
         transform_on_device: Callable[[T], BatchT_co],
-        debug: bool = False,
     ) -> None: ...
 
     @short_traceback
@@ -103,36 +86,32 @@ class DevicePrefetcher(Generic[BatchT_co]):
         loader: Iterable[Any],
         device: torch.device | str | int,
         depth: int = 2,
-        keep: str = "fresh",
         *,
         transform_on_device: Transform | None = None,
-        debug: bool = False,
     ) -> None:
-        _check(loader, depth, keep, transform_on_device, debug)
-        self.loader, self.depth, self.keep, self.debug = loader, depth, keep, debug
-        self.transform_on_device = transform_on_device
-        self.device = _device(device)
+        _check(loader, depth, transform_on_device)
+        self.loader, self.depth, self.transform_on_device = loader, depth, transform_on_device
+        self.device = parse_device(device)
         self._backend = find_backend(self.device)
         if self._backend is not None:
             self.device = self._backend.device
+            self._stager = Stager(self._backend)
         self._stream: Stream | None = None
-        self._stager: Stager | None = None
         self._begin_here()
 
     def _begin_here(self) -> None:
         """Set what belongs to this process: a forked child inherits no threads."""
         self._owner = Owner()
-        self._lock = threading.Lock()  # held while the loader runs, for whichever iteration
-        self._threads: list[LoaderThread] = []  # of iterations that are active, or have just ended
+        self._lock = threading.Lock()  # held while the loader runs, in whichever iteration
         self._iterations: weakref.WeakSet[_Iteration] = weakref.WeakSet()
         self._latest: weakref.ref[_Iteration] | None = None
-        self._places: list[Place] = []
-        self._unused: list[list[Place]] = []  # those that no iteration has
+        self._threads: list[tuple[LoaderThread, list[Place]]] = []  # with the places that they use
+        self._unused: list[list[Place]] = []
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
 
     def __reduce__(self) -> Any:
-        make = partial(type(self), transform_on_device=self.transform_on_device, debug=self.debug)
-        return make, (self.loader, self.device, self.depth, self.keep)
+        make = partial(type(self), transform_on_device=self.transform_on_device)
+        return make, (self.loader, self.device, self.depth)
 
     def __repr__(self) -> str:
         return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
@@ -146,48 +125,37 @@ class DevicePrefetcher(Generic[BatchT_co]):
         if not self._owner.is_here:
             self._begin_here()
         self._join_stopped()
-        backend = self._backend
-        if backend is None and self.device.type != "cpu":
-            return ShortTracebacks(self._send_each())
         loader: Any = self.loader
         with self._lock:
             source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
             snapshot = _snapshots(loader)
             self._consumed = None if snapshot is None else snapshot()
-        iteration: _Iteration
-        if backend is None:
-            host = HostThread(self._lock, source, snapshot)
-            iteration = _Iteration(self, host)
-        else:
-            iteration = _DeviceIteration(self, self._copy(backend, source, snapshot), backend)
-        self._threads.append(iteration.thread)
+        copier = self._copier()
+        thread = LoaderThread(source, snapshot, self._lock, copier)
+        self._threads.append((thread, [] if copier is None else copier.places))
+        iteration = _Iteration(self, thread)
         self._iterations.add(iteration)
         self._latest = weakref.ref(iteration)
         return iteration
 
-    def _copy(self, backend: Backend, source: Iterator[Any], snapshot: Callable[[], Snapshot] | None) -> CopyThread:
-        if self._stager is None:
+    def _copier(self) -> Copier | None:
+        """Return what copies the batches of an iteration; None for a device without streams."""
+        backend = self._backend
+        if backend is None:
+            return None
+        if self._stream is None:
             self._stream = backend.new_stream()
-            self._stager = Stager(backend, standing=self.keep == "ring")
         if not self._unused:
             self._unused.append([Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)])
-            self._places += self._unused[-1]
-        places, transform = self._unused.pop(), self.transform_on_device
-        return CopyThread(self._lock, source, snapshot, backend, self._stream, self._stager, places, transform)
+        return Copier(backend, self._stream, self._stager, self._unused.pop(), self.transform_on_device)
 
     def _join_stopped(self) -> None:
         """Wait for the threads of ended iterations, whose places serve the next one."""
-        for thread in [thread for thread in self._threads if thread.stopped]:
+        for thread, places in [each for each in self._threads if each[0].stopped]:
             thread.join()
-            self._threads.remove(thread)
-            if isinstance(thread, CopyThread):
-                self._unused.append(thread.places)
-
-    def _send_each(self) -> Generator[Any, None, None]:
-        for batch in self.loader:
-            leaves, rebuild = take_apart(batch)
-            batch = rebuild([send_itself(leaf, self.device) for leaf in leaves])
-            yield batch if self.transform_on_device is None else self.transform_on_device(batch)
+            self._threads.remove((thread, places))
+            if places:
+                self._unused.append(places)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -196,12 +164,9 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
         Raises `InputError` if the loader has no state.
         """
-        if not hasattr(self.loader, "state_dict"):
-            raise InputError(
-                f"the loader, a {type(self.loader).__name__}, has no state_dict(): give a loader that has, such as "
-                "DataLoader"
-            )
-        return self.loader.state_dict() if self._consumed is None else self._state_of(self._consumed)
+        self._need("state_dict")
+        loader: Any = self.loader
+        return loader.state_dict() if self._consumed is None else self._state_of(self._consumed)
 
     @property
     def ahead(self) -> bool:
@@ -222,23 +187,41 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
         Raises `InputError` if the loader does not support it.
         """
-        if not hasattr(self.loader, "load_state_dict"):
-            raise InputError(
-                f"the loader, a {type(self.loader).__name__}, has no load_state_dict(): give a loader that has, such "
-                "as DataLoader"
-            )
+        self._need("load_state_dict")
         self.close()
         self._consumed = None
-        self.loader.load_state_dict(state)
+        self.loader.load_state_dict(state)  # type: ignore[attr-defined]
+
+    def _need(self, name: str) -> None:
+        if not hasattr(self.loader, name):
+            raise InputError(
+                f"the loader, a {type(self.loader).__name__}, has no {name}(): give one that has, such as DataLoader"
+            )
+
+    def consumed(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
+        """Keep the state after what `iteration` has yielded, if it is the latest one."""
+        if self._latest is not None and self._latest() is iteration:
+            self._consumed = snapshot
+
+    # -- memory of the loader, and the end ----------------------------------------------------------------------------
 
     def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
         """Pin host memory, so that the device copies from it directly.
 
-        Returns the function that unpins it.
-
-        In a forked child, which has no device, both do nothing.
+        Returns the function that unpins it, once the copies are done. In a forked child, which has no device, both do
+        nothing.
         """
-        return _do_nothing if self._backend is None else pin(self._backend, self._places, self._owner, memory)
+        owner, backend = self._owner, self._backend
+        undo = backend.pin(memory) if backend is not None and owner.is_here else None
+
+        def finish_and_undo() -> None:
+            if undo is not None and backend is not None and owner.is_here:
+                for places in [*self._unused, *(places for _, places in self._threads)]:
+                    for place in places:
+                        backend.finish(place.copied)
+                undo()
+
+        return finish_and_undo
 
     def close(self) -> None:
         """End all iterations and wait for their threads.
@@ -250,19 +233,15 @@ class DevicePrefetcher(Generic[BatchT_co]):
                 iteration.close()
             self._join_stopped()
 
-    def consumed(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
-        """Keep the state of the loader after what `iteration` has yielded, if no later one has begun."""
-        if self._latest is not None and self._latest() is iteration:
-            self._consumed = snapshot
-
 
 class _Iteration:
-    """One pass; this base class serves a CPU. Ends the thread when exhausted, closed or no longer referenced."""
+    """One pass. Ends its thread when it is exhausted, closed or no longer referenced."""
 
-    def __init__(self, prefetcher: DevicePrefetcher, thread: LoaderThread) -> None:
+    def __init__(self, prefetcher: DevicePrefetcher[Any], thread: LoaderThread) -> None:
         self._prefetcher, self.thread = prefetcher, thread
         self._owner = Owner()
         self._ended = False
+        self._taken: Item | None = None  # the last item
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
 
     def __iter__(self) -> _Iteration:
@@ -280,92 +259,67 @@ class _Iteration:
         self._release_batch()
         begun = time.monotonic()
         item = self.thread.take()
+        self._taken = item
         self._count_wait(time.monotonic() - begun)
         if item.snapshot is not None or item.end:
             self._prefetcher.consumed(self, item.snapshot)
         if item.end:
             self.close()
             raise StopIteration
+        error, item.error = item.error, None
         try:
-            if item.error is not None:
-                self._discard(item)
-                raise item.error
+            if error is not None:
+                raise error
             return self._deliver(item)
-        except StopIteration as error:  # would end the loop silently
+        except StopIteration as stop:  # would end the loop silently
             raise stop_iteration(
                 "a batch could not be delivered: transform_on_device or .to() raised StopIteration. Let it raise "
                 "another error"
-            ) from error
+            ) from stop
         finally:
-            del item  # breaks the reference cycle of an error's traceback with this frame
+            del error  # breaks the reference cycle of its traceback with this frame
 
     def _deliver(self, item: Item) -> Any:
-        """Return the batch of an item."""
-        transform = self._prefetcher.transform_on_device
-        return item.batch if transform is None else transform(item.batch)
-
-    def _discard(self, item: Item) -> None:
-        """Discard an item."""
+        """Return the batch of an item, which keeps no reference to it."""
+        prefetcher, backend = self._prefetcher, self._prefetcher._backend
+        transform = prefetcher.transform_on_device
+        if backend is None:
+            batch, item.batch = item.batch, None
+            if prefetcher.device.type != "cpu":
+                leaves, rebuild = take_apart(batch)
+                batch = rebuild([send_itself(leaf, prefetcher.device) for leaf in leaves])
+            return batch if transform is None else transform(batch)
+        sent, item.sent = item.sent, None
+        assert sent is not None
+        assert item.rebuild is not None
+        assert item.place is not None
+        backend.wait(item.place.copied)
+        for memory in sent.memory:
+            backend.keep(memory)
+        for at in sent.late:
+            sent.leaves[at] = send_itself(sent.leaves[at], backend.device)
+        batch = item.rebuild(sent.leaves)
+        return transform(batch) if sent.late and transform is not None else batch
 
     def _release_batch(self) -> None:
         """Release the batch yielded last: work submitted to the device from now on does not use it."""
+        item, backend = self._taken, self._prefetcher._backend
+        if item is None:
+            return
+        if backend is not None and item.place is not None:
+            backend.record(item.place.used)
+        self.thread.remove(item)
+        self._taken = None
 
     def close(self) -> None:
         """End this pass. Idempotent."""
         self._ended = True
-        self._release_batch()
+        if self._owner.is_here:
+            self._release_batch()
         self.thread.stop()
 
     def __del__(self) -> None:
         self.close()
-
-
-class _DeviceIteration(_Iteration):
-    """One pass on a device with streams."""
-
-    def __init__(self, prefetcher: DevicePrefetcher, thread: CopyThread, backend: Backend) -> None:
-        self._backend, self._copies = backend, thread
-        self._out: tuple[Place, Stream] | None = None  # the batch yielded last, with the stream that waited for it
-        super().__init__(prefetcher, thread)
-
-    def _deliver(self, item: Item) -> Any:
-        backend, place = self._backend, item.place
-        assert place is not None
-        assert item.rebuild is not None
-        self._out = place, backend.current_stream()
-        backend.wait(place.copied)
-        for memory in item.memory:
-            backend.keep(memory)
-        for at in item.late:
-            item.leaves[at] = send_itself(item.leaves[at], backend.device)
-        batch = item.rebuild(item.leaves)
-        if item.late and self._prefetcher.transform_on_device is not None:
-            batch = self._prefetcher.transform_on_device(batch)
-        return batch
-
-    def _discard(self, item: Item) -> None:
-        if item.place is not None:
-            self._copies.give_back(item.place)
-
-    def _release_batch(self) -> None:
-        if self._out is None:
-            return
-        (place, stream), self._out = self._out, None
-        backend = self._backend
-        if stream != backend.current_stream():  # that stream may still use it
-            with backend.using(stream):
-                backend.record(place.used)
-            backend.wait(place.used)
-        if self._prefetcher.debug and place.memory is not None:
-            backend.keep(place.memory)
-            backend.fill(place.memory, _POISON)
-        backend.record(place.used)
-        self._copies.give_back(place)
-
-
-def find_backend(device: torch.device) -> Backend | None:
-    """Return the backend of a device with streams; None for others. Raises `InputError` if there is no such device."""
-    return Cuda(device) if device.type == "cuda" else None
 
 
 def _do_nothing(*_: object) -> None:
@@ -391,31 +345,10 @@ def _made(state: Any) -> Snapshot:
     return lambda: state
 
 
-def _check(loader: Any, depth: Any, keep: Any, transform: Any, debug: bool) -> None:
+def _check(loader: Any, depth: Any, transform: Any) -> None:
     if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
         raise InputError(f"depth={depth!r}: give the number of batches to copy ahead, 1 or more")
-    if keep not in ("fresh", "ring"):
-        raise InputError(f"keep={keep!r}: give 'fresh' for batches that may be kept, or 'ring'")
-    if debug and keep != "ring":
-        raise argument_conflict(f"debug=True with keep={keep!r}: only batches of keep='ring' become invalid")
     if transform is not None and not callable(transform):
         raise InputError(f"transform_on_device={transform!r:.80}: give a function of a batch, or None")
     if not hasattr(loader, "__iter__"):
         raise InputError(f"the loader is a {type(loader).__name__}, which cannot be iterated: give a data loader")
-    if isinstance(loader, DevicePrefetcher) and loader.keep == "ring":
-        raise argument_conflict(
-            "the loader is a DevicePrefetcher with keep='ring', whose batches are overwritten too soon: give it 'fresh'"
-        )
-
-
-def _device(device: torch.device | str | int) -> torch.device:
-    where = parse_device(device)
-    if where.type not in ("cpu", "cuda"):  # CUDA devices are checked by the backend
-        try:
-            torch.empty(1, device=where)
-        except Exception as error:
-            raise device_unknown(
-                f"device={str(device)!r}: PyTorch cannot use it here ({str(error).splitlines()[0]:.100}). Give "
-                "device='cpu', or install a PyTorch that has it"
-            ) from error
-    return where

@@ -1,74 +1,90 @@
-"""`ProcessPrefetcher`: a separate process loads batches and copies them to the device for the training processes."""
+"""`ProcessPrefetcher`: a separate process loads batches and copies them to the device.
+
+    loader ─▶ DevicePrefetcher ─▶ pickle without data ─▶ channel ─▶ the training loop
+    (in the loading process)                           ◀─ begin, return, break, length
+
+Memory passes through `torch.multiprocessing`, which counts its references in both processes. A message has a kind and
+the number of the iteration that it belongs to.
+"""
 
 from __future__ import annotations
 
-import os
-import secrets
+import contextlib
+import pickle
+import select
+import struct
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
+from functools import cached_property
 from multiprocessing import get_context
+from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
+from queue import SimpleQueue
 from typing import Any, Generic
 
 import torch
+import torch.multiprocessing  # registers how tensors are sent
 from typing_extensions import Self
 
-from stallfree.device.backend import parse_device
-from stallfree.device.consumer import Consumer
-from stallfree.device.consumer_server import END_SECONDS
-from stallfree.device.producer import LazyFactory, Setup, produce
-from stallfree.device.slots import SharedCuda
-from stallfree.errors import InputError, consumer_process, device_unknown, not_picklable, text_of
-from stallfree.ipc.folders import SharedFolder, default_root, sweep
-from stallfree.ipc.fork_guard import keep_from_children
-from stallfree.ipc.process import Child
-from stallfree.ipc.sockets import listen
+from stallfree.device.backend import Cuda, Event, Stream, find_backend, parse_device
+from stallfree.device.prefetcher import DevicePrefetcher
+from stallfree.device.pytree import take_apart
+from stallfree.device.staging import is_plain
+from stallfree.errors import (
+    InputError,
+    ProducerError,
+    StallfreeError,
+    batch_failed,
+    batch_timeout,
+    device_unknown,
+    iteration_over,
+    not_picklable,
+    prefetcher_process,
+    text_of,
+)
+from stallfree.frames import short_traceback
+from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.process import Child, Parent
+from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
+from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.typevars import BatchT_co
 
 _START_METHOD = "spawn"  # a fork would inherit locked locks and an unusable device
+_END_SECONDS = 5.0  # for the loader to return when the process must end
 _ANSWER_SECONDS = 1.0
+
+_HEAD = struct.Struct("<BQ")
+_BEGIN, _RETURN, _BREAK, _LENGTH, _BATCH, _FAILED, _END = range(7)
 
 
 class ProcessPrefetcher(Generic[BatchT_co]):
     """Loads batches and copies them to the device in a separate process.
 
-    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader` and
-    iterates the result once per epoch. It copies each batch to one of `depth` + 1 persistent slots in device memory.
-    The training process maps the same memory (CUDA IPC) and receives only the number of the ready slot. Unlike in
-    `DevicePrefetcher`, loading and staging do not compete with the training loop for one interpreter.
+    The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader` and iterates
+    the result by a `DevicePrefetcher`. The training process receives the memory of the batches, not their data (CUDA
+    IPC). So loading and copying do not compete with the training loop for one interpreter.
 
-    A batch is valid until the next one is requested. Its slot is then returned, once the work submitted to the current
-    stream so far is done; other streams must have finished their work on it by then. A batch may consist of anything
-    that `DevicePrefetcher` supports; everything but its tensors is pickled for each batch. Tensors that are not plain
-    (sparse ones, subclasses, tensors on a device) are pickled too, with one warning per type.
+    A batch may be kept as long as the prefetcher is open. It may consist of anything that `DevicePrefetcher` supports;
+    everything but its tensors is pickled. On a CPU the tensors are in shared memory. An iteration that is begun ends
+    the one before.
 
-    On a CPU the slots are shared host memory; everything else is the same.
-
-    **Several consumers.** Processes that use the same GPU can share the batches: each gets every batch of every epoch
-    once, in order. Pass `prefetcher.consumer(k)` to the process that is consumer k, which iterates it. An epoch starts
-    when all consumers have requested it. A slot is free when all have returned it: the slowest consumer limits the
-    others to `depth` batches ahead. A consumer that leaves an epoch takes part again in the next one; one that is
-    closed, no longer referenced or dead is not waited for. All consumers share the memory of a batch: do not change it
-    in place. The GPU must have the same index in all processes.
-
-    **Termination.** The process ends with `close`, with the process that created it, or when all consumers have
-    connected and left; consumers then get `ProducerError`. It detects a death at once, by the end of a connection. The
-    kernel kills the process if its loader does not return within 5 s.
+    The process ends with `close`, with the process that created it, or when the prefetcher is freed. It is killed if
+    its loader does not return within 5 s.
 
     Args:
         make_loader: called without arguments in the new process; returns any iterable. It must be picklable: a function
             at the top level of a module, or a `functools.partial` of one.
         device: device such as "cuda", "cuda:1" or "cpu".
-        depth: batches that are ready or in flight, besides the one in use. At least 1.
-        consumers: number of processes that iterate. Consumer 0 is this process if it iterates the prefetcher itself.
-        timeout: seconds that a consumer waits for a batch, or for the others to start an epoch, before `WaitError`,
-            which names the cause. The first wait includes the start of the process.
+        depth: batches that are ready, besides the one in use. At least 1.
+        timeout: seconds to wait for a batch before `WaitError`. The first wait includes the start of the process.
 
     An exception of the loader is raised at its position in the order, with the traceback of the loading process as its
     cause; `next` then continues if the loader does. An exception of `make_loader` is raised in each epoch. Raises
-    `InputError` for invalid arguments and for a missing device; `PlatformError` on systems other than Linux.
+    `InputError` for invalid arguments and for a missing device; `ProducerError` if the process has ended;
+    `PlatformError` on systems other than Linux.
 
     Example:
         ```python
@@ -89,62 +105,61 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         device: torch.device | str | int,
         depth: int = 2,
         *,
-        consumers: int = 1,
         timeout: float = 300.0,
     ) -> None:
         need_linux("ProcessPrefetcher", "use DevicePrefetcher")
-        where = _check(make_loader, device, depth, consumers, timeout)
-        self.depth, self.consumers, self.timeout = depth, consumers, timeout
-        sweep(default_root())  # folders left by killed processes
-        shared = SharedFolder(f"prefetch-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
-        try:
-            self._child = _start(shared, make_loader, where, depth, consumers)
-        except BaseException:
-            shared.close()
-            raise
-        self.device, self._folder = where, shared.path
-        self._own: Consumer[BatchT_co] = self.consumer(0)
-        self._own.describe_end = partial(_describe_end, self._child)
+        self.device, self.depth, self.timeout = _check(make_loader, device, depth, timeout), depth, timeout
+        self._backend = find_backend(self.device)
+        if self._backend is not None:
+            self.device = self._backend.device
+        self._owner = Owner()
+        self._child = _start(_LazyFactory(make_loader), self.device, depth)
+        self._inbox: deque[tuple[int, int, memoryview]] = deque()  # of the iteration of number `_passes`
+        self._lengths: deque[memoryview] = deque()
+        self._passes = 0
+        self._pass: weakref.ref[_Pass] | None = None
         # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
-        self._end = Finalize(self, _end, (self._child, shared), exitpriority=100)
+        self._end = Finalize(self, _end, (self._child,), exitpriority=100)
 
+    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
-        started = iter(self._own)
-        started.keepalive = self
+        self._check_process()
+        before = None if self._pass is None else self._pass()
+        if before is not None:
+            before.close(replaced=True)
+        self._passes += 1
+        for _, _, body in self._inbox:
+            _drop(body)
+        self._inbox.clear()
+        self._send(_BEGIN)
+        started = _Pass(self)
+        self._pass = weakref.ref(started)
         return started
 
     def __len__(self) -> int:
-        """Number of batches per epoch, as reported by the loader."""
-        return len(self._own)
+        """Number of batches per epoch, as reported by the loader. Waits until the loader exists."""
+        self._check_process()
+        self._send(_LENGTH)
+        body = self._receive(self._lengths, "the length of the loader")
+        if len(body) > 8:
+            _raise(body)
+        return int.from_bytes(body, "little")
 
     @property
     def pid(self) -> int:
         """PID of the loading process."""
         return self._child.pid
 
-    def consumer(self, number: int) -> Consumer[BatchT_co]:
-        """Return consumer `number`, from 0.
-
-        Picklable, for any process of this user on this host.
-
-        Raises `InputError` if there is no such number.
-
-        Example:
-            ```python
-            # needs a script with a main guard
-            batches = sf.ProcessPrefetcher(make_loader, "cuda", consumers=2)
-            context = torch.multiprocessing.get_context("spawn")
-            context.Process(target=train_one, args=(batches.consumer(1),)).start()
-            ```
-        """
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.consumers:
-            raise InputError(f"consumer({number!r}): give a number from 0 to {self.consumers - 1}, below consumers=")
-        return Consumer(self._folder, number, self.consumers, self.device, self.timeout)
-
     def close(self) -> None:
-        """End the process and wait for its exit. Idempotent."""
-        self._own.close()
-        self._end()
+        """End the process and wait for its exit. Idempotent.
+
+        Its batches must not be used any more.
+        """
+        if self._owner.is_here:
+            last = None if self._pass is None else self._pass()
+            if last is not None:
+                last.close()
+            self._end()
 
     def __enter__(self) -> Self:
         return self
@@ -153,61 +168,311 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         self.close()
 
     def __reduce__(self) -> Any:
-        raise consumer_process(
-            "a ProcessPrefetcher belongs to the process that made it: give other processes its consumer(1), ..."
+        raise prefetcher_process("a ProcessPrefetcher belongs to the process that made it: make one in each process")
+
+    # -- messages -----------------------------------------------------------------------------------------------------
+
+    def _check_process(self) -> None:
+        if not self._owner.is_here:
+            raise prefetcher_process(
+                f"this ProcessPrefetcher belongs to process {self._owner.pid}, and this process is a child of it: "
+                "make one here"
+            )
+        if not self._end.still_active():
+            raise self._end_error()
+
+    def _send(self, kind: int) -> None:
+        self._child.send(_HEAD.pack(kind, self._passes))
+
+    def _receive(self, queue: deque[Any], what: str) -> Any:
+        """Return the next item of `_inbox` or `_lengths`. Raises `ProducerError` and `WaitError`."""
+        deadline = time.monotonic() + self.timeout
+        while not queue:
+            try:
+                message = self._child.receive()
+            except EOFError:
+                raise self._end_error() from None
+            if message is not None:
+                self._sort(memoryview(message))
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise batch_timeout(
+                    f"the ProcessPrefetcher has waited {self.timeout:g} s for {what}. Give a larger timeout if it "
+                    "takes so long"
+                )
+            poller = select.poll()
+            poller.register(self._child.fileno(), self._child.events)
+            poller.poll(1000 * left)
+            self._child.flush()
+        return queue.popleft()
+
+    def _sort(self, message: memoryview) -> None:
+        kind, number = _HEAD.unpack_from(message)
+        body = message[_HEAD.size :]
+        if kind == _LENGTH:
+            self._lengths.append(body)
+        elif number == self._passes:
+            self._inbox.append((kind, number, body))
+        elif kind == _BATCH:
+            _drop(body)
+
+    def _end_error(self) -> StallfreeError:
+        code = self._child.join(_ANSWER_SECONDS)
+        how = "" if code is None else f" by signal {-code}" if code < 0 else f" with exit code {code}"
+        return ProducerError(
+            f"the loading process (process {self.pid}) has ended{how}, or was closed: make a new ProcessPrefetcher. "
+            "Its output shows the cause; a script that makes one needs `if __name__ == '__main__':`"
         )
 
 
-def _check(make_loader: Any, device: Any, depth: Any, consumers: Any, timeout: Any) -> torch.device:
+class _Pass(Iterator[Any]):
+    """One iteration. Ends when it is exhausted, closed or no longer referenced.
+
+    torch synchronises the current stream when the last reference to received memory is dropped. To spare the training
+    loop that wait, the leaves of a batch are kept until the work on them is done, and dropped in a stream without work.
+    """
+
+    def __init__(self, prefetcher: ProcessPrefetcher[Any]) -> None:
+        self._prefetcher, self._backend = prefetcher, prefetcher._backend
+        self._ended = self._replaced = False
+        self._number = 0
+        self._out: tuple[Any, Stream] | None = None  # the leaves of the last batch, and the stream that waited for it
+        self._used: deque[tuple[Event, Any]] = deque()  # those of earlier ones, and the event that ends their use
+        self._idle: Stream = None if self._backend is None else self._backend.new_stream()
+
+    @short_traceback
+    def __next__(self) -> Any:
+        if self._replaced:
+            raise iteration_over(
+                "this iteration is over: the ProcessPrefetcher was iterated again, and its process loads for one "
+                "iteration at a time. Make one for each loop that runs at the same time"
+            )
+        if self._ended:
+            raise StopIteration
+        prefetcher = self._prefetcher
+        prefetcher._check_process()
+        self._release_batch()
+        kind, _, body = prefetcher._receive(prefetcher._inbox, f"batch {self._number} of the epoch")
+        if kind == _END:
+            self.close()
+            raise StopIteration
+        self._number += 1
+        if kind == _FAILED:
+            prefetcher._send(_RETURN)
+            _raise(body)
+        try:
+            batch = pickle.loads(body)
+        except (OSError, EOFError, RuntimeError):  # the memory is gone with the process
+            if prefetcher._child.join(_ANSWER_SECONDS) is None:
+                raise
+            raise prefetcher._end_error() from None
+        self._out = take_apart(batch)[0], None if self._backend is None else self._backend.current_stream()
+        return batch
+
+    def _release_batch(self) -> None:
+        """Release the batch yielded last: work submitted to the device from now on does not use it."""
+        if self._out is None:
+            return
+        (leaves, stream), self._out = self._out, None
+        if self._backend is None:
+            self._prefetcher._send(_RETURN)
+            return
+        event = self._backend.new_event()
+        with self._backend.using(stream):
+            self._backend.record(event)
+        if stream != self._backend.current_stream():
+            self._backend.wait(event)
+            self._backend.record(event)
+        self._used.append((event, leaves))
+        del leaves
+        self._drop_used(self._backend, self._prefetcher.depth)
+
+    def _drop_used(self, backend: Cuda, most: int) -> None:
+        """Drop the batches whose use has ended; wait for the oldest ones if there are more than `most`."""
+        while self._used and (len(self._used) > most or backend.reached(self._used[0][0])):
+            backend.finish(self._used[0][0])
+            with backend.using(self._idle):
+                self._used.popleft()
+            self._prefetcher._send(_RETURN)
+
+    def close(self, *, replaced: bool = False) -> None:
+        """End the pass, in favour of a new one if it is `replaced`. Idempotent."""
+        prefetcher = self._prefetcher
+        if self._ended or not prefetcher._owner.is_here:
+            return
+        self._ended, self._replaced = True, replaced
+        self._release_batch()
+        if self._backend is not None:
+            self._drop_used(self._backend, 0)
+        prefetcher._send(_BREAK)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
+
+def _raise(packed: memoryview) -> None:
+    """Raise the error of the loading process, with its traceback there as the cause."""
+    error, trace = unpack_error(bytes(packed))
+    if error is None or isinstance(error, StopIteration | StopAsyncIteration):  # they would end more than the epoch
+        error = batch_failed(f"the loading process raised {trace.strip().splitlines()[-1]}")
+    raise error from RemoteTraceback(trace)
+
+
+def _drop(body: memoryview) -> None:
+    """Open a batch that is not used, so that its memory is freed in the loading process."""
+    with contextlib.suppress(Exception):
+        pickle.loads(body)
+
+
+def _check(make_loader: Any, device: Any, depth: Any, timeout: Any) -> torch.device:
     """Validate the arguments and return the device."""
     if not callable(make_loader):
         raise InputError(
             f"make_loader={make_loader!r:.80}: give a function without arguments that returns the loader; the new "
             "process calls it"
         )
-    for name, value in (("depth", depth), ("consumers", consumers)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise InputError(f"{name}={value!r}: give a whole number, 1 or more")
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise InputError(f"depth={depth!r}: give a whole number, 1 or more")
     if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
         raise InputError(f"timeout={timeout!r}: give the seconds to wait for a batch, more than 0")
     where = parse_device(device)
-    if where.type == "cuda":
-        return SharedCuda(where).device
-    if where.type != "cpu":
+    if where.type not in ("cuda", "cpu"):
         raise device_unknown(
             f"device={device!r}: processes share memory of 'cuda' and 'cpu' only. Use DevicePrefetcher"
         )
-    return torch.device("cpu")
+    return where
 
 
-def _start(
-    shared: SharedFolder, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int, consumers: int
-) -> Child:
+def _start(*arguments: Any) -> Child:
     """Start the loading process. Raises `InputError` if its arguments cannot be pickled."""
-    setup = Setup(LazyFactory(make_loader), device, depth, consumers, shared.path)
-    with listen(shared.path) as listener:
-        keep_from_children(shared, listener)
+    try:
+        return Child(_produce, *arguments, context=get_context(_START_METHOD), name="stallfree-prefetch", leads=True)
+    except OSError:
+        raise  # no process can be started here
+    except Exception as error:
+        raise not_picklable(
+            f"make_loader cannot be sent to a new process: {text_of(error)}. Define it at the top level of a "
+            "module (no lambda, no function within a function), and pass its arguments by functools.partial"
+        ) from error
+
+
+def _end(child: Child) -> None:
+    child.end(time.monotonic() + _END_SECONDS + _ANSWER_SECONDS)
+
+
+# -- in the loading process -------------------------------------------------------------------------------------------
+
+
+class _LazyFactory:
+    """A function that is unpickled when it is called, so that errors of both are handled alike.
+
+    It seeds torch's generator in the new process with a number drawn in this one.
+    """
+
+    def __init__(self, make_loader: Callable[[], Iterable[Any]]) -> None:
+        self._make_loader, self._seed, self._pickled = make_loader, draw_seed(), b""
+
+    def __call__(self) -> Iterable[Any]:
+        """Call the function and return its result."""
+        torch.manual_seed(self._seed)
+        make: Callable[[], Iterable[Any]] = pickle.loads(self._pickled)
+        return make()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_pickled": bytes(ForkingPickler.dumps(self._make_loader)), "_seed": self._seed}
+
+
+def _produce(parent: Parent, make_loader: _LazyFactory, device: torch.device, depth: int) -> None:
+    """Run the loading process."""
+    if device.type == "cuda":
+        # Depending on the version of torch, expandable segments cannot be shared with all processes, or not at all.
+        change = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)
+        change("expandable_segments:False")
+        torch.cuda.set_device(device)
+    producer = _Producer(parent, make_loader, device, depth)
+    with contextlib.suppress(EOFError, OSError):  # the parent has ended
+        producer.run()
+    with contextlib.suppress(Exception):
+        producer.batches.close()
+        producer.batches.loader.close()
+
+
+class _Producer:
+    """Serves the requests of the training process, which a thread receives: it ends this process with that one."""
+
+    def __init__(self, parent: Parent, make_loader: _LazyFactory, device: torch.device, depth: int) -> None:
+        self._parent, self._make_loader, self._device, self._depth = parent, make_loader, device, depth
+        self._requests: SimpleQueue[bytearray | None] = SimpleQueue()
+        parent.listen(self._requests.put)
+
+    @cached_property
+    def batches(self) -> Any:
+        """The batches on the device; the loader is made when it is used, and again if that failed."""
+        return DevicePrefetcher(self._make_loader(), self._device, 1)
+
+    def run(self) -> None:
+        """Serve until the end is requested. Raises `EOFError` then, or `OSError`."""
+        with contextlib.suppress(BaseException):
+            _ = self.batches  # while the training process starts
+        number: int | None = None
+        while True:
+            if number is not None:
+                number = self._run_epoch(number)
+            else:
+                kind, sent = self._receive()
+                number = sent if kind == _BEGIN else None
+
+    def _receive(self) -> tuple[int, int]:
+        """Return the kind and the number of the next request; one for the length is answered here."""
+        message = self._requests.get()
+        if message is None:
+            raise EOFError
+        kind, number = _HEAD.unpack(message)
+        if kind == _LENGTH:
+            try:
+                body = len(self.batches).to_bytes(8, "little")
+            except BaseException as error:
+                body = pack_error(error)  # which is longer
+            self._parent.send(_HEAD.pack(_LENGTH, number), body)
+        return kind, number
+
+    def _run_epoch(self, number: int) -> int | None:
+        """Send the batches of an iteration; returns the number of the next one if it was begun meanwhile."""
+        iterator: Any = None
+        unreturned = 0
         try:
-            context = get_context(_START_METHOD)
-            return Child(produce, listener, setup, context=context, name="stallfree-prefetch", leads=True)
-        except OSError:
-            raise  # no process can be started here
-        except Exception as error:
-            raise not_picklable(
-                f"make_loader cannot be sent to a new process: {text_of(error)}. Define it at the top level of a "
-                "module (no lambda, no function within a function), and pass its arguments by functools.partial"
-            ) from error
+            while True:
+                while unreturned > self._depth or not self._requests.empty():
+                    kind, sent = self._receive()
+                    if kind == _BEGIN:
+                        return sent
+                    if sent == number and kind == _BREAK:
+                        return None
+                    unreturned -= sent == number and kind == _RETURN
+                try:
+                    iterator = iterator or iter(self.batches)
+                    kind, body = _BATCH, self._pack(next(iterator))
+                except StopIteration:
+                    break
+                except BaseException as error:
+                    kind, body = _FAILED, pack_error(error)
+                self._parent.send(_HEAD.pack(kind, number), body)
+                unreturned += 1
+                if iterator is None:
+                    break
+            self._parent.send(_HEAD.pack(_END, number))
+            return None
+        finally:
+            getattr(iterator, "close", int)()
 
-
-def _describe_end(child: Child) -> str:
-    """Return how the process ended, if known."""
-    code = child.join(_ANSWER_SECONDS)
-    if code is None:
-        return ""
-    return f" by signal {-code}" if code < 0 else f" with exit code {code}"
-
-
-def _end(child: Child, shared: SharedFolder) -> None:
-    """End the process and wait for its exit."""
-    child.end(time.monotonic() + END_SECONDS + _ANSWER_SECONDS)
-    shared.close()
+    def _pack(self, batch: Any) -> memoryview | bytes:
+        """Return the batch as a message, once its copies are done: the event of a killed process is never reached."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+            torch.cuda.ipc_collect()  # frees what the training process has dropped
+        leaves, rebuild = take_apart(batch)
+        # torch sends neither tensors with a history nor whether one is conjugate
+        plain = [leaf.detach().resolve_conj().resolve_neg() if is_plain(leaf) else leaf for leaf in leaves]
+        return ForkingPickler.dumps(rebuild(plain))

@@ -27,6 +27,14 @@ def take_apart(batch: Any) -> tuple[list[Any], Rebuild]:
     return leaves, build
 
 
+def prepared_here(batch: Any) -> Any:
+    """Return `batch` for a CPU: unchanged, unless it has parts that are prepared by their `.to()`."""
+    leaves, rebuild = take_apart(batch)
+    if all(isinstance(leaf, torch.Tensor) or not hasattr(leaf, "record_stream") for leaf in leaves):
+        return batch
+    return rebuild([leaf if isinstance(leaf, torch.Tensor) else leaf.to("cpu") for leaf in leaves])
+
+
 def _walk(value: Any, leaves: list[Any]) -> Rebuild:
     kind = type(value)
     if kind is torch.Tensor:
@@ -40,6 +48,10 @@ def _walk(value: Any, leaves: list[Any]) -> Rebuild:
         return _group(value, leaves, tuple)
     if kind in _PLAIN:
         return lambda _: value
+    if (
+        not isinstance(value, type) and hasattr(value, "to") and hasattr(value, "record_stream")
+    ):  # before tuples: one may have a `.to()` of its own
+        return _leaf(value, leaves)
     if isinstance(value, PackedSequence):
         parts = (value.data, value.sorted_indices, value.unsorted_indices)
         return _group(parts, leaves, lambda new: PackedSequence(new[0], value.batch_sizes, *new[1:]))
@@ -51,8 +63,6 @@ def _walk(value: Any, leaves: list[Any]) -> Rebuild:
         return _group(value, leaves, kind)
     if isinstance(value, type):
         return lambda _: value
-    if hasattr(value, "to") and hasattr(value, "record_stream"):  # tensors and tensor-like objects
-        return _leaf(value, leaves)
     if isinstance(value, Mapping):
         return _group(value.values(), leaves, lambda parts: _mapping(value, parts))
     names = _fields(value)

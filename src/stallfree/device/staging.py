@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from stallfree.device.backend import Backend, Event
-from stallfree.ipc.fork_guard import Owner
+from stallfree.device.backend import Cuda, Event
 
 SMALL = 256 << 10
 """Bytes below which tensors share one allocation and one copy. Larger tensors have separate allocations, so that a
@@ -22,21 +19,8 @@ reference to the labels of a batch does not keep its images alive."""
 _ALIGN = 256
 _PACKED = (torch.channels_last, torch.channels_last_3d)
 
-
-@dataclass(frozen=True)
-class Layout:
-    """The layout of small tensors in one allocation.
-
-    Attributes:
-        key: dtype, shape and strides of each tensor that it was made for.
-        slots: position of each tensor: first byte, bytes per element, shape and strides; and an empty tensor of its
-            dtype on the device.
-        size: size in bytes, a multiple of 256.
-    """
-
-    key: list[tuple[torch.dtype, torch.Size, tuple[int, ...]]]
-    slots: list[tuple[int, int, torch.Size, tuple[int, ...], Any]]
-    size: int
+Group = list[tuple[int, torch.Tensor]]
+"""Tensors that share one allocation and one copy, each with its position among the leaves of the batch."""
 
 
 @dataclass
@@ -47,21 +31,19 @@ class Place:
         copied: event reached when the copies from `pinned` and from the tensors in `held` are done.
         used: event reached when the previous batch in this place is not needed any more.
         pinned: pinned host memory, for tensors that are not pinned themselves.
-        layout, views: layout of the last batch's small tensors, and their views in `pinned`.
-        memory: device memory, if it is persistent too.
+        views, layout: tensors over `pinned` for the last batch, and the layout that they were made for.
         held: objects that copies may still read.
     """
 
     copied: Event
     used: Event
     pinned: torch.Tensor | None = None
-    layout: Layout | None = None
     views: list[torch.Tensor] = field(default_factory=list)
-    memory: torch.Tensor | None = None
+    layout: list[Any] | None = None
     held: Any = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sent:
     """The leaves of a batch after `Stager.send`.
 
@@ -72,40 +54,32 @@ class Sent:
     """
 
     leaves: list[Any]
-    memory: list[Any]
-    late: list[int]
+    memory: list[Any] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
 
 class Stager:
-    """Sends the leaves of batches to a device. For one thread, whose current stream is the copy stream.
+    """Sends the leaves of batches to a device. For threads whose current stream is the copy stream."""
 
-    Args:
-        backend: the device.
-        standing: reuse device memory in each place; otherwise each batch has fresh memory.
-    """
-
-    def __init__(self, backend: Backend, standing: bool) -> None:
-        self._backend, self._standing = backend, standing
+    def __init__(self, backend: Cuda) -> None:
+        self._backend = backend
         self._warned: set[type] = set()
 
     def send(self, place: Place, leaves: Sequence[Any]) -> Sent:
         """Submit the copies of `leaves` to the current stream, with all other work needed before their use.
 
-        Waits until the memory of `place` can be reused. With fresh memory, waits until the previous batch in this place
-        is not needed any more; otherwise a training loop ahead of the device would use ever more memory. A host tensor
-        is copied through the pinned memory of the place, unless it is pinned itself; it must then not change until
-        `place.copied` is reached.
+        Waits until the pinned memory of `place` can be reused, and until the previous batch in this place is not needed
+        any more: otherwise a training loop ahead of the device would use ever more memory. A host tensor is copied
+        through the pinned memory of the place, unless it is pinned itself; it must then not change until `place.copied`
+        is reached.
         """
         backend = self._backend
         backend.finish(place.copied)
-        if self._standing:
-            backend.wait(place.used)
-        else:
-            backend.finish(place.used)
+        backend.finish(place.used)
         place.held = leaves
-        sent = Sent(list(leaves), [], [])
-        small: list[tuple[int, torch.Tensor]] = []
-        large: list[tuple[int, torch.Tensor]] = []
+        sent = Sent(list(leaves))
+        small: Group = []
+        large: Group = []
         for at, leaf in enumerate(leaves):
             if is_plain(leaf):
                 if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
@@ -113,80 +87,46 @@ class Stager:
                 (small if leaf.nbytes < SMALL else large).append((at, leaf))
             else:
                 self._send_itself(at, leaf, sent)
-        self._copy(place, small, large, sent)
+        direct: list[Group] = []
+        staged = [small] if small else []
+        for at, leaf in large:
+            pinned = backend.is_pinned(leaf) and _stride(leaf) == leaf.stride()
+            (direct if pinned else staged).append([(at, leaf)])
+        for group in direct:
+            target = self._allocate(group, sent)
+            source = _flat(group[0][1])
+            backend.copy(target[: len(source)], source)
+        if staged:
+            self._send_staged(place, staged, sent)
         return sent
 
-    def _copy(
-        self,
-        place: Place,
-        small: list[tuple[int, torch.Tensor]],
-        large: list[tuple[int, torch.Tensor]],
-        sent: Sent,
-    ) -> None:
-        """Copy host tensors: small ones together, large ones separately."""
-        backend = self._backend
-        direct = [backend.is_pinned(leaf) and _stride(leaf) == leaf.stride() for _, leaf in large]
-        sizes = [_padded_bytes(leaf) for _, leaf in large]
-        shared = self._lay_out(place, [leaf for _, leaf in small])
-        through = shared + sum(size for size, pinned in zip(sizes, direct, strict=True) if not pinned)
-        if place.pinned is None or place.pinned.numel() < through:
-            place.pinned, place.views = backend.empty_pinned(through + through // 8), []
-        pieces = self._pieces(place, [shared, *sizes], sent)
-        if shared:
-            self._copy_small(place, small, *pieces[0], sent)
-        filled = shared
-        for (at, leaf), size, pinned, (memory, start) in zip(large, sizes, direct, pieces[1:], strict=True):
-            source, stride = leaf, _stride(leaf)
-            if not pinned:
-                source = _view(place.pinned, filled, leaf, stride)
-                backend.stage([source], [leaf])
-                filled += size
-            target = sent.leaves[at] = _view(memory, start, leaf, stride)
-            backend.copy(_flat(target), _flat(source))
+    def _send_staged(self, place: Place, groups: list[Group], sent: Sent) -> None:
+        """Copy the groups through the pinned memory of the place."""
+        backend, leaves = self._backend, [leaf for group in groups for _, leaf in group]
+        layout = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]
+        if place.pinned is None or place.layout != layout:
+            sizes = list(map(_padded_bytes, leaves))
+            if place.pinned is None or place.pinned.numel() < sum(sizes):
+                place.pinned = backend.empty_pinned(sum(sizes) + sum(sizes) // 8)
+            starts = [sum(sizes[:number]) for number in range(len(sizes))]
+            place.views = [_view(place.pinned, *each) for each in zip(starts, leaves, strict=True)]
+            place.layout = layout
+        backend.stage(place.views, leaves)
+        start = 0
+        for group in groups:
+            target = self._allocate(group, sent)
+            backend.copy(target, place.pinned[start : start + len(target)])
+            start += len(target)
 
-    def _lay_out(self, place: Place, small: list[torch.Tensor]) -> int:
-        """Compute the layout of the small tensors unless it is unchanged; returns its size in bytes."""
-        key = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in small]
-        if place.layout is None or place.layout.key != key:
-            slots, size = [], 0
-            for leaf in small:
-                dtype = leaf.dtype
-                empty = _empty(dtype, self._backend.device)
-                slots.append((size, dtype.itemsize, leaf.shape, _stride(leaf), empty))
-                size += _padded_bytes(leaf)
-            place.layout, place.views = Layout(key, slots, size), []
-        return place.layout.size
-
-    def _copy_small(
-        self, place: Place, small: list[tuple[int, torch.Tensor]], memory: torch.Tensor, start: int, sent: Sent
-    ) -> None:
-        layout, pinned = place.layout, place.pinned
-        assert layout is not None
-        assert pinned is not None
-        backend = self._backend
-        if not place.views:
-            each = zip(small, layout.slots, strict=True)
-            place.views = [_view(pinned, begin, leaf, stride) for (_, leaf), (begin, _, _, stride, _) in each]
-        backend.stage(place.views, [leaf for _, leaf in small])
-        leaves, storage = sent.leaves, memory.untyped_storage()
-        for (at, _), (begin, itemsize, shape, stride, empty) in zip(small, layout.slots, strict=True):
-            leaves[at] = empty.data.set_(storage, (start + begin) // itemsize, shape, stride)  # see `_view`
-        backend.copy(memory[start : start + layout.size], pinned[: layout.size])
-
-    def _pieces(self, place: Place, sizes: list[int], sent: Sent) -> list[tuple[torch.Tensor, int]]:
-        """Return device memory and a start offset for each of `sizes` (multiples of 256)."""
-        backend = self._backend
-        if not self._standing:
-            pieces = [(backend.empty(size), 0) for size in sizes]
-            sent.memory.extend(piece for (piece, _), size in zip(pieces, sizes, strict=True) if size)
-            return pieces
-        total = sum(sizes)
-        if place.memory is None or place.memory.numel() < total:
-            place.memory = backend.empty(total + total // 8)
-        # The consumer of the previous batch may still use the memory that is replaced here.
-        sent.memory.append(place.memory)
-        starts = [sum(sizes[:number]) for number in range(len(sizes))]
-        return [(place.memory, start) for start in starts]
+    def _allocate(self, group: Group, sent: Sent) -> torch.Tensor:
+        """Allocate device memory for a group and make its leaves over it; returns the memory."""
+        memory = self._backend.empty(sum(_padded_bytes(leaf) for _, leaf in group))
+        sent.memory.append(memory)
+        start = 0
+        for at, leaf in group:
+            sent.leaves[at] = _view(memory, start, leaf)
+            start += _padded_bytes(leaf)
+        return memory
 
     def _send_itself(self, at: int, leaf: Any, sent: Sent) -> None:
         """Send a leaf that is not a plain host tensor."""
@@ -194,7 +134,8 @@ class Stager:
         if isinstance(leaf, torch.Tensor) and leaf.device == device:
             sent.memory.append(leaf)
             return
-        if type(leaf) not in self._warned:
+        sends_itself = hasattr(leaf, "record_stream")
+        if (isinstance(leaf, torch.Tensor) or not sends_itself) and type(leaf) not in self._warned:
             self._warned.add(type(leaf))
             warnings.warn(
                 f"a {type(leaf).__name__} is sent to {device} by its own .to(), without pinned memory: this is slower, "
@@ -202,28 +143,11 @@ class Stager:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        if hasattr(leaf, "record_stream"):
+        if sends_itself:
             sent.leaves[at] = send_itself(leaf, device)
             sent.memory.extend(memory_of(sent.leaves[at]))
         else:
             sent.late.append(at)
-
-
-def pin(backend: Backend, places: Sequence[Place], owner: Owner, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-    """Pin memory of a loader. Returns the function that unpins it after the copies of `places` are done.
-
-    A loader's forked workers inherit its memory and this function, but have no device: both do nothing in any process
-    other than `owner`.
-    """
-    undo = backend.pin(memory) if owner.is_here else None
-
-    def finish_and_undo() -> None:
-        if undo is not None and owner.is_here:
-            for place in places:
-                backend.finish(place.copied)
-            undo()
-
-    return finish_and_undo
 
 
 def send_itself(leaf: Any, device: torch.device) -> Any:
@@ -276,14 +200,14 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Any:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def _view(memory: torch.Tensor, start: int, like: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+def _view(memory: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor like `like` over `memory` from byte `start` on, a multiple of 256; `memory` begins its storage.
 
     It is not a view for autograd: changes of another tensor over the same memory do not raise its version counter.
     """
     # `.data` is a new tensor with its own version counter, and cheaper than `torch.empty`
-    empty = _empty(like.dtype, memory.device)
-    view: torch.Tensor = empty.data.set_(memory.untyped_storage(), start // like.dtype.itemsize, like.shape, stride)
+    empty = _empty(like.dtype, memory.device).data
+    view: torch.Tensor = empty.set_(memory.untyped_storage(), start // like.dtype.itemsize, like.shape, _stride(like))
     return view
 
 

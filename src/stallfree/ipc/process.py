@@ -7,12 +7,16 @@ starts a process that calls `main(parent, setup)`. `Child` is the parent's view 
 
 Messages are bytes. A process that was forked while another thread held a lock may hang at its start. Each process
 therefore reports in, and its parent replaces one that is `overdue`.
+
+A process that is not forked imports the main script first. If the script starts processes while it is imported, for
+lack of a main guard, such a process ends at once and without a word (`start_method`), and its parent raises the error.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import select
 import signal
 import socket
@@ -21,13 +25,13 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import get_all_start_methods, get_context, get_start_method
+from multiprocessing import current_process, get_all_start_methods, get_context, get_start_method, reduction
 from multiprocessing.context import BaseContext
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, BinaryIO
 
-from stallfree.errors import InputError, not_picklable, text_of
+from stallfree.errors import InputError, main_guard, not_picklable, text_of
 from stallfree.ipc.channel import Channel, receive_message, send_message
 from stallfree.ipc.fork_guard import Owner, keep_from_children
 from stallfree.ipc.generator_lock import check_generator
@@ -39,8 +43,17 @@ REPORT_SECONDS = 2.0
 _CHECK_MILLISECONDS = 1000  # interval of checks for the death of a parent without a pidfd
 _END_CHECK_MILLISECONDS = 100
 _LEADER_SECONDS = 10.0
+_START_SECONDS = 60.0
+_LARGE = 64 << 20
+"""Bytes of arguments that one process at a time receives, since they are in memory until then."""
+
+_SERVER_GONE = 255
+"""The exit code that `multiprocessing` gives to the processes of a fork server that has ended."""
+
 _DEEPEST = 8
 """Maximum depth of the attribute that a message names."""
+
+_NAME = "stallfree-"
 
 _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
 
@@ -64,13 +77,35 @@ def context_of(given: Any, *, requested: bool = True) -> BaseContext:
         raise InputError(f"multiprocessing_context={given!r}: {error}; use 'fork', 'forkserver' or 'spawn'") from error
 
 
+def start_method(context: BaseContext) -> str:
+    """Return the start method of `context`.
+
+    Ends this process if it is a child of stallfree's that imports the main script, and so must not start another one.
+    Raises `WorkerError` if it is another process in that state.
+    """
+    method, process = context.get_start_method(), current_process()
+    if method != "fork" and getattr(process, "_inheriting", False):
+        if process.name.startswith(_NAME):
+            os._exit(1)
+        raise main_guard(f"this process, started by {method!r}, starts another one while it imports {_guard_advice()}")
+    return method
+
+
+def _guard_advice() -> str:
+    script = os.path.basename(getattr(sys.modules.get("__main__"), "__file__", None) or "") or "the main script"
+    return (
+        f"{script}: put what is to run once under `if __name__ == '__main__':`, and functions and classes above it; or "
+        "use multiprocessing_context='fork'"
+    )
+
+
 class Child:
     """A process started by this one.
 
     Args:
         main: called there with its `Parent` and `arguments`; defined at the top level of a module.
         context: `multiprocessing` context that starts the process.
-        name: name of the process.
+        name: name of the process; begins with "stallfree-".
         parts: descriptions and objects among `arguments` that may be impossible to pickle, for the message.
         attempt: number of earlier processes that did not report in.
         leads: whether the process may start others. It gets its own session; its processes are killed with it.
@@ -81,7 +116,7 @@ class Child:
         exit_code: exit code after the end; negative for a signal number.
 
     In a forked child of this process, which has a copy of this object, `end` does nothing. Raises `InputError` if one
-    of `parts` cannot be pickled.
+    of `parts` cannot be pickled, `WorkerError` for a script without a main guard: here, or when the end is noticed.
     """
 
     def __init__(
@@ -94,13 +129,14 @@ class Child:
         attempt: int = 0,
         leads: bool = False,
     ) -> None:
-        method = context.get_start_method()
+        self._method = method = start_method(context)
         ours, theirs = socket.socketpair()
         keep_from_children(ours)
         self._owner, self._leads = Owner(), leads
+        call = _Call(main, arguments)
         self._process = context.Process(  # type: ignore[attr-defined]
             target=_run,
-            args=(theirs, os.getpid(), method != "forkserver", leads, main, arguments),
+            args=(theirs, os.getpid(), method != "forkserver", leads, call),
             name=name,
             daemon=not leads,
         )
@@ -110,14 +146,19 @@ class Child:
                 self._process.start()
         except Exception as error:
             ours.close()
+            if method == "forkserver" and isinstance(error, EOFError | ConnectionError):
+                raise main_guard(f"the fork server ended. Perhaps it imports {_guard_advice()}") from None
             raise (None if method == "fork" else _unsendable(parts, method)) or error from error
         finally:
             theirs.close()
+            size = call.close()
         self.pid: int = self._process.pid
-        self.reported = False
+        self.reported = self._heard = False
         self.exit_code: int | None = None
         self._ended = False
         self._channel = Channel(ours)
+        if size > _LARGE:
+            self._wait(1000 * _START_SECONDS)
         if leads:
             if not _leaders:  # otherwise `multiprocessing` would wait at exit for non-daemon processes
                 Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
@@ -148,12 +189,30 @@ class Child:
         self._channel.flush()
 
     def receive(self) -> bytearray | None:
-        """Return the next message, or None if there is none yet. Raises `EOFError` if the process has ended."""
-        while (message := self._channel.receive()) is not None:
-            if message:
-                return message
-            self.reported = True
+        """Return the next message, or None if there is none yet.
+
+        Raises `EOFError` if the process has ended, `WorkerError` if another one would end at its start as well.
+        """
+        try:
+            while (message := self._channel.receive()) is not None:
+                self._heard = True
+                if message:
+                    return message
+                self.reported = True
+        except EOFError:
+            if not self._heard and not self._ended and self._method != "fork":
+                self._check_start()
+            raise
         return None
+
+    def _check_start(self) -> None:
+        """Raise `WorkerError` if the process, which has sent nothing, ended by itself."""
+        code = self.join(_START_SECONDS)
+        if code is not None and 0 <= code < _SERVER_GONE:
+            raise main_guard(
+                f"a process started by {self._method!r} ended with exit code {code} while it imported "
+                f"{_guard_advice()}. If its output shows another error, correct that"
+            ) from None
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -247,6 +306,36 @@ def end_all(children: Iterable[Child], seconds: float) -> None:
 at_fork(after_in_child=_leaders.clear)
 
 
+class _Call:
+    """What a child calls. It is pickled into a file in memory.
+
+    Through a pipe, a child that ended early would make its parent wait forever for the rest to be read.
+    """
+
+    def __init__(self, main: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+        self.main, self.arguments = main, arguments
+        self._file: BinaryIO | None = None
+
+    def __reduce__(self) -> Any:
+        self._file = os.fdopen(os.memfd_create("stallfree-arguments"), "w+b")
+        reduction.dump((self.main, self.arguments), self._file)
+        self._file.flush()
+        return _receive_call, (reduction.DupFd(self._file.fileno()),)
+
+    def close(self) -> int:
+        """Close the file, and return its size in bytes. The child has a descriptor of its own."""
+        if self._file is None:
+            return 0
+        with self._file as file:
+            return file.tell()
+
+
+def _receive_call(descriptor: Any) -> _Call:
+    with os.fdopen(descriptor.detach(), "rb") as file:
+        file.seek(0)
+        return _Call(*pickle.load(file))
+
+
 def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError | None:
     """Return the error that names the part that cannot be pickled, or None."""
     for what, part in parts:
@@ -288,8 +377,7 @@ def _run(
     pid: int,
     direct: bool,
     leads: bool,
-    main: Callable[..., None],
-    arguments: tuple[Any, ...],
+    call: _Call,
 ) -> None:
     begin_child()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # reset a handler inherited from the parent
@@ -297,7 +385,7 @@ def _run(
         with contextlib.suppress(OSError):
             os.setsid()  # signals of the parent's terminal do not reach this process
     check_generator()
-    main(Parent(connection, pid, direct), *arguments)
+    call.main(Parent(connection, pid, direct), *call.arguments)
 
 
 class Parent:

@@ -63,7 +63,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             of (seed, epoch, batch number).
         pin_memory: yield batches in pinned memory if there is an accelerator.
         drop_last: leave out an incomplete last batch.
-        timeout: seconds to wait for a batch before `WaitError`; 0 means 300.
+        timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `num_workers=0` for sources that are
+            fetched in threads: a `dataset[id]` of the training process itself cannot be interrupted.
         worker_init_fn: called in each worker with its number. Workers start with their first task: none starts if all
             batches can be gathered from the cache.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context. If None, Python's default; workers that

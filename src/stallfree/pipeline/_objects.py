@@ -30,7 +30,9 @@ _KNOWN = sys.stdlib_module_names | {
 """Libraries whose code is not looked at: it is identified by a version, and its outcomes show whether it is random."""
 _SITES = {"site-packages", "dist-packages"}
 _MOST_FILES = 256
-_IMPORT, _CONSTANT, _SMALL = (dis.opmap.get(name, -1) for name in ("IMPORT_NAME", "LOAD_CONST", "LOAD_SMALL_INT"))
+_IMPORT, _CONSTANT, _SMALL, _GLOBAL, _NAME = (
+    dis.opmap.get(name, -1) for name in ("IMPORT_NAME", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_NAME")
+)
 
 
 def attribute(thing: object, name: str, default: Any = None) -> Any:
@@ -114,7 +116,7 @@ def source_digest(module: str) -> str:
             ):  # no file, or not of Python
                 digest.update(name.encode() + Path(str(spec.origin)).read_bytes())
                 package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-                todo += reversed(list(imports(attribute(spec.loader, "get_code")(name), package)))
+                todo += reversed(_uses(attribute(spec.loader, "get_code")(name), package)[1])
     return digest.hexdigest()
 
 
@@ -135,22 +137,24 @@ def _spec_of(module: str) -> ModuleSpec | None:
     return None
 
 
-def imports(code: CodeType, package: str) -> Iterator[str]:
-    """Yield the full names of the modules that `code` of `package` imports, and of those that they may contain."""
+def _uses(code: CodeType, package: str) -> tuple[set[str], list[str]]:
+    """Return the names of globals that `code` of `package` reads, and the full names of modules that it may import."""
+    found, modules = set(), []
     for part in codes(code):
-        if _IMPORT not in part.co_code[::2]:
-            continue
         before: list[Any] = [0, None]  # the level of an import and the names after "from" are loaded before it
         extended = 0
         for op, argument in zip(part.co_code[::2], part.co_code[1::2], strict=True):
             argument |= extended
             extended = argument << 8 if op == dis.EXTENDED_ARG else 0
-            if op in (_CONSTANT, _SMALL):
+            if op in (_GLOBAL, _NAME):
+                found.add(part.co_names[argument >> (op == _GLOBAL and sys.version_info >= (3, 11))])
+            elif op in (_CONSTANT, _SMALL):
                 before = [before[1], part.co_consts[argument] if op == _CONSTANT else argument]
             elif op == _IMPORT:
                 with contextlib.suppress(ImportError):  # beyond the top of its package
                     name = importlib.util.resolve_name("." * before[0] + part.co_names[argument], package)
-                    yield from (name, *(f"{name}.{inner}" for inner in before[1] or ()))
+                    modules += [name, *(f"{name}.{inner}" for inner in before[1] or ())]
+    return found, modules
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -166,33 +170,38 @@ def code_names(code: CodeType) -> set[str]:
     return {name for part in codes(code) for name in part.co_names}
 
 
-def used_globals(function: FunctionType, *, libraries: bool = False) -> dict[str, Any]:
+def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str, Any]:
     """Return the values outside of `function` that its code names, such as `SCALE`, `tools.scale` and `pkg.sub.scale`.
 
-    Modules that are imported inside of it count like those of its module. One that has never been imported is
-    represented by a digest of its source. With `libraries`, the functions, classes and modules that it names of known
-    libraries are included, such as `np.random`.
+    They are from its closure, from its module, and from modules that are imported inside of it. A module that has never
+    been imported is represented by a digest of its source. With `libraries`, the functions, classes and modules that it
+    names of known libraries are included, such as `np.random`.
     """
-    names = code_names(function.__code__)
+    names, values = code_names(function.__code__), function.__globals__
+    globals_, modules = _uses(function.__code__, values.get("__package__") or "")
     found: dict[str, Any] = {}
     expanded: set[int] = set()
 
     def add(path: str, value: Any) -> None:
         found[path] = value
-        if not isinstance(value, ModuleType) or id(value) in expanded:
-            return
-        expanded.add(id(value))
-        known = is_known(value.__name__)
-        for name in sorted(names & vars(value).keys()) if libraries or not known else ():
-            if not known or callable(vars(value)[name]) or isinstance(vars(value)[name], ModuleType):
-                add(f"{path}.{name}", vars(value)[name])
+        if isinstance(value, ModuleType) and id(value) not in expanded:
+            expanded.add(id(value))
+            known = is_known(value.__name__)
+            for name in sorted(names & vars(value).keys()) if libraries or not known else ():
+                part = vars(value)[name]
+                if not known or callable(part) or isinstance(part, ModuleType):
+                    add(f"{path}.{name}", part)
 
-    for name in sorted(names & function.__globals__.keys()):
-        add(name, function.__globals__[name])
-    for name in imports(function.__code__, function.__globals__.get("__package__") or ""):
+    for name, value in closure_values(function).items():
+        if name != "__class__":  # for `super()`
+            add(name, value)
+    for name in sorted(globals_ & values.keys()):
+        if name.isidentifier():  # others are those of pytest, for its asserts, which lead to the whole test session
+            add(name, values[name])
+    for name in modules:
         if (source := _source_unless_imported(name)) is not None:
             found[f"import {name}"] = source
-        elif name in sys.modules:
+        elif name in sys.modules and (libraries or not is_known(name)):
             add(name, sys.modules[name])
     return found
 

@@ -166,8 +166,8 @@ def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
         return inner and (OnItem(step.key, inner[0]), OnItem(step.key, inner[1]))
     for cls in type(step).__mro__:
         if "halves" in vars(cls):
-            first, second = step.halves()  # type: ignore[attr-defined]
-            return first, second
+            halves: tuple[Transform, Transform] | None = step.halves()  # type: ignore[attr-defined]
+            return halves
         if "__call__" in vars(cls):
             return None
     return None

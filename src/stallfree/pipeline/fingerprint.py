@@ -31,7 +31,7 @@ from stallfree.pipeline._objects import (
     current,
     library_version,
     module_of,
-    used_globals,
+    named_values,
 )
 from stallfree.pipeline.generators import GENERATOR_TYPES
 from stallfree.pipeline.marks import DREW, mark_of
@@ -290,9 +290,8 @@ class _Walker:
         self._feed("function")
         self._code(function.__code__)
         self._parts("defaults", (function.__defaults__, function.__kwdefaults__))
-        self._named("closure", closure_values(function), used=True)
         self._state(vars(function), FunctionType)
-        self._named("globals", used_globals(function), used=True)
+        self._named("named", named_values(function), used=True)
 
     def _code(self, code: CodeType) -> None:
         self._feed("code", code.co_code)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.pipeline._objects import attributes, class_functions, closure_values, is_library, used_globals
+from stallfree.pipeline._objects import attributes, class_functions, is_library, named_values
 
 GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 
@@ -142,10 +142,9 @@ def references(thing: Any) -> Iterator[object]:
         return
     if isinstance(thing, FunctionType):
         if not is_library(thing):
-            yield from closure_values(thing).values()
             yield from thing.__defaults__ or ()
             yield from (thing.__kwdefaults__ or {}).values()
-            yield from used_globals(thing).values()
+            yield from named_values(thing).values()
         elif hasattr(thing, "__wrapped__"):
             yield thing.__wrapped__
     elif isinstance(thing, functools.partial):
@@ -182,5 +181,4 @@ def _references_of_instance(thing: object) -> Iterator[object]:
         if not is_library(cls):
             for function in class_functions(cls):
                 if function.__name__ not in _UNCALLED:
-                    yield from used_globals(function).values()
-                    yield from closure_values(function).values()
+                    yield from named_values(function).values()

@@ -15,6 +15,9 @@ import torch
 from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.values import plain_bytes
 
+_PLAIN = {int, float, bool, str, bytes, type(None)}
+"""Types of which lists are compared at once: of tokens, or the state of a generator."""
+
 
 def same(a: Any, b: Any) -> bool | None:
     """Return whether `a` and `b` have the same type and value, with NaN equal to NaN; None if that is undecidable."""
@@ -42,6 +45,9 @@ def _same(a: Any, b: Any) -> bool | None:
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and _all(_same(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)):
+        kinds = list(map(type, a))
+        if type(a) in (list, tuple) and _PLAIN.issuperset(kinds) and a == b and kinds == list(map(type, b)):
+            return True
         return len(a) == len(b) and _all(map(_same, a, b))
     image = getattr(sys.modules.get("PIL.Image"), "Image", None)
     if image is not None and isinstance(a, image):

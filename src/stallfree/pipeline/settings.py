@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -34,6 +35,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), PurePath, np.generi
 _LISTS = (list, tuple, deque)
 _DATA = (*_PLAIN, *_LISTS, dict, set, frozenset, np.ndarray, torch.Tensor)
 _NO_OWNERS = (*_DATA, ModuleType, FunctionType, MethodType, type)
+_NAMESPACES = {"types", "argparse", "functools"}
+"""Modules of Python whose objects hold settings."""
 
 
 class Settings:
@@ -80,13 +83,19 @@ class Settings:
             thing, depth = left.popleft()
             if isinstance(thing, (*_LISTS, dict)) and len(thing) <= _FEW:
                 left.extend((item, depth + 1) for item in (thing.values() if isinstance(thing, dict) else thing))
-            elif not isinstance(thing, _NO_OWNERS) and id(thing) not in seen and depth < _DEPTH:
+            elif id(thing) not in seen and depth < _DEPTH and _has_settings(thing):
                 seen.add(id(thing))
                 yield thing
                 left.extend((value, depth + 1) for value in attributes(thing).values())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settings, ()  # in another process, which does not look for changes
+
+
+def _has_settings(thing: object) -> bool:
+    """Whether its attributes may be settings: not those of data, functions, locks and events."""
+    top = type(thing).__module__.partition(".")[0]
+    return not isinstance(thing, _NO_OWNERS) and (top in _NAMESPACES or top not in sys.stdlib_module_names)
 
 
 def warn_of_changes(settings: Settings) -> None:

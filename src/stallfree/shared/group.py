@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stallfree.errors import InputError, StorageError, group_mismatch, name_invalid
+from stallfree.errors import InputError, StorageError, WorkerError, group_mismatch, name_invalid
 from stallfree.ipc.consumers import Gone
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
@@ -193,13 +193,16 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             attempt=attempt,
             leads=True,
         )
-        error: Exception = Gone()  # the child was killed before it reported
-        with contextlib.suppress(EOFError, TimeoutError):
+        try:
             problem = child.wait_until_reported(deadline - time.monotonic())
             if problem is None:
                 _started.append(child)
                 return
-            error = unpack_plain_error(problem)[0]
+            error: Exception = unpack_plain_error(problem)[0]
+        except (EOFError, TimeoutError):
+            error = Gone()  # the child was killed before it reported
+        except WorkerError as no_guard:
+            error = no_guard
         hangs = child.overdue and time.monotonic() < deadline
         child.end(0.0)
         if not hangs:

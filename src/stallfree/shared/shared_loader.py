@@ -30,7 +30,7 @@ from stallfree.errors import (
 )
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
-from stallfree.ipc.process import context_of
+from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
 from stallfree.loader.output import Batch
 from stallfree.loader.shown import shown_by
@@ -333,6 +333,7 @@ class SharedLoader(Generic[BatchT_co]):
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
+        start_method(self._context.options.context)  # a script without a main guard would wait for itself
         self._end_pass()
         drawn = draw_seed()
         if self._shuffle:

@@ -13,6 +13,7 @@ from stallfree.pipeline.marks import mark_random
 from stallfree.sources.decode import DecodeImage
 from stallfree.vision import native
 from stallfree.vision.arguments import check_layout, checked_size, pixels_of, probability
+from stallfree.vision.encoded import EncodedPicture, baseline_size, encoded_picture
 from stallfree.vision.native import Crop, Layout, Pixels
 
 _TRIES = 10
@@ -107,7 +108,14 @@ class DecodeRandomResizedCrop(_RandomCrop):
     (`form="fetched"`) holds encoded images. A cache of prepared samples holds decoded images, as defined by `halves`.
     The random draws are the same.
 
-    Args: those of `RandomResizedCrop`.
+    With `on_device`, the sample stays encoded and carries its crop, drawn as without. `.to(device)` of the batch
+    decodes, crops, resizes and mirrors on the device: on a GPU by nvJPEG, which needs torchvision. Shape and layout of
+    the result are the same. `DataLoader(device=)` and `DevicePrefetcher` do this in their copy stream. What nvJPEG does
+    not support (progressive JPEGs, CMYK, other formats) is decoded here.
+
+    Args:
+        size, scale, ratio, flip, layout: see `RandomResizedCrop`.
+        on_device: whether the device decodes. Use it if CPU cores limit the speed and the GPU is not always busy.
 
     Raises `InputError` for invalid arguments, and when called with bytes that are not a complete image.
 
@@ -122,8 +130,33 @@ class DecodeRandomResizedCrop(_RandomCrop):
     takes_encoded: ClassVar[bool] = True
     """Read by `ImageFolder`: this step takes the bytes of the file."""
 
-    def __call__(self, data: bytes, out: Out | None = None) -> Pixels:
+    def __init__(
+        self,
+        size: int | Sequence[int],
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+        *,
+        flip: float = 0.0,
+        layout: Layout = "HWC",
+        on_device: bool = False,
+    ) -> None:
+        super().__init__(size, scale, ratio, flip=flip, layout=layout)
+        self.on_device = on_device
+
+    def __call__(self, data: bytes, out: Out | None = None) -> Any:
         encoded = _encoded(data, self)
+        return self._stay_encoded(encoded) if self.on_device else self._decode(encoded, out)
+
+    def _stay_encoded(self, data: bytes) -> EncodedPicture:
+        size, first = baseline_size(data), self.layout == "CHW"
+        if size is not None:
+            return encoded_picture(data, *self.draw(*size), self.size, first)
+        pixels = _decoded(data)
+        (top, left, height, width), mirror = self.draw(*pixels.shape[:2])
+        part = native.resized(pixels[top : top + height, left : left + width], self.size, "CHW", mirror)
+        return encoded_picture(part, Crop(0, 0, 0, 0), False, self.size, first)
+
+    def _decode(self, encoded: bytes, out: Out | None) -> Pixels:
         size = native.jpeg_size(encoded)
         if size is not None:
             crop, mirror = self.draw(*size)
@@ -133,8 +166,16 @@ class DecodeRandomResizedCrop(_RandomCrop):
         crop, mirror = self.draw(*pixels.shape[:2])
         return cut(pixels, crop, self, mirror, out)
 
-    def halves(self) -> tuple[DecodeImage, RandomResizedCrop]:
-        """Return decoding and the random crop as two steps, which together equal this step."""
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + (", on_device=True)" if self.on_device else ")")
+
+    def halves(self) -> tuple[DecodeImage, RandomResizedCrop] | None:
+        """Return decoding and the random crop as two steps; None with `on_device`.
+
+        Together they equal this step.
+        """
+        if self.on_device:
+            return None
         rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
         return DecodeImage(), rest
 

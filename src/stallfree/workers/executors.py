@@ -11,7 +11,9 @@ import os
 import queue
 import select
 import threading
+import time
 from collections import deque
+from concurrent.futures import CancelledError
 from typing import Protocol
 
 from stallfree.batches.batch_builder import BatchBuilder, failure
@@ -19,6 +21,7 @@ from stallfree.batches.messages import GATHERER, NO_SLOT, UNDONE, Result, Task
 from stallfree.batches.ring import Ring
 from stallfree.batches.sample_access import Pending
 from stallfree.cache import stay_alone
+from stallfree.errors import batch_timeout
 
 
 class Executor(Protocol):
@@ -57,14 +60,17 @@ class Executor(Protocol):
 class TrainingProcess:
     """Builds each batch in the iterating process when it is awaited. Fetches are started earlier.
 
+    `poll` raises `WaitError` for a batch whose fetches do not come in time; the batch may be awaited again.
+
     Args:
         builder: builds.
+        seconds: maximum wait for the fetches of a batch.
     """
 
     descriptors: list[tuple[int, int]] = []  # noqa: RUF012  (never anything to wait for)
 
-    def __init__(self, builder: BatchBuilder) -> None:
-        self._builder = builder
+    def __init__(self, builder: BatchBuilder, seconds: float) -> None:
+        self._builder, self._seconds = builder, seconds
         self._tasks: dict[int, tuple[Task, Pending]] = {}
 
     @property
@@ -78,8 +84,27 @@ class TrainingProcess:
 
     def poll(self, number: int | None) -> list[Result]:
         """Build the awaited batch."""
-        found = None if number is None else self._tasks.pop(number, None)
-        return [] if found is None else [self._builder.finish(*found, here=True)]
+        if number is None or number not in self._tasks:
+            return []
+        started = time.monotonic()
+        self._wait_for_fetches(*self._tasks[number])
+        waited = time.monotonic() - started
+        result = self._builder.finish(*self._tasks.pop(number), here=True)
+        result.fetch_seconds += waited
+        return [result]
+
+    def _wait_for_fetches(self, task: Task, pending: Pending) -> None:
+        deadline = time.monotonic() + self._seconds
+        for future in list(pending.fetches.values()):
+            if not future.done():
+                with contextlib.suppress(TimeoutError, CancelledError):
+                    future.exception(max(0.0, deadline - time.monotonic()))
+                if not future.done():
+                    raise batch_timeout(
+                        f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its "
+                        f"samples are {task.ids.tolist()}, and storage does not give them. Give a larger timeout if "
+                        "it takes so long"
+                    )
 
     def prepare_wait(self) -> bool:
         """See `Executor`: no batch is built during a wait."""

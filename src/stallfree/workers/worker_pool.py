@@ -134,7 +134,7 @@ class WorkerPool:
             self._workers = self._remote
         elif options.workers:
             self._workers = WorkerProcesses(self._setup(options, base_seed), options.context, options.workers)
-        self._main: Executor = self._workers or TrainingProcess(self.builder)
+        self._main: Executor = self._workers or TrainingProcess(self.builder, options.seconds)
         self._executors.append(self._main)
         self._ahead = options.ahead
         self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)

@@ -17,7 +17,7 @@ from stallfree.batches.messages import (
     unpack_result,
 )
 from stallfree.errors import WorkerError
-from stallfree.ipc.process import Child, end_all
+from stallfree.ipc.process import Child, end_all, start_method
 from stallfree.platform import how_it_ended
 from stallfree.workers.worker import WorkerSetup, worker_main
 
@@ -64,6 +64,7 @@ class WorkerProcesses:
     needs_slot = True
 
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
+        start_method(context)  # before anything is created in a process that may start none
         self._context = context
         self._setup = setup
         self.count = count

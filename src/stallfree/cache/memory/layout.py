@@ -97,6 +97,14 @@ def _check(fields: dict[str, Any]) -> str:
     return xxhash.xxh3_64_hexdigest(json.dumps(fields, sort_keys=True).encode())
 
 
+def chained_block(typical: int) -> int:
+    """The bytes of a block if records are chains of blocks: about an eighth of `typical`, 256 B to 16 KiB."""
+    block = SMALL_BLOCK
+    while block < LARGE_BLOCK and block * 16 <= typical:
+        block *= 2
+    return block
+
+
 def plan_layout(
     num_ids: int,
     capacity: int,
@@ -110,8 +118,7 @@ def plan_layout(
 ) -> Meta:
     """Divide `capacity` bytes between index and blocks.
 
-    With a `structure` of fixed size, a block is one record. Otherwise a record is a chain of blocks of an eighth of
-    `typical` bytes, at least 256 bytes and at most 16 KiB.
+    With a `structure` of fixed size, a block is one record. Otherwise a record is a chain of blocks: `chained_block`.
 
     Raises `CapacityError` if the index alone exceeds the capacity.
     """
@@ -122,10 +129,7 @@ def plan_layout(
         # One block per sample, and as many more as a 200th of the capacity can index: later samples may be larger.
         at_most = num_ids + capacity // 800
     else:
-        block = SMALL_BLOCK
-        while block < LARGE_BLOCK and block * 16 <= typical:
-            block *= 2
-        at_most = (1 << 32) - 2
+        block, at_most = chained_block(typical), (1 << 32) - 2
     kinds = {"scored": scored, "checked": on_disk}
     beside = whole_pages(1024 + 2 * len(common)) + mmap.PAGESIZE  # meta.json and the folder
     empty = index_bytes(num_ids, 0, **kinds) + beside

@@ -226,6 +226,19 @@ class SampleCache(BaseCache):
         self._record_use(found)
         return values
 
+    def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any:
+        """The first value of `ids` that `accept` returns True for, which counts as a hit; else `MISS`."""
+        self._counters.follow_fork()
+        for id in checked_ids(ids, self.num_ids):
+            values = [MISS]
+            found = self._records.locate(id[None])
+            self._records.read(found, values)
+            if found.damaged or (values[0] is not MISS and accept(values[0])):
+                self._record_use(found)
+                return values[0]
+        self._counters.add((Count.MISSES, 1))
+        return MISS
+
     def borrow(self, ids: Any) -> Borrowed | None:
         """See `Lends`: None for a cache on a disk."""
         if not isinstance(self._arena, MemoryArena):
@@ -307,6 +320,11 @@ class SampleCache(BaseCache):
         """See `Cache`. Raises `WaitError` if the writer lock is not free in 2 s."""
         self._counters.follow_fork()
         self._writer.drop(np.unique(checked_ids(ids, self.num_ids)))
+
+    def evict_one(self, ids: Any) -> None:
+        """Evict the sample of lowest score among `ids`. Raises `WaitError` if the writer lock is not free in 2 s."""
+        self._counters.follow_fork()
+        self._writer.evict_one(np.unique(checked_ids(ids, self.num_ids)))
 
     @property
     def uncached_steps(self) -> int:

@@ -260,6 +260,13 @@ class Space:
             self._free(victims)
             self._counters.add((Count.EVICTIONS, len(victims)))
 
+    def evict_one(self, ids: Array) -> None:
+        """Evict the record of lowest score among `ids`."""
+        score, ids = self._index.score, ids[self._index.first[ids] != 0]
+        if score is not None and len(ids):
+            self._free(ids[[score[ids].argmin()]])
+            self._counters.add((Count.EVICTIONS, 1))
+
     def _tick(self, count: int) -> int:
         tick = int(self._header[Field.TICK])
         self._header[Field.TICK] = tick + count

@@ -190,6 +190,11 @@ class Writer:
         with self._locked("dropping from"), self.space.changing():
             self.space.drop(ids)
 
+    def evict_one(self, ids: Array) -> None:
+        """Evict the record of lowest score among the distinct `ids`."""
+        with self._locked("evicting from"), self.space.changing():
+            self.space.evict_one(ids)
+
     def drop_damaged(self, ids: Array, generations: Array) -> None:
         """Drop the damaged records of the distinct `ids`, unless they have changed since."""
         with contextlib.suppress(WaitError), self._locked("dropping damaged records from"), self.space.changing():

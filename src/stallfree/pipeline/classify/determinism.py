@@ -144,8 +144,10 @@ def _trial(steps: Sequence[Transform], probe: Any) -> Found | None:
         trust = [Trust(), *map(Trust.of, steps)]
         _, differs = make_twice(lambda: probe, None, steps, trust, States(find_generators(steps)))
     except StepError as problem:
-        text = f"it raised {type(problem.error).__name__}: {text_of(problem.error)}"
-        differs = Found(problem.at, text, certain=False)
+        text = f"raised {type(problem.error).__name__}: {text_of(problem.error)}"
+        at = next((at for at in range(problem.at, len(steps)) if known(steps[at]) is None), None)
+        who = "it" if at == problem.at else "a step before it"
+        differs = None if at is None else Found(at, f"{who} {text}", certain=False)
     return earliest(found, differs)
 
 
@@ -172,10 +174,12 @@ def divide(steps: Sequence[Transform], found: Found | None) -> Split:
 
 def _sign_of(step: Transform, found: Found) -> tuple[bool, str]:
     """Return the verdict on the step that `found` is about."""
-    if known(step) is not None:
-        note_drew(step)  # its library declares it deterministic
-        return True, "seen"
-    return True, "probe" if found.certain else "undecided"
+    if not found.certain:
+        return True, "undecided"
+    if known(step) is None:
+        return True, "probe"
+    note_drew(step)  # its library declares it deterministic
+    return True, "seen"
 
 
 def warn_of_doubt(steps: Sequence[Transform], found: Found | None) -> None:

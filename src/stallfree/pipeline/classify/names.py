@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from operator import itemgetter
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,9 +22,11 @@ _NAMES = re.compile(
     r"(normal|uniform|exponential|cauchy|geometric|log_normal)_|effect_(spread|noise)"
 )
 """Names that make or use randomness, whatever has them."""
-_LIBRARY_NAMES = re.compile(r"[rR]and\w*|normal|poisson|\w*[dD]ropout\w*")
+_LIBRARY_NAMES = re.compile(r"[rR]and\w*|normal|poisson")
 """Further names that do if they are of a known library."""
 _MODULES = {"random", "secrets", "mtrand"}
+_TYPES = {"collections.abc", "typing"}
+"""Modules of types, one of which is `Generator`."""
 
 
 def random_name(thing: Any) -> str | None:
@@ -30,7 +34,8 @@ def random_name(thing: Any) -> str | None:
 
     Such as "default_rng in Flip.__call__"; None if it names none.
     """
-    return next((label for value, label in reached(thing) if value is not thing and _is_source(value)), None)
+    found = [(isinstance(value, ModuleType), label) for value, label in reached(thing) if _is_source(value)]
+    return min(found, key=itemgetter(0))[1] if found else None  # a module says the least
 
 
 def _is_source(value: Any) -> bool:
@@ -39,7 +44,7 @@ def _is_source(value: Any) -> bool:
     if isinstance(value, (*GENERATOR_TYPES, np.random.BitGenerator, np.random.SeedSequence)):
         return True
     module = module_of(value)
-    if not is_known(module):
+    if not is_known(module) or module in _TYPES:
         return False
     if _MODULES.intersection(module.split(".")):
         return True

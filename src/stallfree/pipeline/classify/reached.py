@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from stallfree.pipeline._objects import (
     attribute,
@@ -22,17 +23,18 @@ from stallfree.pipeline._objects import (
     code_names,
     codes,
     current,
+    describe,
     is_known,
     is_library,
     module_of,
-    used_globals,
+    named_values,
 )
 from stallfree.pipeline.generators import GENERATOR_TYPES
 
 _VALUES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST_ITEMS, _MOST_OBJECTS = 4096, 20_000
-_ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
+_ENTRIES, _OF_STREAMS = ("__call__", "forward", "__getitem__", "__getitems__"), ("__iter__", "__next__")
 _UNCALLED = {
     *("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__eq__"),
     *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__init_subclass__", "__class_getitem__"),
@@ -45,9 +47,10 @@ def reached(thing: Any) -> Iterator[tuple[Any, str]]:
     """Yield the objects that a call of `thing` may use, each with where it is named, as "RNG in Flip.__call__".
 
     Functions of the user are among them, with the values that they name and the methods that they name of the objects
-    which they hold; of `thing` itself, what `thing(...)` or `thing[...]` runs. A name of an attribute that none of
-    these objects has, of a result for instance, is yielded as text. The code of libraries is not followed, but the
-    user's code that they hold is. A package installed from an index is followed if `thing` is from it.
+    which they hold; of `thing` itself, what `thing(...)`, `thing[...]` or a loop over a stream runs. A name of an
+    attribute that none of these objects has, of a result for instance, is yielded as text. The code of libraries is not
+    followed, but the user's code that they hold is. A package installed from an index is followed if `thing` is from
+    it.
     """
     return _Walk(thing).run()
 
@@ -70,10 +73,10 @@ def read_attributes(thing: Any) -> set[str]:
 class _Walk:
     def __init__(self, root: Any) -> None:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
-        self._root = root
-        self._todo: deque[tuple[Any, str]] = deque([(root, "")])
+        self._entries = _OF_STREAMS if issubclass(type(root), IterableDataset) else _ENTRIES
+        self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}
-        self._classes: set[tuple[type, bool]] = set()
+        self._classes: set[tuple[type, bool, frozenset[str]]] = set()
         self._far: set[int] = set()
         """Objects named in packages that are not followed further."""
         self._named: dict[str, str] = {}
@@ -107,9 +110,10 @@ class _Walk:
         elif isinstance(thing, (ContextVar, weakref.ref)):
             self._add((current(thing),), label)
         if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
-            self._class(type(thing), made=False)
-            bare = all(self._is_users(base) or base.__module__ in _BARE for base in type(thing).__mro__)
-            for name, value in attributes(thing).items():
+            own = attributes(thing)
+            self._class(type(thing), made=False, own=frozenset(own))
+            bare = self._is_users(type(thing)) and not self._libraries(type(thing))
+            for name, value in own.items():
                 self._offer(name, value, called=not bare and not isinstance(value, GENERATOR_TYPES))
 
     def _add(self, values: Iterable[Any], label: str) -> None:
@@ -121,10 +125,9 @@ class _Walk:
 
     def _function(self, function: FunctionType) -> None:
         where, users = function.__qualname__, self._is_users(function)
-        values = {name: value for name, value in closure_values(function).items() if name != "__class__"}
         if not users and (is_known(module_of(function)) or id(function) in self._far):
-            return self._add((*values.values(), attribute(function, "__wrapped__")), where)
-        values |= used_globals(function, libraries=True) | vars(function) | (function.__kwdefaults__ or {})
+            return self._add((*closure_values(function).values(), attribute(function, "__wrapped__")), where)
+        values = named_values(function, libraries=True) | vars(function) | (function.__kwdefaults__ or {})
         values |= {f"default {place}": value for place, value in enumerate(function.__defaults__ or ())}
         for name, value in values.items():
             self._add((value,), f"{name} in {where}")
@@ -135,19 +138,28 @@ class _Walk:
             self._named[name] = where
             self._add(self._unnamed.pop(name, ()), f"{name} in {where}")
 
-    def _class(self, cls: type, *, made: bool) -> None:
-        """Register the methods of `cls`, those that create an instance only if one is `made` in a call."""
-        if (cls, made) in self._classes:
+    def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
+        """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
+
+        Methods that create an instance count only if one is `made` in a call.
+        """
+        own = own.intersection(dir(cls)) if own else own
+        if (cls, made, own) in self._classes:
             return
-        self._classes.add((cls, made))
-        libraries = [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
+        self._classes.add((cls, made, own))
+        libraries = self._libraries(cls)
         for base in (base for base in cls.__mro__ if self._is_users(base)):
             for name, member in vars(base).items():
-                special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
+                if name in own and not hasattr(type(member), "__set__"):
+                    continue
+                special = name in self._entries if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = special or any(hasattr(library, name) for library in libraries)
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
                 for value in (member, *(each for each in inner if isinstance(each, FunctionType))):
                     self._offer(name, value, called=called and (made or name not in _UNCALLED))
+
+    def _libraries(self, cls: type) -> list[type]:
+        return [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
 
     def _offer(self, name: str, value: Any, *, called: bool) -> None:
         """Register an attribute or a method, which counts once its name is used, or now if it is `called` unnamed."""

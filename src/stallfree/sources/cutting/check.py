@@ -97,7 +97,7 @@ class Check:
     def _plan(self, reading: BareSource, id: int) -> Plan:
         """The plan of sample `id`. Raises `InputError` if it cannot be made without its transforms, or is random."""
         self._seed(id)
-        before = [handle.get() for handle in self._handles]
+        states = States(self._handles)
         try:
             plan, _ = reading.recorded(id)
         except InputError:
@@ -108,7 +108,7 @@ class Check:
                 f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
                 "what follows into the transform"
             ) from error
-        if any(not same(handle.get(), state) for handle, state in zip(self._handles, before, strict=True)):
+        if states.moved():
             self._refuse_random(f"it drew random numbers when sample {id} was read", certain=True)
         return plan
 

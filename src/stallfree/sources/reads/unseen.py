@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from stallfree.pipeline._objects import attribute, attributes, class_functions, code_names, is_library, used_globals
+from stallfree.pipeline._objects import attribute, attributes, class_functions, code_names, is_library, named_values
 
 _DATA = "open(path, 'rb').read()"
 
@@ -101,13 +101,13 @@ def _names(thing: Any) -> set[str]:
     for function in functions:
         for used in [function, *_users(function)]:
             names |= code_names(used.__code__)
-            names |= {_library(value) for value in used_globals(used).values()}
+            names |= {_library(value) for value in named_values(used).values()}
     return names
 
 
 def _users(function: FunctionType) -> list[FunctionType]:
     """The functions of the user's that `function` uses."""
-    return [used for used in used_globals(function).values() if isinstance(used, FunctionType) and not is_library(used)]
+    return [used for used in named_values(function).values() if isinstance(used, FunctionType) and not is_library(used)]
 
 
 def _library(thing: Any) -> str:

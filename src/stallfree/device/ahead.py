@@ -1,0 +1,318 @@
+"""The thread of an iteration: takes batches from the loader, ahead of the training loop, and sends them to the device.
+
+The items are in one list. The thread appends them; the loop takes the first that was not taken, and removes it with its
+next request. So an item that was not removed is not lost when Ctrl-C ends a wait.
+
+Code that draws random numbers must not run concurrently with the model, which draws from the same process-wide
+generators:
+
+- stallfree seeds the generators for a sample, or watches them while a cache is filled, and restores them afterwards.
+  Before it does so, the thread waits until the training loop waits for that batch.
+- A loader that draws random numbers itself is detected by its first two batches, during which the model waits. The
+  first one may draw the seed of a sampler. If both changed a generator, the whole pass runs without overlap.
+"""
+
+from __future__ import annotations
+
+import atexit
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from stallfree.device.backend import Cuda, Stream
+from stallfree.device.pytree import Rebuild, prepared_here, take_apart
+from stallfree.device.staging import Place, Sent, Stager, memory_of
+from stallfree.pipeline.global_draws import GlobalDraws
+from stallfree.pipeline.randomness import before_drawing
+
+Transform = Callable[[Any], Any]
+Snapshot = Callable[[], Any]
+"""Returns the state of a loader at the time of the snapshot."""
+
+_WATCHED = 2
+"""Number of batches used to detect a loader that draws random numbers."""
+
+_END_SECONDS = 5.0  # for a thread to end at interpreter exit
+
+
+@dataclass(eq=False)
+class Item:
+    """An item from the loader: a batch, an error in its place, or the end.
+
+    Attributes:
+        batch: the batch for a device without streams.
+        sent, rebuild, place: the leaves of a batch on a device with streams, what rebuilds it, and its place.
+        error: raised by the loader, or while the batch was being sent.
+        end: whether the loader has ended.
+        snapshot: state of the loader after this item; None if it has no state.
+        taken: whether the training loop has taken it.
+    """
+
+    batch: Any = None
+    sent: Sent | None = None
+    rebuild: Rebuild | None = None
+    place: Place | None = None
+    error: BaseException | None = None
+    end: bool = False
+    snapshot: Snapshot | None = None
+    taken: bool = False
+
+
+class Items:
+    """The items of an iteration, from its thread to the training loop, in order."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._arrived: SimpleQueue[None] = SimpleQueue()
+
+    def put(self, item: Item) -> None:
+        """Append an item."""
+        self._items.append(item)
+        if self._arrived.empty():
+            self._arrived.put(None)
+
+    def first(self) -> Item:
+        """Return the first item; blocks until there is one."""
+        while not self._items:
+            self._arrived.get()
+        return self._items[0]
+
+    def remove(self, item: Item) -> None:
+        """Remove an item that was taken, if it is still there."""
+        if self._items and self._items[0] is item:
+            self._items.popleft()
+
+    def has_capacity(self, limit: int) -> bool:
+        """Whether there are less than `limit` items, with one that was taken and not removed."""
+        return len(self._items) < limit
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether the training loop has taken all items."""
+        return all(item.taken for item in list(self._items))
+
+
+class _Stopped(BaseException):
+    """Ends the thread. Raised inside the loader if the thread is running it."""
+
+
+@dataclass
+class Copier:
+    """Sends batches to a device with streams, in its copy stream.
+
+    Attributes:
+        backend, stream, stager: the device, the stream of the copies, and what submits them.
+        places: one for each batch in flight.
+        transform: called with each batch on the device, or None.
+    """
+
+    backend: Cuda
+    stream: Stream
+    stager: Stager
+    places: list[Place]
+    transform: Transform | None
+    _number: int = field(default=0)
+
+    def send(self, batch: Any) -> Item:
+        """Submit the copies of a batch to the current stream. It is held until they are done."""
+        place = self.places[self._number % len(self.places)]
+        leaves, rebuild = take_apart(batch)
+        try:
+            sent = self.stager.send(place, leaves)
+            if self.transform is not None and not sent.late:
+                leaves, rebuild = take_apart(self.transform(rebuild(sent.leaves)))
+                memory = [part for leaf in leaves for part in memory_of(leaf)]
+                sent = Sent(leaves, sent.memory + memory)
+        finally:
+            self.backend.record(place.copied)
+        self._number += 1
+        return Item(sent=sent, rebuild=rebuild, place=place)
+
+    def drop_copied(self) -> None:
+        """Drop the loader's batches whose copies are done."""
+        for place in self.places:
+            if place.held is not None and self.backend.reached(place.copied):
+                place.held = None
+
+    def finish(self) -> None:
+        """Wait for all copies."""
+        for place in self.places:
+            self.backend.finish(place.copied)
+            place.held = None
+
+
+class LoaderThread:
+    """Takes batches from `source` until it ends or `stop` is called.
+
+    It holds no reference to the consumer of the items, so that the thread ends once the consumer is freed. Without a
+    `copier`, it is one batch ahead.
+
+    Args:
+        source: iterator of batches.
+        snapshot: called after each batch, takes the state of the loader; None if it has no state.
+        lock: held while the loader runs; required for any other use of the loader.
+        copier: sends the batches to the device; None to pass them on.
+
+    Attributes:
+        stopped: whether the thread ends, or has ended.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        snapshot: Callable[[], Snapshot] | None,
+        lock: threading.Lock,
+        copier: Copier | None,
+    ) -> None:
+        self._snapshot, self._lock, self._copier = snapshot, lock, copier
+        self._items = Items()
+        self._waiting = False  # whether the training loop waits for an item; False before it marks one as taken
+        self.stopped = False
+        self._wakes: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
+        self._draws, self._overlaps, self._batches = GlobalDraws(), False, 0
+        self._thread = threading.Thread(target=self._run, args=(source,), name="stallfree-prefetch", daemon=True)
+        _alive.add(self)
+        self._thread.start()
+
+    # -- for the training loop ----------------------------------------------------------------------------------------
+
+    def take(self) -> Item:
+        """Return the next item; blocks until the loader delivers it. Can be called again after Ctrl-C."""
+        self._waiting = True
+        self._wake()
+        try:
+            item = self._items.first()
+        finally:
+            self._waiting = False  # before the thread continues
+        item.taken = not item.end
+        self._wake()
+        return item
+
+    def remove(self, item: Item) -> None:
+        """Remove the item that was taken last: work submitted from now on does not use it. Idempotent."""
+        self._items.remove(item)
+        self._wake()
+
+    def stop(self) -> None:
+        """End after the current batch. Idempotent, callable in any thread."""
+        self.stopped = True
+        self._wake()
+
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the thread has ended, at most `seconds`."""
+        self._thread.join(seconds)
+
+    def _wake(self) -> None:
+        """Make the thread evaluate again what it waits for."""
+        if self._wakes.empty():  # or it will be evaluated after the one that is there
+            self._wakes.put(None)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _run(self, source: Iterator[Any]) -> None:
+        """Drops `source` before it delivers the end, so that the loader can be reused."""
+        try:
+            if self._copier is None:
+                self._take_all(source)
+            else:
+                self._copier.backend.bind()
+                with self._copier.backend.using(self._copier.stream):
+                    self._take_all(source)
+                self._copier.finish()  # sources must stay alive until the copies are done
+        except BaseException as error:
+            self._items.put(Item(error=error))
+        del source
+        self._items.put(Item(end=True))
+
+    def _take_all(self, source: Iterator[Any]) -> None:
+        try:
+            with before_drawing(self._let_draw):
+                item = Item()
+                while not item.end:
+                    del item  # or the thread keeps the batch alive while it waits
+                    self._wait_until(self._has_capacity)
+                    if self._copier is not None:
+                        self._copier.drop_copied()
+                    item = self._next(source)
+                    if not item.end:
+                        self._items.put(item)
+        except _Stopped:
+            pass
+
+    def _has_capacity(self) -> bool:
+        return self._items.all_taken if self._copier is None else self._items.has_capacity(len(self._copier.places))
+
+    def _next(self, source: Iterator[Any]) -> Item:
+        """Return the next item. Waits until the loop waits for it, unless the loader was seen to draw nothing."""
+        if not self._overlaps:
+            self._let_loop_wait()
+        watched = not self._overlaps and self._batches < _WATCHED
+        if watched:
+            self._draws.mark()
+        item = self._take_from(source)
+        try:
+            if not item.end:
+                self._overlaps = self._overlaps or (watched and not self._draws.moved())
+                self._batches += 1
+            return item
+        finally:
+            del item  # see `_take_from`
+
+    def _take_from(self, source: Iterator[Any]) -> Item:
+        item = batch = None
+        try:
+            try:
+                with self._lock:
+                    batch = next(source)
+            except StopIteration:
+                return Item(end=True)
+            except _Stopped:
+                raise
+            except BaseException as error:
+                item = Item(error=error)
+            try:
+                if item is None:
+                    item = Item(prepared_here(batch)) if self._copier is None else self._copier.send(batch)
+                if self._snapshot is not None:
+                    with self._lock:
+                        item.snapshot = self._snapshot()
+            except BaseException as error:
+                item = Item(error=error)
+            return item
+        finally:
+            del item, batch  # breaks the reference cycle of an error's traceback with this frame
+
+    def _let_draw(self) -> None:
+        """Return once the training loop waits for the batch being prepared."""
+        self._lock.release()  # the training loop may read the loader's state meanwhile
+        try:
+            self._let_loop_wait()
+        finally:
+            self._lock.acquire()
+
+    def _let_loop_wait(self) -> None:
+        # Evaluated in this order: only this thread puts items, and the loop stops waiting before it takes one.
+        self._wait_until(lambda: self._items.all_taken and self._waiting)
+
+    def _wait_until(self, ready: Callable[[], bool]) -> None:
+        while not (self.stopped or ready()):
+            self._wakes.get()
+        if self.stopped:
+            raise _Stopped
+
+
+_alive: weakref.WeakSet[LoaderThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_all() -> None:
+    """Stop the threads: one that uses a device during interpreter shutdown could crash the process."""
+    threads = list(_alive)
+    for thread in threads:
+        thread.stop()
+    for thread in threads:
+        thread.join(_END_SECONDS)

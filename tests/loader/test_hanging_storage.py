@@ -1,0 +1,131 @@
+"""Storage that does not answer: `timeout` holds without workers too, and nothing waits for it at the end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import stallfree as sf
+from stallfree.ipc import fetch_threads
+from stallfree.sources import BaseSource
+from warm import Interpreter
+
+STUCK = 5
+
+
+class Hanging(BaseSource):
+    """Sample 5 is not read before `answer` is set."""
+
+    def __init__(self) -> None:
+        self.pipeline = sf.Compose([])
+        self.answer = threading.Event()
+
+    def __len__(self) -> int:
+        return 12
+
+    def _record(self, id: int) -> int:
+        if id == STUCK:
+            self.answer.wait()
+        return id
+
+    def _where(self, id: int) -> str:
+        return f"shelf {id}"
+
+    def fingerprint(self) -> str:
+        return "hanging"
+
+
+@pytest.fixture
+def source() -> Iterator[Hanging]:
+    made = Hanging()
+    yield made
+    made.answer.set()
+
+
+@pytest.fixture
+def cached(request: Any, source: Hanging) -> Iterator[Any]:
+    if not request.param:
+        yield source
+        return
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        yield data
+
+
+@pytest.mark.parametrize("cached", [False, True], indirect=True)
+def test_the_timeout_without_workers(source: Hanging, cached: Any) -> None:
+    with sf.DataLoader(cached, 2, timeout=0.05) as loader:
+        batches = iter(loader)
+        assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+        for _ in range(2):
+            with pytest.raises(sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.05 s.*its samples are \[4, 5\]"):
+                next(batches)
+        source.answer.set()
+        assert [batch.tolist() for batch in batches] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+
+
+@pytest.mark.parametrize("cached", [False, True], indirect=True)
+def test_close_waits_no_longer_than_some_seconds(
+    source: Hanging, cached: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fetch_threads, "CLOSE_SECONDS", 0.05)
+    loader = sf.DataLoader(cached, 2, timeout=0.05, prefetch_factor=6)
+    batches = iter(loader)
+    next(batches)
+    with caplog.at_level(logging.WARNING, "stallfree"):
+        loader.close()
+    assert "1 thread still waits for storage" in caplog.text
+    with pytest.raises(sf.StallfreeError, match="this iteration is over"):
+        next(batches)
+    source.answer.set()
+    assert [batch.tolist() for batch in loader][2] == [4, 5]
+    loader.close()
+
+
+PROGRAM = """
+import threading, stallfree as sf
+from stallfree.ipc import fetch_threads
+from stallfree.sources import BaseSource
+
+class Hanging(BaseSource):
+    pipeline = sf.Compose([])
+    def __len__(self): return 12
+    def _record(self, id): return id if id != 5 else threading.Event().wait()
+    def _where(self, id): return ""
+    def fingerprint(self): return "hanging"
+
+fetch_threads.CLOSE_SECONDS = 0.05
+batches = iter(sf.DataLoader(Hanging(), 2, prefetch_factor=6))
+print(next(batches).tolist())
+"""
+
+
+def test_a_program_ends_although_storage_hangs(interpreter: Interpreter) -> None:
+    ended = interpreter.run(PROGRAM)
+    assert (ended.code, ended.out) == (0, "[0, 1]\n"), ended.err
+    assert "1 thread still waits for storage" in ended.err
+
+
+def test_threads_end_with_a_data_set_that_is_not_closed(source: Hanging) -> None:
+    source.answer.set()
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        assert data.__getitems__([1, 2, 3]) == [1, 2, 3]  # in threads of the data set's own
+    loader = sf.DataLoader(source, 2)
+    assert len(list(loader)) == 6
+    del loader
+
+
+def test_a_fetch_that_fails_or_is_interrupted_leaves_the_threads_to_others(source: Hanging) -> None:
+    source.answer.set()
+    with pytest.raises(sf.SampleError, match="shelf 3"), sf.DataLoader(Failing(), 2) as loader:
+        list(loader)
+
+
+class Failing(Hanging):
+    def _record(self, id: int) -> int:
+        if id == 3:
+            raise OSError("bad sector")
+        return id

@@ -1,0 +1,168 @@
+"""Pictures decoded and cropped on a GPU: `python -m pytest -m gpu tests/vision`. Nothing here runs without one."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import default_collate
+from vision_data import distance, encode, photograph
+
+import stallfree as sf
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+    pytest.mark.timeout(60),
+]
+
+SIZE = (48, 40)
+CLOSE = 3.0
+"""Mean difference of two decoders: nvJPEG does not smooth the colours of subsampled pictures."""
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> Iterator[None]:
+    """Replaces the fixture of all tests: the driver opens descriptors and keeps them."""
+    yield
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("stallfree"):
+            thread.join(30)
+            assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
+
+
+def step(*, on_device: bool, **options: Any) -> sf.DecodeRandomResizedCrop:
+    return sf.DecodeRandomResizedCrop(SIZE, scale=(0.4, 1), flip=0.5, on_device=on_device, **options)
+
+
+def files() -> dict[str, bytes]:
+    pixels = photograph(180, 241) // 4 + 90
+    return {
+        "4:2:0": encode(pixels, quality=92),
+        "4:4:4": encode(pixels, quality=92, subsampling=0),
+        "4:2:2": encode(pixels, quality=92, subsampling=1),
+        "grey": encode(pixels, mode="L"),
+        "odd": encode(pixels[:171, :233], quality=92),
+        "restarts": encode(pixels, restart_marker_blocks=3),
+        "progressive": encode(pixels, progressive=True),
+        "CMYK": encode(pixels, mode="CMYK"),
+        "PNG": encode(pixels, "PNG"),
+        "small": encode(pixels[:9, :11]),
+        "large": encode(photograph(1700, 2400) // 4 + 90, quality=92),
+    }
+
+
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_every_format_gives_the_crop_of_the_cpu(layout: Any) -> None:
+    expected, samples = [], []
+    for number, file in enumerate(files().values()):
+        random.seed(number)
+        expected.append(step(on_device=False, layout=layout)(file))
+        random.seed(number)
+        samples.append(step(on_device=True, layout=layout)(file))
+    pixels = default_collate(samples).to("cuda", non_blocking=True)
+    assert pixels.is_cuda
+    means = {
+        name: float(distance(mine, theirs).mean())
+        for name, mine, theirs in zip(files(), pixels.cpu(), expected, strict=True)
+    }
+    assert all(mean < CLOSE for mean in means.values()), means
+
+
+def test_what_the_decoder_rejects_is_decoded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torchvision.io
+
+    samples = [step(on_device=True)(file) for file in list(files().values())[:4]]
+    wanted = default_collate(samples).to("cuda")
+    decode = torchvision.io.decode_jpeg
+
+    def rejects(pictures: Any, *arguments: Any, **options: Any) -> Any:
+        if any(len(picture) == len(samples[2].data) for picture in pictures):
+            raise RuntimeError("Failed to decode")
+        return decode(pictures, *arguments, **options)
+
+    monkeypatch.setattr(torchvision.io, "decode_jpeg", rejects)
+    assert distance(default_collate(samples).to("cuda").cpu(), wanted.cpu()).mean() < 1
+
+
+def test_a_damaged_picture_is_an_error_or_garbage_and_the_next_batch_is_right() -> None:
+    whole = encode(photograph(90, 120) // 4 + 90, quality=92)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        bad = bytearray(whole)
+        for at in rng.integers(20, len(bad) - 2, 8):
+            bad[at] = int(rng.integers(256))
+        random.seed(1)
+        with contextlib.suppress(sf.StallfreeError):
+            default_collate([step(on_device=True)(bytes(bad))]).to("cuda")
+        random.seed(1)
+        there = default_collate([step(on_device=True)(whole)]).to("cuda")
+        random.seed(1)
+        assert distance(there[0].cpu(), step(on_device=False)(whole)).mean() < CLOSE
+
+
+class Numbers(torch.utils.data.Dataset[Any]):
+    """Pictures of one grey, which is their number, and sizes of many kinds."""
+
+    def __init__(self, count: int) -> None:
+        self.files = [
+            encode(np.full((40 + 8 * (id % 7), 48 + 8 * (id % 5), 3), id % 251, np.uint8), quality=95)
+            for id in range(251)
+        ]
+        self.count, self.step = count, step(on_device=True)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> Any:
+        return self.step(self.files[id % 251]), id % 251
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_right_under_jitter_and_memory_is_flat(workers: int) -> None:
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    reserved = []
+    options: Any = {"num_workers": workers, "persistent_workers": workers > 0}
+    with sf.DataLoader(Numbers(4000), 16, shuffle=True, device="cuda", **options) as loader:
+        for _ in range(6):
+            count = 0
+            for number, (pictures, labels) in enumerate(loader):
+                torch.cuda._sleep(int(random.random() * 400_000) if number % 3 else 0)
+                bad += ((pictures.int() - labels.view(-1, 1, 1, 1)).abs() > 3).sum()
+                count += len(labels)
+            assert count == 4000
+            reserved.append(torch.cuda.memory_reserved())
+    assert bad.item() == 0
+    assert max(reserved) - reserved[2] <= 20 << 20
+
+
+def test_a_loader_gives_the_same_crops_with_either_placement() -> None:
+    data = [encode(photograph(60 + id, 80, id) // 4 + 90, quality=92) for id in range(24)]
+
+    class Photographs(torch.utils.data.Dataset[Any]):
+        def __init__(self, step: Any) -> None:
+            self.step = step
+
+        def __len__(self) -> int:
+            return len(data)
+
+        def __getitem__(self, id: int) -> Any:
+            return self.step(data[id]), id
+
+    batches: list[list[Any]] = []
+    for on_device in (False, True):
+        with sf.DataLoader(
+            Photographs(step(on_device=on_device)), 7, shuffle=True, seed=3, num_workers=2, device="cuda"
+        ) as loader:
+            batches.append([(pictures.cpu(), ids.tolist()) for _ in range(2) for pictures, ids in loader])
+    for (pixels, ids), (others, same) in zip(*batches, strict=True):
+        assert ids == same
+        assert distance(pixels, others).mean() < CLOSE

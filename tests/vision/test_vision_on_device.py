@@ -1,0 +1,214 @@
+"""Pictures that stay encoded until they are on the device give what the CPU's step gives. Here the device is a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.nn.functional import interpolate
+from torch.utils.data import default_collate
+from vision_data import distance, encode, photograph
+
+import stallfree as sf
+from stallfree.vision import encoded
+
+SIZE = (24, 20)
+RANGE: dict[str, Any] = {"scale": (0.3, 1.0), "flip": 0.5}
+
+
+def on_device(**options: Any) -> sf.DecodeRandomResizedCrop:
+    return sf.DecodeRandomResizedCrop(SIZE, **{**RANGE, **options}, on_device=True)
+
+
+def kinds() -> dict[str, bytes]:
+    """Files of one photograph in many formats."""
+    pixels = photograph(90, 121)
+    return {
+        "4:2:0": encode(pixels, quality=92),
+        "4:4:4": encode(pixels, quality=92, subsampling=0),
+        "4:2:2": encode(pixels, quality=92, subsampling=1),
+        "grey": encode(pixels, mode="L"),
+        "with EXIF": encode(pixels, exif=b"Exif\0\0" + bytes(3000)),
+        "restarts": encode(pixels, restart_marker_blocks=3),
+        "progressive": encode(pixels, progressive=True),
+        "CMYK": encode(pixels, mode="CMYK"),
+        "RGB in a JPEG": encode(pixels, keep_rgb=True, subsampling=0),
+        "PNG": encode(pixels, "PNG"),
+        "one pixel": encode(photograph(1, 1)),
+        "a line": encode(photograph(1, 300)),
+        "large": encode(photograph(401, 699)),
+    }
+
+
+STAYS_ENCODED = {"4:2:0", "4:4:4", "4:2:2", "grey", "with EXIF", "restarts", "one pixel", "a line", "large"}
+
+
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_every_format_gives_the_crop_of_the_cpu(engine: str, layout: Any) -> None:
+    here, there = sf.DecodeRandomResizedCrop(SIZE, layout=layout, **RANGE), on_device(layout=layout)
+    files = kinds()
+    expected, samples = [], []
+    for number, file in enumerate(files.values()):
+        random.seed(number)
+        expected.append(here(file))
+        state = random.getstate()
+        random.seed(number)
+        samples.append((there(file), number))
+        assert random.getstate() == state
+    pictures, numbers = default_collate(samples)
+    draws = random.getstate(), torch.get_rng_state().tolist()
+    pixels = pictures.to("cpu", non_blocking=True)
+    assert (random.getstate(), torch.get_rng_state().tolist()) == draws
+    assert pixels.dtype == torch.uint8
+    assert pixels.is_contiguous()
+    assert numbers.tolist() == list(range(len(files)))
+    for name, sample, mine, theirs in zip(files, samples, pixels, expected, strict=True):
+        assert (sample[0].data.tobytes() == files[name]) == (name in STAYS_ENCODED), name
+        assert distance(mine, theirs).mean() < 2, name
+
+
+def test_resizing_is_that_of_torch() -> None:
+    file = encode(photograph(75, 141), quality=95, subsampling=0)
+    decoded = torch.from_numpy(np.array(sf.DecodeImage()(file))).permute(2, 0, 1)[None]
+    for seed in range(8):
+        size = (7 + 11 * seed, 60 - 5 * seed)
+        step = sf.DecodeRandomResizedCrop(size, layout="CHW", flip=0.5, on_device=True)
+        random.seed(seed)
+        (top, left, height, width), mirror = step.draw(75, 141)
+        part = decoded[:, :, top : top + height, left : left + width]
+        wanted = interpolate(part, size, mode="bilinear", antialias=True)[0]
+        random.seed(seed)
+        made = step(file).to("cpu")
+        assert distance(made, wanted.flip(2) if mirror else wanted).max() <= 1
+
+
+def test_batches_are_resized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = [encode(photograph(40 + 7 * number, 90 - 5 * number)) for number in range(9)]
+    step = on_device(layout="CHW")
+    pictures = default_collate([step(file) for file in files])
+    whole = pictures.to("cpu")
+    for limit in (1, 30_000, 80_000):
+        monkeypatch.setattr(encoded, "_BYTES_AT_ONCE", limit)
+        assert distance(pictures.to("cpu"), whole).max() <= 1
+
+
+class Folder:
+    """Files of pictures and their numbers."""
+
+    def __init__(self, files: list[bytes], transform: Any) -> None:
+        self.files, self.transform = files, transform
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, id: int) -> Any:
+        return {"picture": self.transform(self.files[id]), "number": id}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for number in range(12):
+        path = tmp_path / f"class {number % 3}" / f"{number:02d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(encode(photograph(50 + number, 80, number), quality=95, progressive=number == 5))
+    return tmp_path
+
+
+def epochs(folder: Path, step: Any, form: Any, workers: int, **options: Any) -> list[Any]:
+    """The batches of two epochs of a loader."""
+    data: Any = sf.ImageFolder(folder, step)
+    if form is not None:
+        data = sf.CachedDataset(data, capacity="1MB", form=form)
+    with sf.DataLoader(data, 5, shuffle=True, seed=3, num_workers=workers, **options) as loader:
+        batches = [(pictures.clone(), labels.clone()) for _ in range(2) for pictures, labels in loader]
+    if form is not None:
+        data.close()
+    return batches
+
+
+@pytest.mark.parametrize(("form", "workers"), [(None, 0), (None, 2), ("fetched", 0), ("fetched", 2), ("prepared", 2)])
+def test_a_loader_gives_the_same_crops_with_either_placement(folder: Path, form: Any, workers: int) -> None:
+    here = epochs(folder, sf.DecodeRandomResizedCrop(SIZE, **RANGE), form, workers)
+    there = epochs(folder, on_device(), form, workers, device="cpu")
+    assert len(here) == len(there) == 6
+    for (pixels, labels), (mine, same) in zip(here, there, strict=True):
+        assert labels.tolist() == same.tolist()
+        assert distance(mine, pixels).mean() < 2
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_without_a_device_the_loop_sends_the_pictures(workers: int) -> None:
+    data = Folder([encode(photograph(30, 40, seed)) for seed in range(6)], on_device())
+    ours = sf.DataLoader(data, 3, num_workers=workers)
+    theirs: Any = torch.utils.data.DataLoader(data, 3, num_workers=workers)  # type: ignore[arg-type]
+    loaders: list[Any] = [ours, theirs]
+    for loader in loaders:
+        batches = list(loader)
+        assert [batch["number"].tolist() for batch in batches] == [[0, 1, 2], [3, 4, 5]]
+        assert all(batch["picture"].to("cpu").shape == (3, *SIZE, 3) for batch in batches)
+        assert not any(isinstance(batch["picture"], torch.Tensor) for batch in batches)
+
+
+@pytest.mark.parametrize("loader", [sf.DataLoader, torch.utils.data.DataLoader])
+def test_a_prefetcher_sends_the_pictures(loader: Any) -> None:
+    data = Folder([encode(photograph(30, 40, seed)) for seed in range(6)], on_device(layout="CHW"))
+    floats = lambda batch: batch["picture"].float()  # noqa: E731
+    for pixels in sf.DevicePrefetcher(loader(data, 2), "cpu", transform_on_device=floats):
+        assert pixels.shape == (2, 3, *SIZE)
+        assert pixels.dtype == torch.float32
+
+
+def test_single_samples_and_copies() -> None:
+    file, step = encode(photograph(30, 40)), on_device()
+    random.seed(1)
+    sample = step(file)
+    copied = pickle.loads(pickle.dumps(sample))
+    (alone,) = torch.utils.data.DataLoader([sample], batch_size=None)  # type: ignore[arg-type]
+    batch = pickle.loads(pickle.dumps(default_collate([sample])))
+    results = [each.to("cpu") for each in (sample, copied, alone)] + [batch.to("cpu")[0]]
+    assert all(torch.equal(each, results[0]) for each in results)
+    assert "on_device=True" in repr(step)
+
+
+def test_a_truncated_file_names_its_sample() -> None:
+    whole = encode(photograph(60, 80))
+    data = Folder([whole, whole[: len(whole) // 2]], on_device())
+    with pytest.raises(sf.StallfreeError, match="no whole picture"):
+        list(sf.DataLoader(data, 2))
+
+
+def test_a_file_damaged_inside_names_its_place_in_the_batch() -> None:
+    whole = bytearray(encode(photograph(60, 80)))
+    at = whole.index(b"\xff\xdb")
+    whole[at + 4] = 0x7F  # the number of a quantization table
+    pictures = default_collate([on_device()(encode(photograph())), on_device()(bytes(whole))])
+    with pytest.raises(sf.InputError, match="picture 1 of the batch"):
+        pictures.to("cpu")
+
+
+def test_steps_of_several_sizes_are_no_batch() -> None:
+    file = encode(photograph())
+    pictures = default_collate([on_device()(file), sf.DecodeRandomResizedCrop(9, on_device=True)(file)])
+    with pytest.raises(sf.InputError, match="several sizes"):
+        pictures.to("cpu")
+
+
+def test_headers_with_any_bytes_are_read_without_an_error() -> None:
+    file, rng = encode(photograph(20, 30), exif=b"Exif\0\0" + bytes(20)), random.Random(0)
+    head = file.index(b"\xff\xda")
+    for _ in range(3000):
+        data = bytearray(file)
+        for _ in range(rng.randint(1, 4)):
+            data[rng.randrange(head)] = rng.randrange(256)
+        size = encoded.baseline_size(bytes(data[: rng.randrange(len(data))]) if rng.random() < 0.2 else bytes(data))
+        if size is not None:
+            with contextlib.suppress(OSError), Image.open(io.BytesIO(data)) as image:
+                assert image.size == size[::-1]
