@@ -10,14 +10,14 @@ Sample = tuple[torch.Tensor, int]
 
 
 class Pictures(torch.utils.data.Dataset[Sample]):
-    """Sixty random pictures with labels."""
+    """Sixty pictures with labels."""
 
     def __len__(self) -> int:
         return 60
 
     def __getitem__(self, id: int) -> Sample:
-        generator = torch.Generator().manual_seed(id)
-        return torch.randint(0, 256, (32, 32, 3), dtype=torch.uint8, generator=generator), id % 10
+        values = torch.arange(32 * 32 * 3) * (id + 7) // 11
+        return values.to(torch.uint8).reshape(32, 32, 3), id % 10
 
 
 @sf.mark_random

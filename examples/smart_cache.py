@@ -17,7 +17,7 @@ class Volumes:
         return 100
 
     def __getitem__(self, id: int) -> Sample:
-        return {"image": np.random.default_rng(id).random((24, 24, 24), np.float32), "id": id}
+        return {"image": np.full((24, 24, 24), id, np.float32), "id": id}
 
 
 @sf.mark_deterministic

@@ -231,7 +231,7 @@ def test_a_group() -> None:
 )
 def test_what_is_to_end_the_program_does(form: Any, kind: type[BaseException]) -> None:
     data: Any = Made(8, Failing(raising(kind)))
-    with form(data) if form else sf.DataLoader(data) as made, pytest.raises(kind) as caught:
+    with pytest.raises(kind) as caught, form(data) if form else sf.DataLoader(data) as made:
         list(sf.DataLoader(made) if form else made)
     assert type(caught.value) is kind
 

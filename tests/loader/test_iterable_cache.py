@@ -222,10 +222,11 @@ class Large(IterableDataset[torch.Tensor]):
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "random": (lambda: Late(random.random), "drew random numbers"),
-    "numpy": (lambda: Late(np.random.rand), "drew random numbers"),
-    "torch": (lambda: Late(lambda: torch.rand(()).item()), "drew random numbers"),
-    "a generator of its own": (Owned, "drew random numbers"),
+    "random": (lambda: Late(random.random), "its code names draw in Late.__iter__"),
+    "numpy": (lambda: Late(np.random.rand), "its code names draw in Late.__iter__"),
+    "torch": (lambda: Late(lambda: torch.rand(()).item()), "its code names torch.rand"),
+    "unnamed": (lambda: Late(lambda: getattr(torch, "".join(("ra", "nd")))(()).item()), "drew random numbers"),
+    "a generator of its own": (Owned, "its code names rng in Owned.__iter__"),
     "order": (Shuffled, r"may not repeat: it drew random numbers.*mark_deterministic"),
     "epoch": (ByEpoch, "may not repeat"),
     "an iterator that it keeps": (Once, "raised TypeError|may not repeat"),

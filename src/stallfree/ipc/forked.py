@@ -43,7 +43,7 @@ def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 300.0) -
     Raises:
         WaitError: the limit was reached.
         WorkerError: the process ended before it had a result.
-        Exception: what `call` raised.
+        BaseException: what `call` raised.
     """
     if not shares_memory():
         return call()
@@ -69,7 +69,7 @@ def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 300.0) -
             os.waitpid(pid, 0)
     if returned:
         return pickle.loads(data)  # type: ignore[no-any-return]
-    error, trace = unpack_error(bytes(data))
+    error, trace = unpack_error(bytes(data), BaseException)
     if _NO_CUDA in trace:
         return call()
     if error is None:

@@ -12,12 +12,14 @@ import struct
 import sys
 import traceback
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from stallfree import errors
 from stallfree.error_types import fields_of, make_error
 from stallfree.errors import SampleError, StallfreeError, text_of
 from stallfree.frames import shorten
+
+E = TypeVar("E", bound=BaseException)
 
 _LENGTH = struct.Struct("<Q")
 
@@ -45,15 +47,15 @@ def pack_error(error: BaseException) -> bytes:
     return _LENGTH.pack(len(trace)) + trace + data
 
 
-def unpack_error(packed: bytes) -> tuple[Exception | None, str]:
-    """Return the error and its traceback; None for an error that cannot be unpickled or is not an `Exception`."""
+def unpack_error(packed: bytes, kind: type[E] = Exception) -> tuple[E | None, str]:  # type: ignore[assignment]
+    """Return the error and its traceback; None for an error that cannot be unpickled or is not a `kind`."""
     end = _LENGTH.size + _LENGTH.unpack_from(packed)[0]
     trace = packed[_LENGTH.size : end].decode(errors="replace")
     try:
         error = pickle.loads(packed[end:])
     except Exception:
         return None, trace
-    return (error if isinstance(error, Exception) else None), trace
+    return (error if isinstance(error, kind) else None), trace
 
 
 # -- between jobs -----------------------------------------------------------------------------------------------------

@@ -196,7 +196,8 @@ def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str
         if name != "__class__":  # for `super()`
             add(name, value)
     for name in sorted(globals_ & values.keys()):
-        add(name, values[name])
+        if name.isidentifier():  # others are those of pytest, for its asserts, which lead to the whole test session
+            add(name, values[name])
     for name in modules:
         if (source := _source_unless_imported(name)) is not None:
             found[f"import {name}"] = source

@@ -25,6 +25,8 @@ _NAMES = re.compile(
 _LIBRARY_NAMES = re.compile(r"[rR]and\w*|normal|poisson")
 """Further names that do if they are of a known library."""
 _MODULES = {"random", "secrets", "mtrand"}
+_TYPES = {"collections.abc", "typing"}
+"""Modules of types, one of which is `Generator`."""
 
 
 def random_name(thing: Any) -> str | None:
@@ -42,7 +44,7 @@ def _is_source(value: Any) -> bool:
     if isinstance(value, (*GENERATOR_TYPES, np.random.BitGenerator, np.random.SeedSequence)):
         return True
     module = module_of(value)
-    if not is_known(module):
+    if not is_known(module) or module in _TYPES:
         return False
     if _MODULES.intersection(module.split(".")):
         return True
