@@ -31,7 +31,9 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "pixels": ([*PREP, "pixels"], 60),
     "tests_prep": ([*TESTS, "tests/vision"], 60),
     "training": ([*PREP, "training"], 180),
+    "placement": ([*PREP, "placement"], 90),
     "copies": ([*PREP, "copies"], 80),
+    "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage"], 40),
     "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 130),
     "tests_everyday": ([*TESTS, "tests/device/test_everyday_gpu.py", "tests/sampling/test_importance_losses.py"], 150),
 }
@@ -169,6 +171,9 @@ def table(out: Path) -> list[str]:
             lines.append(f"{cores} cores: the GPU's decoder over the CPU's, loader alone: {there / here:.2f}")
         except KeyError:
             continue
+    for name, each in read(out, "placement").items():
+        if isinstance(each, dict):
+            lines.append(f"placement, {name}: {each['predict']} {each['placement']}")
     for name, each in read(out, "copies").items():
         if isinstance(each, dict):
             lines.append(f"{name}: " + ", ".join(f"{way} {show(sorted(values))}" for way, values in each.items()))
@@ -178,7 +183,7 @@ def table(out: Path) -> list[str]:
 def tests(out: Path) -> list[str]:
     """The last lines of the tests, and each test that failed."""
     lines = []
-    for name in ("tests_prep", "tests_device", "tests_everyday"):
+    for name in ("tests_prep", "tests_fork", "tests_device", "tests_everyday"):
         path = out / f"{name}.log"
         if path.exists():
             written = path.read_text().splitlines()

@@ -248,33 +248,31 @@ def training(part: Part) -> None:
         trainer.model = torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(3, 1000))
         trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.01)
     data = {name: sf.FileDataset(paths, labels, crop_step(on_device=name == "GPU")) for name in ("CPU", "GPU")}
-    standing = next(iter(sf.DataLoader(data["CPU"], part.batch, device=part.device)))
-    standing = [leaf.clone() for leaf in standing]
+    standing = [leaf.to(part.device) for leaf in default_collate([data["CPU"][id] for id in range(part.batch)])]
     for _ in range(1 if part.quick else 20):
         trainer.step(*standing)
     bare = part.time(lambda: trainer.step(*standing), 3)
     part.save(**{"a step on one batch that stays, ms": bare * 1000, "its pictures/s": part.batch / bare})
-    for cores in CORES[: 1 if part.quick else None]:
+    runs = [(cores, name) for cores in CORES for name in ("CPU", "GPU")]
+    runs += [(cores, "torchvision") for cores in CORES if part.on_gpu]
+    for cores, name in runs[: 2 if part.quick else None]:
         set_cores(cores)
-        for name in ("CPU", "GPU", "torchvision"):
-            if name == "torchvision" and (cores == 4 or not part.on_gpu):
-                continue
-            options: Json = {"num_workers": cores, "persistent_workers": True, "shuffle": True, "drop_last": True}
-            if name == "torchvision":
-                theirs: Any = torch.utils.data.DataLoader(
-                    Files(paths), part.batch, collate_fn=as_lists, prefetch_factor=4, **options
-                )
-                ways: Callable[[], Iterable[Any]] = partial(torchvisions, theirs, part.device)
-            else:
-                theirs = sf.DataLoader(data[name], part.batch, device=part.device, **options)
-                ways = partial(iter, theirs)
-            alone = timed(part, ways(), lambda *_: None, 4)
-            both = timed(part, ways(), trainer.step, 6)
-            both["busy"] = bare * both["steps"] / both["seconds"]
-            part.save(**{f"{cores} cores, {name}": {"loader alone": alone, "with a ResNet-50": both}})
-            if name != "torchvision":
-                theirs.close()
-            del theirs, ways
+        options: Json = {"num_workers": cores, "persistent_workers": True, "shuffle": True, "drop_last": True}
+        if name == "torchvision":
+            theirs: Any = torch.utils.data.DataLoader(
+                Files(paths), part.batch, collate_fn=as_lists, prefetch_factor=4, **options
+            )
+            ways: Callable[[], Iterable[Any]] = partial(torchvisions, theirs, part.device)
+        else:
+            theirs = sf.DataLoader(data[name], part.batch, device=part.device, **options)
+            ways = partial(iter, theirs)
+        alone = timed(part, ways(), lambda *_: None, 4)
+        both = timed(part, ways(), trainer.step, 6)
+        both["busy"] = bare * both["steps"] / both["seconds"]
+        part.save(**{f"{cores} cores, {name}": {"loader alone": alone, "with a ResNet-50": both}})
+        if name != "torchvision":
+            theirs.close()
+        del theirs, ways
     set_cores(len(ALL_CORES))
 
 
@@ -305,7 +303,41 @@ def copies(part: Part) -> None:
                     part.save(**{f"steps of {milliseconds} ms": figures})
 
 
-PARTS = {function.__name__: function for function in (decoder, pixels, training, copies)}
+# -- which place is faster --------------------------------------------------------------------------------------------
+
+
+def placement(part: Part) -> None:
+    """What `analyze` measures of both placements, and what `predict` says, for 2 and for 8 workers."""
+    torch.set_num_threads(1)
+    torch.backends.cudnn.benchmark = True
+    trainer = Trainer(part.device)
+    paths = part.paths * 4
+    data = sf.FileDataset(paths, [id % 1000 for id in range(len(paths))], crop_step(on_device=False))
+
+    def step(batch: Any) -> None:
+        trainer.step(*(leaf.to(part.device, non_blocking=True) for leaf in batch))
+
+    for workers in (2, 8):
+        set_cores(workers)
+        options: Json = {"device": part.device, "seconds": part.seconds(1.5), "progress": False}
+        report = sf.analyze(data, step, batch_size=part.batch, num_workers=workers, **options)
+        rates = {name: each["value"] for name, each in report.data["rates"].items()}
+        answers = [line for line in report.predict().answers if line.startswith("prep on")]
+        advice = [item["do"] for item in report.data["advice"]][:4]
+        part.save(
+            **{
+                f"{workers} workers": {
+                    "placement": report.data["placement"],
+                    "rates": rates,
+                    "predict": answers,
+                    "advice": advice,
+                }
+            }
+        )
+    set_cores(len(ALL_CORES))
+
+
+PARTS = {function.__name__: function for function in (decoder, pixels, training, placement, copies)}
 
 
 def main() -> None:

@@ -218,7 +218,7 @@ def test_the_faster_place_of_prep_is_named_and_advised(on_device: bool) -> None:
     told = report.predict()
     assert told.throughput == pytest.approx(reached, rel=0.02)
     (answer,) = [line for line in told.answers if line.startswith("prep on ")]
-    assert "prep on the device takes 10% of the step" in answer
+    assert "prep on the device takes 10% of G" in answer
     advised = [item for item in report.data["advice"] if "decode" in item["do"]]
     if on_device:
         assert answer.startswith("prep on the CPUs: not faster, 0.28x (1,000 samples/s)")

@@ -164,7 +164,7 @@ def test_workers_do_not_inherit_what_is_made_for_the_first_sample(folder: Path) 
     with sf.CachedDataset(Subset(data_set, range(9)), capacity="4MiB", form="reads") as data:
         assert data_set.pool is None
         assert not hasattr(data_set, "further")
-        assert data_set.samples == 1
+        assert data_set.samples == 0
         assert len(epochs(data, 2, num_workers=1)) == 2
         assert data.stats().storage_reads == 9
 

@@ -1,11 +1,10 @@
 """A step that draws for some samples only: it is found while a cache is filled, and its output is never frozen.
 
-The functions that draw have other names here: with those of the libraries, the steps would count as random at once.
+These samples are not among those of the first look, and no name in the code shows that the steps draw.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,10 +23,11 @@ from cache_tools import problems
 from lazy_rows import Calls
 from stallfree import StallfreeWarning
 from stallfree.cache import MISS, SampleCache
+from unseen import fraction, integer, own_fractions, unseen_ids
 
 COUNT = 24
 LENGTH = 64
-position, fraction = np.random.randint, random.random
+DRAWN = unseen_ids(COUNT)
 
 
 def padded(x: Any) -> Any:
@@ -35,10 +35,10 @@ def padded(x: Any) -> Any:
 
 
 def crop_or_pad(x: Any) -> Any:
-    """Draws for those that are too long: the first sample is not."""
+    """Draws for those that are too long."""
     if len(x) <= LENGTH:
         return padded(x)
-    start = position(0, len(x) - LENGTH)
+    start = integer(len(x) - LENGTH)
     return x[start : start + LENGTH]
 
 
@@ -47,7 +47,7 @@ def doubled(x: Any) -> Any:
 
 
 class Signals(Dataset):  # type: ignore[type-arg]
-    """The first sample has 64 values, all others 200."""
+    """The samples of the first look have 64 values, all others 200."""
 
     def __init__(self, transform: Callable[[Any], Any] | None = None) -> None:
         self.transform = transform
@@ -56,7 +56,7 @@ class Signals(Dataset):  # type: ignore[type-arg]
         return COUNT
 
     def __getitem__(self, id: int) -> Any:
-        record = np.arange(LENGTH if id == 0 else 200, dtype=np.float32) + 1000 * id
+        record = np.arange(200 if id in DRAWN else LENGTH, dtype=np.float32) + 1000 * id
         return record if self.transform is None else self.transform(record)
 
 
@@ -154,7 +154,7 @@ def test_a_data_set_that_crops() -> None:
             epochs = [batches(loader) for _ in range(3)]
         assert cached.stats().resident_items == 0
     assert differing(epochs) == [6, 6]
-    with pytest.raises(sf.InputError, match="drew random numbers"):
+    with pytest.raises(sf.InputError, match="proved random"):
         sf.CachedDataset(data, capacity="1MiB")  # it is known now
 
 
@@ -164,7 +164,7 @@ def test_under_the_loader_of_torch() -> None:
         epochs = [batches(loader) for _ in range(2)]
         assert differing(epochs) == [6]
         with one_warning("CropOrPad"):
-            cached[1]
+            cached[DRAWN[0]]
 
 
 def test_a_smart_cache() -> None:
@@ -177,7 +177,7 @@ def test_a_smart_cache() -> None:
         for _ in range(6):
             for row in np.concatenate(batches(loader)):
                 seen.setdefault(int(row[0]) // 1000, []).append(row.tobytes())
-    repeated = [rows for id, rows in seen.items() if id and len(rows) > 2]
+    repeated = [rows for id, rows in seen.items() if id in DRAWN and len(rows) > 2]
     assert repeated
     assert sum(len(set(rows)) > 1 for rows in repeated) > len(repeated) // 2
 
@@ -225,7 +225,7 @@ def test_other_processes_follow(tmp_path: Path, store: str) -> None:
         epochs = [np.stack(second.__getitems__(range(COUNT))) for _ in range(3)]
     assert np.array_equal(*alone)
     for one, two in pairwise(epochs):
-        assert (one[1:] != two[1:]).any(axis=1).sum() > COUNT // 2
+        assert (one != two).any(axis=1).sum() > len(DRAWN) // 2
 
 
 def test_a_process_that_dies_while_it_drops(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def padded_or_cut(x: Any) -> Any:
 
 def test_what_draws_rarely() -> None:
     def rarely(x: Any) -> Any:
-        return x + (1000 * fraction() if x[0] == 17000 else 0)  # more than float32 may round away
+        return x + (1000 * fraction() if x[0] == 1000 * DRAWN[-1] else 0)  # more than float32 may round away
 
     with (
         sf.CachedDataset(Signals(), capacity="1MiB", transform=rarely) as cached,
@@ -270,14 +270,11 @@ class LateGenerator:
         self.tools: dict[str, Any] = {}
 
     def __call__(self, x: Any) -> Any:
-        if int(x[0]) % 2000 == 0:
+        if int(x[0]) // 1000 not in DRAWN:
             return x
         if "next" not in self.tools:
-            self.tools["next"] = MAKERS["fraction"](0)
+            self.tools["next"] = own_fractions(0)
         return x + 1000 * self.tools["next"]()  # more than float32 may round away
-
-
-MAKERS = {"fraction": lambda seed: np.random.default_rng(seed).random}
 
 
 def test_a_generator_that_is_made_late() -> None:
@@ -287,7 +284,7 @@ def test_a_generator_that_is_made_late() -> None:
         sf.DataLoader(cached, batch_size=None) as loader,
     ):
         epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
-    assert differing(epochs) == [COUNT // 2, COUNT // 2]
+    assert differing(epochs) == [len(DRAWN)] * 2
 
 
 def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,9 @@ from torch.utils.data import DistributedSampler
 
 import stallfree as sf
 from children import Child
-from smart_data import Rows, ids_of, until
+from smart_data import Rows, ids_of, is_started, until
 from stallfree.sampling.window_source import WindowState
+from unseen import unseen_ids
 
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 
@@ -185,10 +186,10 @@ def test_a_dead_fill_process_is_replaced(caplog: pytest.LogCaptureFixture) -> No
 
 
 class Killed(Rows):
-    """Every other process than this one dies in `fetch`, as one that takes too much memory does."""
+    """A fill process dies in `fetch`, as one that takes too much memory does."""
 
     def _record(self, id: int) -> Any:
-        if os.getpid() != self.pid:
+        if is_started():
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._record(id)
 
@@ -240,7 +241,7 @@ def test_one_fill_process_does_the_work_of_two() -> None:
 
 
 def test_a_cache_that_is_too_small_for_the_window(caplog: pytest.LogCaptureFixture) -> None:
-    """The first samples are small, later ones are not: they are read each time, and it is said."""
+    """Samples are larger than those of the first look: they are read each time, and it is said."""
     with sf.SmartCacheDataset(Growing(), cache_num=20, replace_rate=0.2, shuffle=False, on_late="wait") as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5, collate_fn=lambda batch: [len(x) for x in batch])
         for epoch in range(8):
@@ -255,7 +256,10 @@ class Growing:
         return 60
 
     def __getitem__(self, id: int) -> bytes:
-        return bytes(1000 + (100_000 if id > 20 else 0) + id)
+        return bytes(1000 + (100_000 if id in LARGE else 0) + id)
+
+
+LARGE = [id for id in unseen_ids(60) if id > 20]
 
 
 def hold(report: int, method: str) -> None:

@@ -6,9 +6,10 @@ in `test_device_gpu.py`."""
 from __future__ import annotations
 
 import contextlib
-import inspect
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,7 +158,7 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     prefetcher = sf.DevicePrefetcher([], "cuda:0")
     event = Event(driver)
-    prefetcher._unused = [[Place(event, event)]]
+    prefetcher.pin.places.append(Place(event, event))
     memory = np.zeros(4096, np.uint8)
     undo = prefetcher.pin(memory)
     assert in_child(undo)
@@ -210,6 +211,41 @@ def test_what_a_transform_leaves_on_the_host_is_not_kept_for_a_stream(
 
 def test_who_waits_for_an_event_sleeps(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
-    made = inspect.signature(torch.cuda.Event.__new__)
-    monkeypatch.setattr(torch.cuda, "Event", lambda *given, **named: made.bind(None, *given, **named).arguments)
-    assert Cuda(torch.device("cuda:0")).new_event()["blocking"]
+
+    class Recorded:
+        def __init__(self, blocking: bool = False) -> None:
+            self.blocking = blocking
+
+    monkeypatch.setattr(torch.cuda, "Event", Recorded)
+    assert Cuda(torch.device("cuda:0")).new_event().blocking
+
+
+def test_a_forked_child_never_frees_an_event(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destructor of torch's event calls CUDA, which aborts a forked child."""
+    owner = os.getpid()
+
+    class Fatal:
+        def __init__(self, blocking: bool = False) -> None:
+            self.itself = self  # freed by the garbage collector
+
+        def __del__(self) -> None:
+            if os.getpid() != owner:
+                os._exit(77)
+
+    monkeypatch.setattr(torch.cuda, "Event", Fatal)
+    Cuda(torch.device("cuda:0")).new_event()
+    assert in_child(gc.collect)
+    gc.collect()
+
+
+def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:
+    loader = sf.DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True, device="cpu")
+    assert len(list(loader)) == 3
+    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._runner)]
+    loader.close()
+    gc.disable()
+    try:
+        del loader
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()

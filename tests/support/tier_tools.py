@@ -28,6 +28,7 @@ def is_right(id: int, value: Any) -> bool:
     return value is not MISS and value[1] == id and np.array_equal(value[0], sample(id)[0])
 
 
+@sf.mark_deterministic
 class Samples(torch.utils.data.Dataset):
     """The samples, with as many bytes as their id says where `varied`."""
 

@@ -35,7 +35,7 @@ class Placement:
 
     @property
     def takes(self) -> float:
-        """The share of the time that the device's prep takes from the steps."""
+        """The share by which the steps are slower while the device prepares the next batches."""
         return max(0.0, 1 - self.step_and_prep / self.step)
 
     @property

@@ -149,7 +149,7 @@ def _on_placement(setting: Setting) -> str:
     if setting.placement is None:
         return ""
     where, then = setting.other_place()
-    takes = f"prep on the device takes {setting.placement.takes:.0%} of the step"
+    takes = f"prep on the device takes {setting.placement.takes:.0%} of G"
     better = "the faster place" if setting.gain(then) > WORTH else "not faster"
     return f"prep on {where}: {better}, {_gain(setting, then)} ({then.throughput:,.0f} samples/s); {takes}"
 

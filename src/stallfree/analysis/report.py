@@ -409,7 +409,7 @@ def _why(now: Setting) -> str:
     assert placement is not None
     then = placement.cpu_prep if placement.on_device else placement.device_prep
     return (
-        f"P goes from {now.rates.prep:,.0f} to {then:,.0f}; on the device prep takes {placement.takes:.0%} of the step"
+        f"P goes from {now.rates.prep:,.0f} to {then:,.0f}; on the device prep takes {placement.takes:.0%} of G"
     )
 
 

@@ -16,7 +16,6 @@ from torch.utils.data import Dataset, get_worker_info
 from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
-from stallfree.batches.transform_split import is_prepared
 from stallfree.cache import Cache
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
@@ -201,7 +200,7 @@ class CachedDataset(Dataset[SampleT_co]):
             key = name = private_name(found, unknown[0], persist=persist)
         name = name or f"{key[:20]}-{policy.name}-{memory}"
         is_new = not ((user_root(str(found)) if on_disk else default_root()) / name).exists()
-        values = self._values(first, share)
+        values = first.values(share)
         example = self._example(first, list(values.values()), share) if is_new else next(iter(values.values()))
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         self.cache: Cache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
@@ -209,21 +208,13 @@ class CachedDataset(Dataset[SampleT_co]):
             whole = self.steps if 0 < share < 1 else Compose([])
             parts_of = self.source, self.cache, before, rest
             self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps, reads=reads)
-            self.cache.count_fetch(len(values), sum(payload_bytes(sample.record) for sample in first.samples))
+            self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
             for id, value in values.items():
                 with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
                     self.reader.store([id], [value])
         except BaseException:
             self.cache.close()
             raise
-
-    def _values(self, first: FirstLook, share: float) -> dict[int, Any]:
-        """The cached values of the samples of the first look, by id."""
-        prepared = is_prepared([sample.id for sample in first.samples], share).tolist()
-        return {
-            sample.id: sample.prepared if is_so else sample.record
-            for sample, is_so in zip(first.samples, prepared, strict=True)
-        }
 
     def _example(self, first: FirstLook, values: list[Any], share: float) -> Any:
         """An example for the layout of a new cache."""

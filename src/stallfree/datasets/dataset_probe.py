@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import pickle
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 from stallfree.batches.sample_access import plain_beneath
+from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.memory.layout import plan_layout
-from stallfree.errors import CapacityError, CodecError, InputError, SampleError, dataset_random, text_of
+from stallfree.errors import (
+    CapacityError,
+    CodecError,
+    InputError,
+    SampleError,
+    dataset_random,
+    text_of,
+    value_unstorable,
+)
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.determinism import Split, declared, divide, named
+from stallfree.pipeline.classify.determinism import Split, declared, divide, named, warn_of_doubt
 from stallfree.pipeline.classify.names import random_name
 from stallfree.pipeline.classify.outcomes import (
     SOURCE,
@@ -47,13 +57,44 @@ class Sample:
 
     Attributes:
         id: of the sample.
-        record: as it was fetched.
+        record: as it was fetched. A `CodecError` in its place, or in that of `prepared`, says why it cannot be stored.
         prepared: the output of the deterministic steps.
     """
 
     id: int
     record: Any
     prepared: Any
+
+    def __reduce__(self) -> Any:
+        prepared = None if self.prepared is self.record else _packed(self.prepared)
+        return _sample_of, (self.id, _packed(self.record), prepared)
+
+
+def _packed(value: Any) -> bytes:
+    """Return the pickle of a value, or of the `CodecError` that says why it cannot be stored."""
+    try:
+        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as problem:
+        error = value_unstorable(text_of(problem))
+    try:
+        encode(value, allow_pickle=True)
+    except CodecError as refused:
+        error = refused
+    except RecursionError:
+        pass
+    return pickle.dumps(error)
+
+
+def _sample_of(id: int, record: bytes, prepared: bytes | None) -> Sample:
+    values = [_unpacked(data) for data in (record, prepared) if data is not None]
+    return Sample(id, values[0], values[-1])
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return value_unstorable(f"its pickle cannot be loaded: {text_of(error)}")
 
 
 @dataclass(frozen=True)
@@ -73,34 +114,48 @@ class FirstLook:
         """The sample that stands for all."""
         return self.samples[0]
 
+    def values(self, share: float) -> dict[int, Any]:
+        """Return the cached values by id, of samples that can be stored, if a `share` of all is cached prepared.
+
+        Raises `CodecError` if the first one cannot be stored.
+        """
+        prepared = is_prepared([sample.id for sample in self.samples], share).tolist()
+        pairs = zip(self.samples, prepared, strict=True)
+        values = {sample.id: sample.prepared if is_so else sample.record for sample, is_so in pairs}
+        if isinstance(values[self.first.id], CodecError):
+            raise values[self.first.id]
+        return {id: value for id, value in values.items() if not isinstance(value, CodecError)}
+
 
 def look(source: Source, steps: Compose) -> FirstLook:
     """Make some samples spread over a data set twice, to see which part of the pipeline may be cached.
 
     This happens in a child process, so that what the data set opens is not shared with processes forked later. A plain
-    data set is also fetched twice. Raises `SampleError` if all of these samples fail, `InputError` for a plain data set
-    with random samples.
+    data set is also fetched twice. Raises `SampleError` if all of these samples fail, `InputError` for a data set with
+    random samples.
     """
     beneath = plain_beneath(source, 0)
     plain = None if beneath is None else beneath[0]
-    if plain is not None and mark_of(plain.dataset):
-        raise dataset_random(f"{_name(plain)} is marked as random; {_FREEZE}")
-    if plain is not None and mark_of(plain.dataset) is None and drew(plain.dataset):
-        raise _refused(plain, "its samples proved random while a cache was filled", certain=True)
-    name = type(source).__name__ if plain is None else _name(plain)
-    found, samples = call_in_child(partial(_look, source, plain, tuple(steps)), f"the first look at {name}")
-    if found is not None and found.at == SOURCE and plain is not None:
-        raise _refused(plain, found.why, certain=found.certain)
+    origin = source if plain is None else plain.dataset
+    if mark_of(origin):
+        raise dataset_random(f"{_name(origin)} is marked as random; {_FREEZE}")
+    if mark_of(origin) is None and drew(origin):
+        raise _refused(origin, "its samples proved random while a cache was filled", certain=True)
+    found, samples = call_in_child(partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}")
+    if found is not None and found.at == SOURCE:
+        raise _refused(origin, found.why, certain=found.certain)
+    warn_of_doubt(steps.transforms, found)
     return FirstLook(samples, divide(tuple(steps), found))
 
 
 def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -> tuple[Found | None, list[Sample]]:
     """Return what is random, and the samples, in a child process. Raises `SampleError` if all fail."""
+    origin = source if plain is None else plain.dataset
     checked = steps[: declared(steps)]
-    trust = [Trust() if plain is None else Trust.of(plain.dataset), *map(Trust.of, checked)]
-    names = None if plain is None or trust[0].outputs else random_name(plain.dataset)
+    trust = [*map(Trust.of, (origin, *checked))]
+    names = None if plain is None or trust[0].outputs else random_name(origin)
     found = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
-    states = States(find_generators([*checked, *([] if plain is None else [plain.dataset])]))
+    states = States(find_generators([*checked, origin]))
     records: list[tuple[int, Any]] = []
     problem, began = None, time.monotonic()
     for id in spread(len(source), LOOKS):
@@ -119,6 +174,8 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
             problem = problem or _error_of(failed, source, id)
             continue
         records.append((id, fetch.record))
+        if differs is not None and differs.at == SOURCE:
+            differs = replace(differs, why=f"{differs.why} at sample {id}")
         found = earliest(found, differs)
     if problem is not None and not records:
         raise problem
@@ -161,13 +218,13 @@ def reason_in(error: InputError) -> str:
     return why if found else ""
 
 
-def _refused(plain: MapSource, why: str, *, certain: bool) -> InputError:
+def _refused(origin: object, why: str, *, certain: bool) -> InputError:
     what = "gives random samples" if certain else "may give random samples"
-    return dataset_random(f"{_name(plain)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
+    return dataset_random(f"{_name(origin)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
 
 
-def _name(plain: MapSource) -> str:
-    return type(plain.dataset).__name__
+def _name(origin: object) -> str:
+    return type(origin).__name__
 
 
 def choose_form(
@@ -218,6 +275,8 @@ def example_of_both(first: FirstLook) -> Any:
 
 def _room(value: Any, samples: int, capacity: int, scored: bool, on_disk: bool) -> tuple[int, bool] | None:
     """Bytes that all samples take if they are like `value`, and whether all fit; None if it cannot be stored."""
+    if isinstance(value, CodecError):
+        return None
     try:
         structure, arrays = encode(value, allow_pickle=True)
     except (CodecError, RecursionError):

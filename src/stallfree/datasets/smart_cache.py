@@ -151,7 +151,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self._part = hosts
         order: dict[str, Any] = {"shuffle": shuffle, "part": hosts}
         reach = WindowPlan(len(self.source), 1, 0, seed=self.seed or 0, **order)
-        looked = {sample.id: sample.prepared for sample in first.samples}
+        looked = first.values(1.0)
         fit = _fit(list(looked.values()), cache_num, capacity, replace_rate, len(self.source), reach.total)
         self.cache_num = fit.size
         self.replace_num = replace_count(fit.size, replace_rate, reach.total)

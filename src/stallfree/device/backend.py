@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.errors import device_unknown
+from stallfree.platform import at_fork
 
 Stream = Any
 Event = Any
@@ -61,7 +63,9 @@ class Cuda:
 
     def new_event(self) -> Event:
         """Create an event: a mark in a stream. An event that was never recorded counts as reached."""
-        return torch.cuda.Event(blocking=True)  # waiting threads sleep
+        event = torch.cuda.Event(blocking=True)  # waiting threads sleep
+        _events.add(event)
+        return event
 
     def record(self, event: Event) -> None:
         """Record the event after all work submitted to the current stream so far."""
@@ -127,6 +131,18 @@ class Cuda:
                 with contextlib.suppress(RuntimeError):
                     torch.ones(1, device=self.device)
         return done
+
+
+_events: weakref.WeakSet[Event] = weakref.WeakSet()
+_inherited: list[Event] = []
+
+
+def _keep_events() -> None:
+    """Keep the events in a forked child, such as a worker of torch: freeing one there would abort it."""
+    _inherited.extend(_events)
+
+
+at_fork(after_in_child=_keep_events)
 
 
 def parse_device(device: torch.device | str | int) -> torch.device:

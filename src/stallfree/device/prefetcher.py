@@ -14,7 +14,7 @@ import numpy.typing as npt
 import torch
 
 from stallfree.device.ahead import Copier, Item, LoaderThread, Snapshot, Transform
-from stallfree.device.backend import Stream, find_backend, parse_device
+from stallfree.device.backend import Cuda, Stream, find_backend, parse_device
 from stallfree.device.pytree import take_apart
 from stallfree.device.staging import Place, Stager, send_itself
 from stallfree.errors import InputError, iteration_over, stop_iteration
@@ -102,6 +102,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
     def _begin_here(self) -> None:
         """Set what belongs to this process: a forked child inherits no threads."""
         self._owner = Owner()
+        self.pin = Pin(self._backend)
         self._lock = threading.Lock()  # held while the loader runs, in whichever iteration
         self._iterations: weakref.WeakSet[_Iteration] = weakref.WeakSet()
         self._latest: weakref.ref[_Iteration] | None = None
@@ -147,6 +148,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
             self._stream = backend.new_stream()
         if not self._unused:
             self._unused.append([Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)])
+            self.pin.places += self._unused[-1]
         return Copier(backend, self._stream, self._stager, self._unused.pop(), self.transform_on_device)
 
     def _join_stopped(self) -> None:
@@ -203,26 +205,6 @@ class DevicePrefetcher(Generic[BatchT_co]):
         if self._latest is not None and self._latest() is iteration:
             self._consumed = snapshot
 
-    # -- memory of the loader, and the end ----------------------------------------------------------------------------
-
-    def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin host memory, so that the device copies from it directly.
-
-        Returns the function that unpins it, once the copies are done. In a forked child, which has no device, both do
-        nothing.
-        """
-        owner, backend = self._owner, self._backend
-        undo = backend.pin(memory) if backend is not None and owner.is_here else None
-
-        def finish_and_undo() -> None:
-            if undo is not None and backend is not None and owner.is_here:
-                for places in [*self._unused, *(places for _, places in self._threads)]:
-                    for place in places:
-                        backend.finish(place.copied)
-                undo()
-
-        return finish_and_undo
-
     def close(self) -> None:
         """End all iterations and wait for their threads.
 
@@ -232,6 +214,36 @@ class DevicePrefetcher(Generic[BatchT_co]):
             for iteration in list(self._iterations):
                 iteration.close()
             self._join_stopped()
+
+
+class Pin:
+    """Pins host memory, so that the device copies from it directly. A loader may keep it: it does not refer to one.
+
+    Attributes:
+        places: whose copies may read that memory.
+    """
+
+    def __init__(self, backend: Cuda | None) -> None:
+        self._backend, self._owner = backend, Owner()
+        self.places: list[Place] = []
+
+    def __call__(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
+        """Pin memory; returns the function that unpins it, once the copies are done.
+
+        In a forked child, which has no device, both do nothing.
+        """
+        backend = self._backend
+        if backend is None or not self._owner.is_here:
+            return _do_nothing
+        undo = backend.pin(memory)
+
+        def finish_and_undo() -> None:
+            if self._owner.is_here:
+                for place in self.places:
+                    backend.finish(place.copied)
+                undo()
+
+        return finish_and_undo
 
 
 class _Iteration:

@@ -386,6 +386,8 @@ class _LazyFactory:
 
 def _produce(parent: Parent, make_loader: _LazyFactory, device: torch.device, depth: int) -> None:
     """Run the loading process."""
+    with contextlib.suppress(OSError):  # the parent has ended
+        parent.report()
     if device.type == "cuda":
         # Depending on the version of torch, expandable segments cannot be shared with all processes, or not at all.
         change = getattr(torch._C, "_accelerator_setAllocatorSettings", torch.cuda.memory._set_allocator_settings)

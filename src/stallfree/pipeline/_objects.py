@@ -99,9 +99,11 @@ def comes_from(thing: type, library: str) -> bool:
     return module == library or module.startswith(library + ".")
 
 
-@functools.cache
-def source_digest(module: str) -> str:
+@functools.cache  # the first answer holds: a module that is imported later is represented by its source still
+def _source_unless_imported(module: str) -> str | None:
     """Return a digest of the source of `module`, which is not run, and of the user's modules that it imports."""
+    if is_known(module) or module in sys.modules or _spec_of(module) is None:
+        return None
     digest, seen, todo = xxhash.xxh3_128(), set[str](), [module]
     while todo and len(seen) < _MOST_FILES:
         name = todo.pop()
@@ -111,12 +113,11 @@ def source_digest(module: str) -> str:
         if (version := library_version(name)) is not None:
             digest.update(f"{name} {version}".encode())
         elif (spec := _spec_of(name)) is not None:
-            with contextlib.suppress(
-                OSError, ImportError, SyntaxError, TypeError, AttributeError
-            ):  # no file, or not of Python
+            with contextlib.suppress(OSError, ImportError, SyntaxError, AttributeError):  # no file, or not of Python
                 digest.update(name.encode() + Path(str(spec.origin)).read_bytes())
                 package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-                todo += reversed(_uses(attribute(spec.loader, "get_code")(name), package)[1])
+                code = attribute(spec.loader, "get_code")(name)
+                todo += reversed(_uses(code, package)[1]) if code is not None else ()
     return digest.hexdigest()
 
 
@@ -204,13 +205,6 @@ def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str
         elif name in sys.modules and (libraries or not is_known(name)):
             add(name, sys.modules[name])
     return found
-
-
-@functools.cache  # the first answer holds: a module that is imported later is represented by its source still
-def _source_unless_imported(module: str) -> str | None:
-    if is_known(module) or module in sys.modules or _spec_of(module) is None:
-        return None
-    return source_digest(module)
 
 
 def closure_values(function: FunctionType) -> dict[str, Any]:

@@ -65,6 +65,7 @@ from stallfree.pipeline.structure import (
     structure_of_signature,
     why_not_named_tuple,
 )
+from stallfree.pipeline.values import in_order, pickled
 
 __all__ = [
     "Leaf",
@@ -143,7 +144,8 @@ def _walk(value: Any, signature: list[Any], arrays: list[Bytes], depth: int, oth
     if depth >= DEPTH:
         raise _Unstorable(value, f"is nested more than {DEPTH} levels deep, or contains itself")
     if other is _pickled_whole and kind in _CONTAINERS and len(value) > _MANY and _is_plain(value):
-        return _pickled(value, "", signature, arrays)
+        signature.append("pickle")
+        return arrays.append(_flat(pickle.dumps(value, 5)))
     if kind is tuple or kind is list:
         signature.append(kind)
         signature.append(len(value))
@@ -190,7 +192,18 @@ def _take_tensor(value: torch.Tensor, signature: list[Any], arrays: list[Bytes],
         if reason:
             return other(value, reason, signature, arrays)
         return _take_tensor(value.resolve_conj().resolve_neg(), signature, arrays, other)
-    signature += ("tensor", array.shape, name)
+    _add_array("tensor", array, name, signature, arrays, other)
+
+
+def _add_array(
+    kind: str, array: npt.NDArray[Any], dtype: str, signature: list[Any], arrays: list[Bytes], other: _Other
+) -> None:
+    """Add a leaf. For processes of this job, an array whose dimensions are permuted keeps its strides."""
+    if other is _pickled_whole and not array.flags.c_contiguous:
+        array, order = in_order(array)
+        if order:
+            signature += ("permuted", order)
+    signature += (kind, array.shape, dtype)
     arrays.append(array.ravel().view(U8))
 
 
@@ -204,8 +217,7 @@ def _take_array(value: npt.NDArray[Any], signature: list[Any], arrays: list[Byte
     text, reason = dtype_text(value.dtype)
     if reason:
         return other(value, reason, signature, arrays)
-    signature += ("array", value.shape, text)
-    arrays.append(value.ravel().view(U8))
+    _add_array("array", value, text, signature, arrays, other)
 
 
 def _take_scalar(value: np.generic, signature: list[Any], arrays: list[Bytes], other: _Other) -> None:
@@ -273,7 +285,7 @@ def _refused(value: Any, reason: str, signature: list[Any], arrays: list[Bytes])
 
 def _pickled(value: Any, reason: str, signature: list[Any], arrays: list[Bytes]) -> None:
     try:
-        data = pickle.dumps(value, protocol=5)
+        data = pickled(value)
     except Exception as error:
         reason = reason.removesuffix(PICKLE)
         raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
@@ -353,10 +365,9 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
     """Return the value of the record at the start of `buffer` (1-D uint8, may be longer than the record).
 
     With `copy`, all arrays and tensors of a value share one new block of memory. Without, they are views of `buffer`
-    and
-    keep it alive: a `weakref.finalize` on it runs when the last of them is freed. For that, `buffer` must be an array
-        whose base is not an array (made by `np.frombuffer` or `np.empty`, not a slice), since NumPy views refer to the
-        topmost array. A read-only buffer is always copied, because tensors cannot be read-only.
+    and keep it alive: a `weakref.finalize` on it runs when the last of them is freed. For that, `buffer` must be an
+    array whose base is not an array (made by `np.frombuffer` or `np.empty`, not a slice), since NumPy views refer to
+    the topmost array. A read-only buffer is always copied, because tensors cannot be read-only.
 
     A malformed or truncated record raises CodecError, as does a pickled leaf unless `allow_pickle`. Nothing is
     imported: a named tuple whose class is not imported yet raises `MissingClassError`.

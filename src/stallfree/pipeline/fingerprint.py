@@ -1,4 +1,8 @@
-"""Fingerprints of code and parameters: short texts that serve as cache keys of prepared samples."""
+"""Fingerprints of code and parameters: short texts that serve as cache keys of prepared samples.
+
+Objects are pickled into a hash by `pickle` of the standard library, at the speed of C: plain values and containers as
+they are, all others as a tuple of what they consist of, by `_form`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,13 @@ import inspect
 import logging
 import os
 import pickle
+import re
 import reprlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice, repeat
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -26,9 +32,11 @@ import xxhash
 from stallfree.errors import InputError, StallfreeError
 from stallfree.pipeline._objects import (
     attribute,
+    attributes,
     closure_values,
     comes_from,
     current,
+    is_library,
     library_version,
     module_of,
     named_values,
@@ -43,29 +51,14 @@ _OF_PROCESS = frozenset({"_pid", "_cache", "_latest", "_lock"})
 """Class attributes of fsspec's file systems that differ between processes."""
 _SILENT = ("threading", "_thread", "multiprocessing", "logging", "loguru", "structlog", "rich", "tqdm", "weakref")
 """Libraries whose objects do not influence samples if the code names them: locks, loggers, progress bars."""
-_LONG = 256
-"""Length from which a container is pickled instead of walked through: data sets list a million samples."""
 _LARGE = 1 << 30
 """Bytes from which an array in memory is represented by a sample of them, as each array in a mapped file is."""
 _PIECES, _PIECE = 64, 4096
 """Number of the pieces of such a sample, and bytes of each."""
-_ATOMS = frozenset({type(None), bool, int, float, complex, str})
+_MOST_SEARCHED = 10_000
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
-_SPECIAL = (type, FunctionType, MethodType, enum.Enum, np.ndarray, np.dtype, torch.Tensor, set, frozenset)
-"""Types of objects that are never fed as `pickle` sees them."""
-_MOST_DIGESTS = 10_000
-_PARTS: dict[type, Callable[[Any], Iterable[Any]]] = {
-    MethodType: lambda thing: (thing.__self__, thing.__func__),
-    functools.partial: lambda thing: (thing.func, thing.args, thing.keywords),
-    enum.Enum: lambda thing: (type(thing), thing.name, thing.value),
-    **dict.fromkeys((bytes, bytearray, memoryview), lambda thing: (np.asarray(memoryview(thing)),)),
-    **dict.fromkeys((staticmethod, classmethod), lambda thing: (thing.__func__,)),
-    **dict.fromkeys((ContextVar, weakref.ref), lambda thing: (current(thing),)),
-    property: lambda thing: (thing.fget, thing.fset),
-    functools.cached_property: lambda thing: (thing.func,),
-}
-"""Of what objects of some types consist."""
-_VALUES = (list, tuple, dict, set, frozenset, np.ndarray, np.generic, torch.Tensor, enum.Enum, functools.partial)
+_VALUES = (set, frozenset, np.ndarray, np.generic, np.dtype, torch.Tensor, enum.Enum, functools.partial, PurePath)
+"""Types of which equal values count alike, whether they are one object or two."""
 
 
 def fingerprint(*objects: Any) -> str:
@@ -85,7 +78,7 @@ def fingerprint(*objects: Any) -> str:
     file. Within `tolerant`, only the type of such an object is hashed.
     """
     try:
-        return _Walker().digest(*objects).hex()
+        return _digest(objects, {}).hex()
     except RecursionError as error:
         unknown = _unknown.get()
         what = f"the {' and '.join(type(thing).__qualname__ for thing in objects)}"
@@ -94,8 +87,7 @@ def fingerprint(*objects: Any) -> str:
                 f"{what} cannot be fingerprinted, as it is nested too deeply: give it a method fingerprint()"
             ) from error
         unknown.append(f"{what}, which is nested too deeply,")
-        # the part that was hashed depends on the caller's stack depth
-        return _Walker().digest([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects]).hex()
+        return _digest([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects], {}).hex()
 
 
 class NoFingerprintError(InputError):
@@ -140,326 +132,252 @@ def differing_parts(there: str, wanted: str) -> str:
 _SHOWN = ("form", "format", "window")
 
 
-class _Walker:
-    """Feeds objects to a hash in sequence, each as a tag, a length and its content."""
-
-    def __init__(self) -> None:
-        self.hash = xxhash.xxh3_128()
-        self._numbers: dict[int, tuple[int, object]] = {}
-        """Objects in progress or already fed, by identity, with their number; kept alive so that ids stay unique."""
-        self._count = 0
-        """The number of the next object."""
-        self._pending: list[tuple[list[str], Any]] = []
-        """Functions and classes that are fed after the object that refers to them, with the names that lead there."""
-        self._path: list[str] = []
-        """The names that lead to the object in progress, for messages."""
-
-    def digest(self, *things: Any) -> bytes:
-        """Return the digest of `things`, which does not depend on their siblings."""
-        outer, known = (self.hash, self._count, self._pending, self._path), len(self._numbers)
-        self.hash, self._pending, self._path = xxhash.xxh3_128(), [], list(self._path)
-        try:
-            for thing in things:
-                self.visit(thing)
-            while self._pending:
-                self._path, definition = self._pending.pop(0)
-                self._try(self._class if isinstance(definition, type) else self._function, definition)
-            return self.hash.digest()
-        finally:
-            self.hash, self._count, self._pending, self._path = outer
-            while len(self._numbers) > known:
-                self._numbers.popitem()
-
-    def visit(self, thing: Any) -> None:
-        if self._plain(thing):
-            return
-        if id(thing) in self._numbers:
-            self._feed("again", str(self._numbers[id(thing)][0]).encode())
-            return
-        self._numbers[id(thing)] = (self._count, thing)
-        self._count += 1
-        self._try(self._compound, thing)
-        if isinstance(thing, _VALUES) or attribute(thing, "__dict__") is None:
-            del self._numbers[id(thing)]  # equal values count alike, whether they are one object or two
-
-    def _try(self, feed: Callable[[Any], None], thing: Any) -> None:
-        depth = len(self._path)
-        try:
-            feed(thing)
-        except (RecursionError, StallfreeError):
+def _digest(things: Any, numbers: dict[int, tuple[int, object]], *, fast: bool = True) -> bytes:
+    """Return the digest of `things`, which may refer to objects of `numbers`, and does not add to them."""
+    known, hashed = len(numbers), xxhash.xxh3_128()
+    walker = _Walker(SimpleNamespace(write=hashed.update), 4)
+    walker.root, walker.numbers, walker.fast = things, numbers, fast  # not fast, shared values count otherwise
+    try:
+        walker.dump(things)
+        for definition in walker.pending:
+            walker.dump(walker.form_of(_definition, definition))
+        return hashed.digest()
+    except ValueError as error:  # a container contains itself
+        if not fast or isinstance(error, StallfreeError):
             raise
-        except Exception as error:  # raised by user code
-            del self._path[depth:]
-            self._give_up(thing, f"{type(error).__name__}: {error}", error)
-
-    def _feed(self, tag: str, content: bytes = b"") -> None:
-        self.hash.update(f"{tag}:{len(content)}:".encode())
-        self.hash.update(content)
-
-    def _plain(self, thing: Any) -> bool:
-        """Feed `thing` if it is a value without parts; returns whether it was."""
-        if type(thing) in _ATOMS:
-            self._feed(type(thing).__name__, pickle.dumps(thing, 4))
-        elif isinstance(thing, PurePath):
-            self._feed("path", str(thing).encode("utf-8", "surrogatepass"))
-        elif isinstance(thing, GENERATOR_TYPES):
-            self._feed("generator")
-        elif isinstance(thing, logging.Logger):
-            self._feed("logger", thing.name.encode())
-        else:
-            return False
-        return True
-
-    def _compound(self, thing: Any) -> None:
-        if (mark := mark_of(thing)) is not None:
-            self._feed("mark", str(mark).encode())
-        if isinstance(thing, (FunctionType, type)):
-            self._feed("definition")
-            if not self._library(thing):
-                self._pending.append((list(self._path), thing))
-        elif isinstance(thing, ModuleType):
-            self._feed("module", f"{thing.__name__} {library_version(thing.__name__)}".encode())
-        elif isinstance(thing, CodeType):
-            self._code(thing)
-        elif (own := _own_fingerprint(thing)) is not None:
-            # a source's own fingerprint covers only its records
-            steps = pipeline if callable(pipeline := attribute(thing, "pipeline")) else None
-            self._parts("own", (type(thing).__qualname__, own(), steps))
-        elif isinstance(thing, (np.ndarray, np.generic)):
-            self._array(thing)
-        elif isinstance(thing, torch.Tensor):
-            self._tensor(thing)
-        elif isinstance(thing, (BuiltinFunctionType, np.ufunc)):
-            self._builtin(thing)
-        elif type(thing) in (list, tuple, dict, set, frozenset):
-            self._container(thing)
-        elif (kind := next((kind for kind in _PARTS if isinstance(thing, kind)), None)) is not None:
-            self._parts(kind.__name__, _PARTS[kind](thing))
-        elif isinstance(attribute(thing, "__wrapped__"), FunctionType):
-            self._parts("wrapped", (thing.__wrapped__,))
-        else:
-            self._instance(thing)
-
-    def _give_up(self, thing: Any, why: str, error: Exception | None) -> None:
-        """Handle an object without a fingerprint: raise, or within `tolerant` feed its type."""
-        kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
-        name = ".".join(self._path)
-        what = f"{name} ({reprlib.repr(thing)} of type {kind})" if name else f"{reprlib.repr(thing)} of type {kind}"
-        unknown = _unknown.get()
-        if unknown is None:
-            raise NoFingerprintError(
-                f"{what} cannot be fingerprinted, as {why}. Give it, or the transform that holds it, a method "
-                "fingerprint() that returns a text which changes when its parameters change"
-            ) from error
-        unknown.append(f"{name} of type {kind}" if name else f"an object of type {kind}")
-        self._feed("unknown", kind.encode())
-
-    def _parts(self, tag: str, parts: Iterable[Any]) -> None:
-        things = list(parts)
-        self._feed(tag, str(len(things)).encode())
-        for thing in things:
-            self.visit(thing)
-
-    def _named(self, tag: str, values: Mapping[str, Any], *, used: bool = False) -> None:
-        """Feed `values` with their names. Locks and loggers that code only names (`used`) count by their type."""
-        self._feed(tag, str(len(values)).encode())
-        for name, value in values.items():
-            self._feed("name", name.encode("utf-8", "surrogatepass"))
-            self._path.append(name)
-            if used and type(value).__module__.partition(".")[0] in _SILENT and not isinstance(value, weakref.ref):
-                self._feed("type", type(value).__qualname__.encode())
-            else:
-                self.visit(value)
-            self._path.pop()
-
-    def _library(self, thing: Any) -> bool:
-        """Feed name and version of a class or function of a library; returns whether it was one."""
-        module = module_of(thing)
-        version = library_version(module)
-        if version is None:
-            return False
-        self._feed("library", f"{module}.{thing.__qualname__} {version}".encode())
-        if isinstance(thing, FunctionType) and (thing.__closure__ is not None or thing.__name__ == "<lambda>"):
-            self._code(thing.__code__)
-            for name, value in closure_values(thing).items():
-                with nullcontext() if callable(value) else tolerant():  # a decorator holds a function of the user's
-                    self._named("closure", {name: value}, used=True)
-        return True
-
-    def _function(self, function: FunctionType) -> None:
-        self._feed("function")
-        self._code(function.__code__)
-        self._parts("defaults", (function.__defaults__, function.__kwdefaults__))
-        self._state(vars(function), FunctionType)
-        self._named("named", named_values(function), used=True)
-
-    def _code(self, code: CodeType) -> None:
-        self._feed("code", code.co_code)
-        self._feed("exceptions", getattr(code, "co_exceptiontable", b""))
-        shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
-        names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-        self._feed("shape", repr((shape, names)).encode())
-        self._parts("constants", code.co_consts)
-
-    def _class(self, cls: type) -> None:
-        self._feed("class", cls.__qualname__.encode())
-        self._parts("bases", (*cls.__bases__, type(cls)))
-        ignored = {DREW, *(_OF_PROCESS if comes_from(type(cls), "fsspec") else ())}
-        members = {
-            name: member
-            for name, member in sorted(vars(cls).items())
-            if name not in ignored
-            and not inspect.ismemberdescriptor(member)
-            and not inspect.isgetsetdescriptor(member)
-            and (callable(member) or not (name.startswith("__") and name.endswith("__")))
-            and not name.startswith(("__annotate", "_abc_"))
-        }
-        self._named("members", members, used=True)
-
-    def _builtin(self, function: Any) -> None:
-        owner = getattr(function, "__self__", None)
-        name = getattr(function, "__qualname__", None) or function.__name__
-        module = getattr(function, "__module__", None) or ("numpy" if isinstance(function, np.ufunc) else "builtins")
-        self._feed("builtin", f"{module}.{name} {library_version(module)}".encode())
-        self._parts("owner", (None if isinstance(owner, ModuleType) else owner,))
-
-    def _array(self, array: Any) -> None:
-        plain = np.asarray(array)
-        self._feed("array", f"{plain.dtype.str} {plain.dtype.fields} {plain.shape}".encode())
-        if plain.dtype.hasobject or plain.dtype.kind == "T":
-            self.visit(plain.ravel().tolist())
-        else:
-            self._bytes(plain, _file_of(array))
-        if isinstance(array, np.ma.MaskedArray):
-            self._parts("masked", (type(array), np.ma.getmaskarray(array), array.fill_value))
-        elif isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap):
-            self._parts("subclass", (type(array),))
-            self._state(vars(array), type(array))
-
-    def _tensor(self, tensor: torch.Tensor) -> None:
-        self._feed("tensor", f"{type(tensor).__qualname__} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        plain = tensor.detach().as_subclass(torch.Tensor)
-        quantizer = ""
-        if plain.is_quantized or plain.layout is not torch.strided or plain.is_nested or plain.device.type != "cpu":
-            content = plain_bytes(tensor)
-            if content is None:
-                return self._give_up(tensor, "it has no state to look at", None)
-            quantizer, plain = content
-        whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-        self._bytes(plain.resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy(), None)
-        self._feed("quantizer", quantizer.encode())
-        self._state(vars(tensor), type(tensor))
-
-    def _bytes(self, array: npt.NDArray[Any], file: str | None) -> None:
-        """Feed the bytes of `array`, or a sample of them if it is large or mapped from `file`, in constant memory."""
-        if file is not None or array.nbytes > _LARGE:
-            self._feed("sample", str(file).encode("utf-8", "surrogatepass"))
-            length = max(1, _PIECE // max(1, array.itemsize))
-            for start in np.linspace(0, max(0, array.size - length), _PIECES).astype(np.int64).tolist():
-                self.hash.update(array.flat[start : start + length].tobytes())
-        elif array.flags.c_contiguous:
-            self.hash.update(array.reshape(-1).view(np.uint8).data)
-        else:
-            parts: Any = np.nditer(array, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=65536)
-            for part in parts:
-                self.hash.update(part.tobytes())
-
-    def _container(self, container: Any) -> None:
-        self._feed(type(container).__name__, str(len(container)).encode())
-        if isinstance(container, (set, frozenset)):
-            if set(map(type, container)) in ({str}, {int}, {bytes}):
-                self._container(sorted(container))
-            else:
-                self._feed("items", b"".join(sorted(map(self.digest, container))))
-        elif len(container) >= _LONG:
-            try:
-                _Pickler(self).dump(container)
-            except ValueError:  # it contains itself
-                self._parts("items", container.items() if isinstance(container, dict) else container)
-        elif isinstance(container, dict) and all(type(key) is str for key in container):
-            self._named("items", container)
-        else:
-            self._parts("items", container.items() if isinstance(container, dict) else container)
-
-    def _instance(self, thing: Any) -> None:
-        """Feed the class and the state of `thing`, as `copy` and `pickle` see it."""
-        try:
-            kind, make, arguments, state, *items = _reduced(thing)
-        except RecursionError:
-            raise
-        except Exception as error:
-            return self._give_up(thing, "it has no state to look at", error)
-        self._parts("instance", (kind, make, arguments))
-        for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
-            self._state(part, kind)
-        self._parts("items", items)
-
-    def _state(self, state: Any, cls: type) -> None:
-        if type(state) is dict and all(type(name) is str for name in state):
-            ignored = {DREW, *(_TRANSIENT if comes_from(cls, "albumentations") else ())}
-            self._named("state", {name: value for name, value in sorted(state.items()) if name not in ignored})
-        else:
-            self.visit(state)
+    finally:
+        while len(numbers) > known:
+            numbers.popitem()
+    return _digest(things, numbers, fast=False)
 
 
-class _Pickler(pickle.Pickler):
-    """Feeds a long container at the speed of C: plain values and instances as they are, what else it holds as digests.
+class _Walker(pickle.Pickler):
+    """Pickles what objects consist of."""
 
-    A container that contains itself raises `ValueError`.
-    """
+    root: Any
+    """What is pickled."""
+    numbers: dict[int, tuple[int, object]]
+    """Objects with attributes, by identity, with their number; kept alive so that ids stay unique."""
 
-    def __init__(self, walker: _Walker) -> None:
-        super().__init__(SimpleNamespace(write=walker.hash.update), 4)
-        self.fast = True  # equal values count alike, whether they are one object or two
-        self._walker = walker
-        self._forms: dict[type, Callable[[Any], Any]] = {}
-        self._digests: dict[int, tuple[bytes, object]] = {}
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.pending: list[Any] = []
+        """The user's functions and classes, which follow after the objects that refer to them."""
+        self._kinds: dict[type, tuple[bool, bool]] = {}
+        """Whether instances of a type are numbered, and whether they can be marked."""
 
     def persistent_id(self, thing: Any) -> Any:
+        """Return None for a plain value, else a tuple in its place."""
         kind = type(thing)
         if kind in _PLAIN:
             return None
-        if kind not in self._forms:
-            self._forms[kind] = self._form_of(kind)
-        return self._forms[kind](thing)
+        if kind not in self._kinds:
+            value = issubclass(kind, _VALUES)
+            called = issubclass(kind, Callable)  # type: ignore[arg-type]
+            marked = called or (hasattr(kind, "__getitem__") and not value)
+            self._kinds[kind] = kind.__dictoffset__ != 0 and not value, marked
+        numbered, marked = self._kinds[kind]
+        if numbered and id(thing) in self.numbers:
+            return "again", self.numbers[id(thing)][0]
+        if numbered:
+            self.numbers[id(thing)] = len(self.numbers), thing
+        form = self.form_of(_form, thing)
+        return (kind.__name__, form, mark_of(thing)) if marked else (kind.__name__, form)
 
-    def _form_of(self, kind: type) -> Callable[[Any], Any]:
-        """Return the function that represents instances of `kind`."""
-        if issubclass(kind, PurePath):
-            return lambda thing: (kind, str(thing))
-        if issubclass(kind, np.number):
-            return lambda thing: (kind, thing.tobytes())
-        special = issubclass(kind, _SPECIAL) or kind in copyreg.dispatch_table or hasattr(kind, "fingerprint")
-        if special or any("__reduce_ex__" in vars(base) for base in kind.__mro__[:-1]):
-            return self._digest
+    def form_of(self, form: Callable[[Any, _Walker], Any], thing: Any) -> Any:
+        """Return `form(thing, self)`, or handle an object without a fingerprint."""
+        try:
+            return form(thing, self)
+        except (RecursionError, StallfreeError):
+            raise
+        except Exception as error:  # it cannot be copied, or code of the user's raised it
+            return self._give_up(thing, error)
 
-        def reduced(thing: Any) -> Any:
-            try:
-                return _reduced(thing)
-            except TypeError:  # such as a lock
-                return self._digest(thing)
-
-        return reduced
-
-    def _digest(self, thing: Any) -> bytes:
-        if id(thing) in self._digests:
-            return self._digests[id(thing)][0]
-        digest = self._walker.digest(thing)
-        if len(self._digests) < _MOST_DIGESTS:
-            self._digests[id(thing)] = digest, thing
-        return digest
+    def _give_up(self, thing: Any, error: Exception) -> Any:
+        """Raise `NoFingerprintError`, or within `tolerant` return the type of `thing`."""
+        kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
+        unknown = _unknown.get()
+        name = "" if unknown else _name_of(thing, (self.root, self.pending))
+        if unknown is None:
+            what = f"{name} ({reprlib.repr(thing)} of type {kind})" if name else f"{reprlib.repr(thing)} of type {kind}"
+            raise NoFingerprintError(
+                f"{what} cannot be fingerprinted ({type(error).__name__}: {error}). Give it, or the transform that "
+                "holds it, a method fingerprint() that returns a text which changes when its parameters change"
+            ) from error
+        unknown.append(f"{name or 'an object'} of type {kind}")
+        return "unknown", kind
 
 
-def _reduced(thing: Any) -> tuple[Any, ...]:
-    """Return the class of `thing`, and what `pickle` keeps of it: a function, its arguments, state, items and pairs."""
+def _name_of(thing: Any, root: Any) -> str:
+    """Return the names that lead from `root` to `thing`, joined by dots; empty if none do."""
+    todo, seen = [("", root)], set[int]()
+    for path, each in todo:
+        if each is thing:
+            return re.sub(r"\.+", ".", path).strip(".")
+        if id(each) not in seen and len(seen) < _MOST_SEARCHED:
+            seen.add(id(each))
+            todo += ((f"{path}.{name}", value) for name, value in islice(_held(each), _MOST_SEARCHED))
+    return ""
+
+
+def _held(thing: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what `thing` refers to, each with its name; the empty one if it has none."""
+    if isinstance(thing, dict):
+        return thing.items()
+    if isinstance(thing, (list, tuple, set, frozenset)):
+        return zip(repeat(""), thing)
+    if isinstance(thing, (FunctionType, type)):
+        held = named_values(thing) if isinstance(thing, FunctionType) else vars(thing)
+        return () if is_library(thing) else held.items()
+    inner = (attribute(thing, name) for name in ("func", "__func__", "__self__", "__class__"))
+    return [*zip(repeat(""), inner), *attributes(thing).items()]
+
+
+@functools.singledispatch
+def _form(thing: Any, walker: _Walker) -> Any:
+    """Return what stands for `thing`: by default its class and state, as `copy` and `pickle` see it."""
+    own = attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
+    if inspect.ismethod(own) and _needs_nothing(own):
+        pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
+        return own(), pipeline if callable(pipeline) else None
+    if isinstance(attribute(thing, "__wrapped__"), FunctionType):
+        return thing.__wrapped__
     reducer = copyreg.dispatch_table.get(type(thing))
     reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
     if isinstance(reduced, str):
-        return type(thing), reduced, None, None
+        return type(thing), reduced
     make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
-    if make is copyreg.__newobj__:  # type: ignore[attr-defined]
-        make, arguments = None, arguments[1:]
-    return type(thing), make, arguments, state, items and list(items), pairs and dict(pairs)
+    if isinstance(state, tuple) and len(state) == 2:
+        state = tuple(_state(part, type(thing)) for part in state)
+    return type(thing), make, arguments, _state(state, type(thing)), items and list(items), pairs and dict(pairs)
+
+
+def _state(state: Any, cls: type) -> Any:
+    """Return the state of an instance of `cls` without what is of no account, in the order of its names."""
+    if type(state) is not dict or not all(type(name) is str for name in state):
+        return state
+    ignored = {DREW, *(_TRANSIENT if comes_from(cls, "albumentations") else ())}
+    return {name: state[name] for name in sorted(state) if name not in ignored}
+
+
+def _named(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values that code names. Locks, loggers and their like count by their type."""
+
+    def silent(value: Any) -> bool:
+        return module_of(type(value)).partition(".")[0] in _SILENT and not isinstance(value, weakref.ref)
+
+    return {name: type(value).__qualname__ if silent(value) else value for name, value in values.items()}
+
+
+@_form.register(FunctionType)
+@_form.register(type)
+def _form_of_definition(thing: Any, walker: _Walker) -> Any:
+    """Of a library, the name and the version; with the user's functions that a decorator of a library holds."""
+    module = module_of(thing)
+    version = library_version(module)
+    if version is None:
+        walker.pending.append(thing)
+        return None
+    name = f"{module}.{thing.__qualname__} {version}"
+    if isinstance(thing, type) or (thing.__closure__ is None and thing.__name__ != "<lambda>"):
+        return name
+    with tolerant():  # of the values of a library
+        held = {
+            name: value if callable(value) else _digest((value,), walker.numbers)
+            for name, value in _named(closure_values(thing)).items()
+        }
+    return name, thing.__code__, held
+
+
+def _definition(thing: Any, walker: _Walker) -> Any:
+    """Return what stands for a function or class of the user's: its code, and what its code names."""
+    if isinstance(thing, FunctionType):
+        values = _named(named_values(thing))
+        return thing.__code__, thing.__defaults__, thing.__kwdefaults__, _state(vars(thing), FunctionType), values
+    ignored = {DREW, *(_OF_PROCESS if comes_from(type(thing), "fsspec") else ())}
+    members = {
+        name: member
+        for name, member in sorted(vars(thing).items())
+        if name not in ignored
+        and not inspect.ismemberdescriptor(member)
+        and not inspect.isgetsetdescriptor(member)
+        and (callable(member) or not (name.startswith("__") and name.endswith("__")))
+        and not name.startswith(("__annotate", "_abc_"))
+    }
+    return thing.__qualname__, thing.__bases__, type(thing), _named(members)
+
+
+@_form.register(CodeType)
+def _form_of_code(code: CodeType, walker: _Walker) -> Any:
+    """Without file names and line numbers."""
+    shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
+    names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
+    return code.co_code, getattr(code, "co_exceptiontable", b""), shape, names, code.co_consts
+
+
+@_form.register(BuiltinFunctionType)
+@_form.register(np.ufunc)
+def _form_of_builtin(function: Any, walker: _Walker) -> Any:
+    owner = attribute(function, "__self__")
+    name = attribute(function, "__qualname__") or function.__name__
+    module = attribute(function, "__module__") or ("numpy" if isinstance(function, np.ufunc) else "builtins")
+    return f"{module}.{name} {library_version(module)}", None if isinstance(owner, ModuleType) else owner
+
+
+@_form.register(set)
+@_form.register(frozenset)
+def _form_of_set(items: Any, walker: _Walker) -> Any:
+    if type(items) not in (set, frozenset):
+        return _form.dispatch(object)(items, walker)
+    if set(map(type, items)) in ({str}, {int}, {bytes}):
+        return sorted(items)
+    return sorted(_digest((item,), walker.numbers) for item in items)
+
+
+@_form.register(np.ndarray)
+@_form.register(np.generic)
+def _form_of_array(array: Any, walker: _Walker) -> Any:
+    plain = np.asarray(array)
+    objects = plain.dtype.hasobject or plain.dtype.kind == "T"
+    content = plain.ravel().tolist() if objects else _bytes(plain, _file_of(array))
+    form = plain.dtype.str, str(plain.dtype.fields), plain.shape, content
+    if isinstance(array, np.ma.MaskedArray):
+        return *form, type(array), np.ma.getmaskarray(array), array.fill_value
+    if isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap):
+        return *form, type(array), _state(vars(array), type(array))
+    return form
+
+
+@_form.register(torch.Tensor)
+def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
+    plain, quantizer = tensor.detach(), ""
+    if type(plain) is not torch.Tensor:
+        plain = plain.as_subclass(torch.Tensor)
+    if plain.is_quantized or plain.layout is not torch.strided or plain.is_nested or plain.device.type != "cpu":
+        content = plain_bytes(tensor)
+        if content is None:
+            raise TypeError("it has no plain bytes")
+        quantizer, plain = content
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    array = plain.resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy()
+    return str(tensor.dtype), tuple(tensor.shape), _bytes(array, None), quantizer, _state(vars(tensor), torch.Tensor)
+
+
+def _bytes(array: npt.NDArray[Any], file: str | None) -> Any:
+    """Return a digest of `array`; of a sample if it is large or mapped from `file`. Takes no memory."""
+    hashed = xxhash.xxh3_128()
+    if file is not None or array.nbytes > _LARGE:
+        length = max(1, _PIECE // max(1, array.itemsize))
+        for start in np.linspace(0, max(0, array.size - length), _PIECES).astype(np.int64).tolist():
+            hashed.update(array.flat[start : start + length].tobytes())
+        return file, hashed.digest()
+    if array.flags.c_contiguous:
+        hashed.update(array.reshape(-1).view(np.uint8).data)
+    else:
+        parts: Any = np.nditer(array, ["external_loop", "buffered", "zerosize_ok"], order="C", buffersize=65536)
+        for part in parts:
+            hashed.update(part.tobytes())
+    return hashed.digest()
 
 
 def _file_of(array: Any) -> str | None:
@@ -478,13 +396,28 @@ def _file_of(array: Any) -> str | None:
     return f"{root.filename} {status.st_size} {status.st_mtime_ns} {place} {array.strides}"
 
 
-def _own_fingerprint(thing: Any) -> Callable[[], Any] | None:
-    """Return the method `fingerprint()` of `thing` if it has one without required arguments."""
-    method = attribute(thing, "fingerprint")
-    if not inspect.ismethod(method):
-        return None
+def _needs_nothing(method: Any) -> bool:
     try:
         inspect.signature(method).bind()
     except TypeError:
-        return None
-    return method
+        return False
+    return True
+
+
+_FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [
+    ((PurePath, complex), str),
+    (GENERATOR_TYPES, lambda thing: None),
+    ((logging.Logger,), lambda thing: thing.name),
+    ((ModuleType,), lambda thing: f"{thing.__name__} {library_version(thing.__name__)}"),
+    ((MethodType,), lambda thing: (thing.__self__, thing.__func__)),
+    ((functools.partial,), lambda thing: (type(thing), thing.func, thing.args, thing.keywords)),
+    ((enum.Enum,), lambda thing: (type(thing), thing.name, thing.value)),
+    ((bytearray, memoryview), lambda thing: np.asarray(memoryview(thing))),
+    ((staticmethod, classmethod), lambda thing: thing.__func__),
+    ((ContextVar, weakref.ref), current),
+    ((property,), lambda thing: (thing.fget, thing.fset)),
+    ((functools.cached_property,), lambda thing: thing.func),
+]
+for _kinds, _parts in _FORMS:
+    for _kind in _kinds:
+        _form.register(_kind, lambda thing, walker, parts=_parts: parts(thing))

@@ -25,7 +25,6 @@ from stallfree.pipeline.images import BANDS, image_of
 
 Bytes = npt.NDArray[np.uint8]
 Tree = Any  # see Structure.tree
-
 U8 = np.dtype(np.uint8)
 MAGIC = 0x5AFE0C01
 HEAD = struct.Struct("=IIII")
@@ -57,10 +56,8 @@ KEY_TYPES = {str, int, bool, type(None), float, bytes}
 class Leaf(NamedTuple):
     """One leaf of a structure.
 
-    `kind` is "tensor", "array", "scalar" (a NumPy scalar), "int", "float", "bool", "complex", or one of those of
-    variable
-    length: "bytes", "bytearray", "str", "bigint" (an int beyond 64 bits), "npstr" and "npbytes" (`np.str_`,
-        `np.bytes_`), "pickle".
+    `kind` is "tensor", "array", "scalar" (of NumPy), "int", "float", "bool", "complex", or of variable length: "bytes",
+    "bytearray", "str", "bigint" (an int beyond 64 bits), "npstr", "npbytes" (`np.str_`, `np.bytes_`), "pickle".
     """
 
     kind: str
@@ -98,7 +95,8 @@ class Structure:
         size: bytes of the packed data, a multiple of 8; -1 if not fixed.
         pickled: some leaf is a pickle.
         tree: the tree of the leaves. A node is the index of a leaf (an int), `("none",)`, `("list", children)`,
-            `("tuple", children)`, `("dict", keys, children)`, `("image", mode, (pixels, info))` or
+            `("tuple", children)`, `("dict", keys, children)`, `("image", mode, (pixels, info))`,
+            `("permuted", order, (leaf,))` for a tensor or array with permuted dimensions, or
             `("namedtuple", module, qualname, fields, children)`, where `keys`, `fields` and `children` are tuples.
             Leaves are numbered from left to right.
 
@@ -229,8 +227,7 @@ def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
     """Return the named tuple class of that name, if it is imported and has these fields.
 
     The name may come from a forged record. Therefore nothing is imported, and names are looked up only in the
-    dictionaries
-    of modules and classes: no descriptor and no `__getattr__` runs.
+    dictionaries of modules and classes: no descriptor and no `__getattr__` runs.
     """
     found: Any = sys.modules.get(module)
     names = _MODULE_DICT(found) if issubclass(type(found), ModuleType) else {}
@@ -288,6 +285,8 @@ def _tree_json(tokens: Iterator[Any], leaves: list[str]) -> Any:
         return ["d", [_key_json(key) for key in keys], [_tree_json(tokens, leaves) for _ in keys]]
     if token == "image":
         return ["p", next(tokens), [_tree_json(tokens, leaves) for _ in range(2)]]
+    if token == "permuted":
+        return ["s", next(tokens), [_tree_json(tokens, leaves)]]
     if token == "namedtuple":
         kind = next(tokens)
         children = [_tree_json(tokens, leaves) for _ in kind._fields]
@@ -356,6 +355,8 @@ def _tree_of_json(node: Any, counter: list[int], depth: int) -> Tree:
             return ("dict", keys, children)
     if letter == "p" and len(details) == 1 and details[0] in BANDS and len(children) == 2:
         return ("image", details[0], children)
+    if letter == "s" and sorted(details[0]) == [*range(len(details[0]))] and len(children) == len(details) == 1:
+        return ("permuted", tuple(details[0]), children)
     if letter == "n":
         module, qualname, fields = details
         names = [module, qualname, *fields]
@@ -394,12 +395,20 @@ def _node_maker(tree: Tree) -> Callable[[Iterator[Any]], Any]:
     if tree[0] == "dict":
         pairs = list(zip(tree[1], makers, strict=True))
         return lambda parts: {key: make(parts) for key, make in pairs}
+    if tree[0] == "permuted":
+        return lambda parts: _permuted(makers[0](parts), tree[1])
     if tree[0] == "image":
         pixels, info = makers
         return lambda parts: image_of(tree[1], pixels(parts), info(parts))
     _, module, qualname, fields, _ = tree
     # Looked up each time, since a class may be redefined; `tuple.__new__` runs no code of that class.
     return lambda parts: tuple.__new__(_named_tuple(module, qualname, fields), [make(parts) for make in makers])
+
+
+def _permuted(value: Any, order: tuple[int, ...]) -> Any:
+    if not isinstance(value, (torch.Tensor, np.ndarray)):
+        raise CodecError("a record holds permuted dimensions of what has none")
+    return value.permute(order) if isinstance(value, torch.Tensor) else value.transpose(order)
 
 
 @lru_cache(_REMEMBERED)

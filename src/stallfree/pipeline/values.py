@@ -1,14 +1,18 @@
-"""Copies of samples, which are nested containers of tensors and arrays, and the plain bytes of a tensor."""
+"""Copies of samples, which are nested containers of tensors and arrays, their pickles, and a tensor's plain bytes."""
 
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stallfree.pipeline.images import is_image
+from stallfree.pipeline.structure import CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8, aligned_tensor
 
 _UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
 
@@ -28,7 +32,7 @@ def private(value: Any) -> Any:
     if kind is dict:
         return {key: private(item) for key, item in value.items()}
     if kind is torch.Tensor:  # deepcopy would copy the whole storage of a view
-        return _cloned(value).requires_grad_(value.requires_grad)
+        return _cloned(value).requires_grad_(value.requires_grad) if value.is_leaf else value.clone()
     if is_image(value):
         return value.copy()
     try:
@@ -64,6 +68,75 @@ def as_cached(value: Any) -> Any:
     if kind is dict:
         return {key: as_cached(item) for key, item in value.items()}
     return value
+
+
+# --- pickles ---------------------------------------------------------------------------------------------------------
+
+
+def pickled(value: Any) -> bytes:
+    """Return `value` as a pickle, for `pickle.loads`. Equal values of this process have equal pickles.
+
+    Torch's own pickles of tensors hold their whole storage, cannot be loaded for some dtypes, and cut gradients.
+    Raises `TypeError` for a tensor with a gradient history.
+    """
+    file = io.BytesIO()
+    _Pickler(file, 5).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        return _reduced(value) if isinstance(value, torch.Tensor) else NotImplemented
+
+
+def _reduced(value: Any) -> Any:
+    if value.requires_grad and not value.is_leaf:
+        raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
+    if value.layout is torch.jagged and hasattr(value, "_ragged_idx"):  # torch's pickles of equal ones differ
+        parts = value.detach().values(), value.offsets(), value.lengths(), value._ragged_idx
+        return _unpickled_jagged, (*parts, value.requires_grad)
+    plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
+    if type(value) is not torch.Tensor or not plain or value.dtype not in TORCH_NAMES or vars(value):
+        return NotImplemented
+    array, order = in_order(array_of(value))
+    data = array.reshape(-1).view(U8)
+    return _unpickled, (data, TORCH_NAMES[value.dtype], array.shape, order, value.requires_grad)
+
+
+def _unpickled_jagged(values: Any, offsets: Any, lengths: Any, ragged: int, requires_grad: bool) -> torch.Tensor:
+    found = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, ragged)
+    return found.requires_grad_(requires_grad)
+
+
+def _unpickled(
+    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], order: tuple[int, ...], requires_grad: bool
+) -> torch.Tensor:
+    wanted = TORCH_DTYPES[dtype]
+    carrier = str(CARRIERS.get(wanted, wanted)).removeprefix("torch.")
+    tensor = aligned_tensor(data.view(carrier).reshape(shape)).view(wanted)
+    return (tensor.permute(order) if order else tensor).requires_grad_(requires_grad)
+
+
+def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """The memory of a plain tensor as an array, of the dtype that carries it if NumPy lacks its own."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return tensor.view(CARRIERS[tensor.dtype]).numpy() if tensor.dtype in CARRIERS else tensor.numpy()
+
+
+def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+    """Return the array with its dimensions in the order of memory, and the permutation that restores them.
+
+    If it is contiguous, and if no order makes it so, that is the array as a contiguous one, and `()`.
+    """
+    if not array.flags.c_contiguous:
+        order = sorted(range(array.ndim), key=lambda dim: (-array.strides[dim], -array.shape[dim]))
+        permuted = array.transpose(order)
+        if permuted.flags.c_contiguous:
+            return permuted, tuple(sorted(range(array.ndim), key=order.__getitem__))
+    return np.ascontiguousarray(array).reshape(array.shape), ()
+
+
+# --- bytes of tensors ------------------------------------------------------------------------------------------------
 
 
 def plain_bytes(tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:

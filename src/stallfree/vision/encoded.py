@@ -9,7 +9,6 @@ random number is drawn on the device, or in a thread of the training process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -77,7 +76,7 @@ class EncodedPictures(NamedTuple):
         tasks = [Task(*row) for row in self.tasks.tolist()]
         if len({task[5:] for task in tasks}) > 1:
             raise InputError("the pictures of a batch have several sizes or layouts: give all steps of it the same")
-        parts = [self.data[start:end] for start, end in pairwise(self.offsets.tolist())]
+        parts = self.data.split(self.offsets.diff().tolist())
         shape = 1, 3, tasks[0].rows, tasks[0].columns
         encoded = [at for at, task in enumerate(tasks) if task.height]
         finished = [at for at, task in enumerate(tasks) if not task.height]
@@ -154,7 +153,9 @@ def _decoded(pictures: list[torch.Tensor], device: torch.device) -> list[torch.T
     if device.type != "cuda" or not pictures:
         return [_decoded_here(picture, at, device) for at, picture in enumerate(pictures)]
     # torchvision decodes in its own stream, into memory that the current stream may still read from the last batch.
-    torch.cuda.current_stream(device).synchronize()
+    event = torch.cuda.Event(blocking=True)
+    event.record(torch.cuda.current_stream(device))
+    event.synchronize()
     try:
         return _nvjpeg(pictures, device)
     except RuntimeError:  # it names no picture
@@ -205,10 +206,13 @@ def _resized(pictures: list[torch.Tensor], tasks: list[Task]) -> torch.Tensor:
     _, _, heights, widths, mirrors, *_ = torch.tensor(tasks, device=device).unbind(1)
     high, wide = max(task.height for task in tasks), max(task.width for task in tasks)
     padded = torch.zeros((len(tasks), 3, high, wide), dtype=exact, device=device)
+    strides, size = (high * wide, wide, 1), 3 * high * wide
     targets, crops = [], []
     for at, (picture, (top, left, height, width, *_)) in enumerate(zip(pictures, tasks, strict=True)):
-        targets.append(padded[at, :, :height, :width])
-        crops.append(picture[:, top : top + height, left : left + width])
+        shape, (plane, row, column) = (3, height, width), picture.stride()
+        start = picture.storage_offset() + top * row + left * column
+        targets.append(padded.as_strided(shape, strides, at * size))  # one call each, in place of several for slices
+        crops.append(picture.as_strided(shape, (plane, row, column), start))
     torch._foreach_copy_(targets, crops)
     down = _weights(heights, torch.zeros_like(mirrors), tasks[0].rows, high).to(exact)
     across = _weights(widths, mirrors, tasks[0].columns, wide).to(exact)

@@ -120,6 +120,7 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
         found = Found(at, "there is no sample to try it on", certain=False)
     else:
         found = call_in_child(lambda: _trial(steps[:count], probe), "the trial of the transform")
+    warn_of_doubt(steps, found)
     return divide(steps, found)
 
 
@@ -151,10 +152,7 @@ def _trial(steps: Sequence[Transform], probe: Any) -> Found | None:
 
 
 def divide(steps: Sequence[Transform], found: Found | None) -> Split:
-    """Return the split of `steps`, of which `found` is the first random one that no mark or library declares.
-
-    Warns of a step that is only doubtful.
-    """
+    """Return the split of `steps`, of which `found` is the first random one that no mark or library declares."""
     count = declared(steps) if found is None else found.at
     verdicts: list[Verdict] = []
     parts: list[Transform] = []
@@ -176,17 +174,23 @@ def divide(steps: Sequence[Transform], found: Found | None) -> Split:
 
 def _sign_of(step: Transform, found: Found) -> tuple[bool, str]:
     """Return the verdict on the step that `found` is about."""
-    if found.certain:
-        if known(step) is None:
-            return True, "probe"
-        note_drew(step)  # its library declares it deterministic
-        return True, "seen"
+    if not found.certain:
+        return True, "undecided"
+    if known(step) is None:
+        return True, "probe"
+    note_drew(step)  # its library declares it deterministic
+    return True, "seen"
+
+
+def warn_of_doubt(steps: Sequence[Transform], found: Found | None) -> None:
+    """Warn of the step that `found` is about if it is not certain that it is random."""
+    if found is None or found.certain:
+        return
     warnings.warn(
-        f"cannot tell whether the transform {describe_step(step)} gives the same output for the same input: "
+        f"cannot tell whether the transform {describe_step(steps[found.at])} gives the same output for the same input: "
         f"{found.why}. It counts as random, so it and all steps after it run again in each epoch. If it is "
         "deterministic, mark it with stallfree.mark_deterministic(transform), otherwise with "
         "stallfree.mark_random(transform)",
         StallfreeWarning,
         stacklevel=users_level(),
     )
-    return True, "undecided"

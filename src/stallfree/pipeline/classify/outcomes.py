@@ -21,7 +21,7 @@ from stallfree.pipeline.compose import Transform, as_call
 from stallfree.pipeline.generators import Handle
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.randomness import sample_seed
-from stallfree.pipeline.same import same
+from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.values import private
 
 SOURCE = -1

@@ -15,7 +15,7 @@ from stallfree.pipeline.generators import Handle, find_generators, global_genera
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.protocol import sample_error
 from stallfree.pipeline.randomness import sample_seed
-from stallfree.pipeline.same import same
+from stallfree.pipeline.classify.same import same
 from stallfree.sources.cutting.bare import BareSource
 from stallfree.sources.cutting.recorded import Plan
 from stallfree.sources.detach import with_values

@@ -37,9 +37,10 @@ def _same(a: Any, b: Any) -> bool | None:
         return _all((_same_tensor(a, b), _same(vars(a), vars(b))))
     if isinstance(a, (np.ndarray, np.generic)):
         return _same_array(np.asarray(a), np.asarray(b))
-    if isinstance(a, float):
-        return a == b or (a != a and b != b)
-    if isinstance(a, (str, bytes, bytearray, int, complex, enum.Enum, set, frozenset, range, torch.dtype)):
+    if isinstance(a, (float, complex)):
+        kind = float if isinstance(a, float) else complex
+        return kind.__repr__(a) == kind.__repr__(b)  # 0.0 and -0.0 are equal, NaN is not equal to itself
+    if isinstance(a, (str, bytes, bytearray, int, enum.Enum, set, frozenset, range, torch.dtype)):
         return bool(a == b)
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and _all(_same(a[key], b[key]) for key in a)

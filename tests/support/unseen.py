@@ -1,0 +1,36 @@
+"""What the first look at a data set does not show: the samples that it does not make, and draws without a name.
+
+The draws are from the global generators, through a library whose names do not say so.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from stallfree.datasets.dataset_probe import LOOKS
+from stallfree.pipeline.classify.outcomes import spread
+
+sys.path.append(str(Path(__file__).with_name("site-packages")))
+import spiced
+
+
+def unseen_ids(count: int) -> list[int]:
+    """The ids in a data set of `count` samples that the first look does not make."""
+    return sorted({*range(count)} - {*spread(count, LOOKS)})
+
+
+def fraction() -> float:
+    """A number below 1, of Python's generator."""
+    return spiced.Taste().amount()
+
+
+def integer(below: int) -> int:
+    """A number of NumPy's generator."""
+    return spiced.Taste().grain(below)
+
+
+def own_fractions(seed: int) -> Callable[[], float]:
+    """Numbers of a generator that is made here."""
+    return spiced.Taste(seed).amount
