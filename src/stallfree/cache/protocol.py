@@ -32,9 +32,9 @@ class Reading(Protocol):
         ```python
         with ThreadPoolExecutor() as pool, sf.CachedDataset(dataset, capacity="8MiB") as cached:
             missing = []
-            reading = cached.cache.begin_read(np.array([0, 1]), lambda: pool, missing.extend)
+            reading = cached.cache.begin_read(np.array([0, 5]), lambda: pool, missing.extend)
             samples = reading.result()
-            assert samples[1] is sf.cache.MISS and missing == [1]
+            assert samples[1] is sf.cache.MISS and missing == [5]
         ```
     """
 
@@ -79,9 +79,9 @@ class Cache(Protocol):
         ```python
         with sf.CachedDataset(dataset, capacity="8MiB") as cached:
             cache = cached.cache
-            cache.put_many([3], [(image, 7)])
-            [(same, label)] = cache.get_many([3])
-            assert label == 7 and cache.resident([3, 4]).tolist() == [True, False]
+            cache.put_many([5], [(image, 7)])
+            [(same, label)] = cache.get_many([5])
+            assert label == 7 and cache.resident([5, 6]).tolist() == [True, False]
         ```
     """
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stallfree.errors import WaitError, WorkerError
+from stallfree.errors import WorkerError, look_timeout
 from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
 from stallfree.platform import begin_child, how_it_ended, interrupts_later, shares_memory
 
@@ -113,7 +113,9 @@ def _receive(reading: int, pid: int, what: str, deadline: float) -> tuple[bool, 
     ended, chunk = False, b""
     while len(data) < size or returned is None:
         if time.monotonic() > deadline:
-            raise WaitError(f"{what} took too long in its process, and was ended: does it wait for a lock or a thread?")
+            raise look_timeout(
+                f"{what} took too long in its process, and was ended: does it wait for a lock or a thread?"
+            )
         if select.select([reading], [], [], 0 if ended else _CHECK_SECONDS)[0]:
             chunk = os.read(reading, 1 << 20)
             ended = not chunk
