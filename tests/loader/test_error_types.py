@@ -1,246 +1,94 @@
-"""What a data set raises is caught by its own type and as a `SampleError`, whichever way the sample came."""
+"""Errors are of the types that torch's loader raises in the same place."""
 
 from __future__ import annotations
 
-import os
-import pickle
+import time
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._utils import ExceptionWrapper
+import torch.utils.data as tud
 
 import stallfree as sf
-from loader_data import Made
-from stallfree.error_types import also_of_type
-from stallfree.pipeline.protocol import sample_error
 
-BAD = 5
+NUMBERS = list(range(8))
 
 
-class Missing(FileNotFoundError):
-    """Takes other arguments than an exception does, and holds more."""
+class Data:
+    """A data set whose sample 5 is made by `make`."""
 
-    def __init__(self, folder: str, name: str, *, tries: int) -> None:
-        super().__init__(2, "no such volume", f"{folder}/{name}")
-        self.tries = tries
+    def __init__(self, make: Callable[[int], Any]) -> None:
+        self.make = make
 
+    def __len__(self) -> int:
+        return 8
 
-class Slotted(ValueError):
-    __slots__ = ("line",)
+    def __getitem__(self, id: int) -> Any:
+        return self.make(id) if id == 5 else id
 
-    def __init__(self, line: int) -> None:
-        super().__init__(f"line {line}")
-        self.line = line
 
+class Stream(tud.IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(NUMBERS)
 
-class Wants(RuntimeError):
-    """Cannot be made without an argument."""
 
-    def __new__(cls, needed: int) -> Wants:
-        return super().__new__(cls, needed)
+class Own(Exception):
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(one, two)
 
 
-class Meta(type):
-    pass
+def raising(error: BaseException) -> Callable[..., Any]:
+    def function(*_: Any) -> Any:
+        raise error
 
+    return function
 
-class OfMeta(LookupError, metaclass=Meta):
-    """No class can be derived from this one and one of another metaclass."""
 
+def faulty_sampler() -> Iterator[int]:
+    yield 0
+    raise KeyError("of the sampler")
 
-class ReadOnly(ArithmeticError):
-    @property
-    def id(self) -> str:
-        return "mine"
 
+def sleeps(_: int) -> None:
+    time.sleep(2)
 
-def no_file(id: int) -> None:
-    Path("/no/such/file").read_bytes()
 
+ERRORS = [ValueError("x"), KeyError("x"), FileNotFoundError(2, "x", "file"), Own(1, 2), MemoryError(), IndexError("x")]
 
-def no_key(id: int) -> None:
-    {}["left label"]
+CASES: dict[str, tuple[Any, dict[str, Any]]] = {
+    "batch_size": (NUMBERS, {"batch_size": 0}),
+    "num_workers": (NUMBERS, {"num_workers": -1}),
+    "timeout": (NUMBERS, {"timeout": -1}),
+    "prefetch_factor": (NUMBERS, {"num_workers": 1, "prefetch_factor": -1}),
+    "persistent_workers": (NUMBERS, {"persistent_workers": True}),
+    "sampler and shuffle": (NUMBERS, {"shuffle": True, "sampler": NUMBERS}),
+    "batch_sampler and batch_size": (NUMBERS, {"batch_size": 2, "batch_sampler": [[0]]}),
+    "drop_last of single samples": (NUMBERS, {"batch_size": None, "drop_last": True}),
+    "a shuffled stream": (Stream(), {"shuffle": True}),
+    "a stream with a sampler": (Stream(), {"sampler": NUMBERS}),
+    "context": (NUMBERS, {"num_workers": 1, "multiprocessing_context": "thread"}),
+    "no samples to shuffle": ([], {"shuffle": True}),
+    "an id out of range": (NUMBERS, {"sampler": [99]}),
+    "a sampler that raises": (NUMBERS, {"sampler": faulty_sampler()}),
+    "samples of different shapes": ([torch.zeros(2), torch.zeros(3)], {"batch_size": 2}),
+    "a sample that is None": (Data(raising(TypeError("x"))), {}),
+    **{f"sample: {error!r}": (Data(raising(error)), {"batch_size": 2}) for error in ERRORS},
+    **{f"collate_fn: {error!r}": (NUMBERS, {"collate_fn": raising(error)}) for error in ERRORS},
+    "a wait": (Data(sleeps), {"batch_size": 2, "num_workers": 1, "timeout": 0.2}),
+}
 
 
-def no_text(id: int) -> None:
-    b"\xff".decode()
+def raised(kind: Any, dataset: Any, options: dict[str, Any]) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011
+        list(kind(dataset, **options))
+    return caught.value
 
 
-def no_item(id: int) -> None:
-    [][id]
-
-
-def no_volume(id: int) -> None:
-    raise Missing("/data", "a", tries=3)
-
-
-def local(id: int) -> None:
-    class Hidden(LookupError):
-        pass
-
-    raise Hidden("seen")
-
-
-def raising(kind: type[BaseException], *arguments: Any) -> Callable[[int], None]:
-    def fail(id: int) -> None:
-        raise kind(*arguments)
-
-    return fail
-
-
-class Failing:
-    """Sample 5 fails."""
-
-    def __init__(self, fail: Callable[[int], Any]) -> None:
-        self.fail = fail
-
-    def __call__(self, id: int) -> torch.Tensor:
-        if id == BAD:
-            self.fail(id)
-        return torch.tensor(id)
-
-
-def made_of(fail: Callable[[int], Any]) -> sf.SampleError:
-    try:
-        fail(BAD)
-    except Exception as error:
-        return sample_error(error, None, BAD, "fetching")
-    raise AssertionError
-
-
-def carried(error: Any) -> Any:
-    return pickle.loads(pickle.dumps(error))
-
-
-@pytest.mark.parametrize("way", [lambda error: error, carried], ids=["here", "pickled"])
-@pytest.mark.parametrize(
-    ("fail", "kind", "text", "fields"),
-    [
-        (no_file, FileNotFoundError, "No such file", {"errno": 2, "filename": "/no/such/file"}),
-        (no_key, KeyError, "KeyError: 'left label'", {}),
-        (no_text, UnicodeDecodeError, "can't decode", {"start": 0, "reason": "invalid start byte"}),
-        (no_item, IndexError, "out of range", {}),
-        (no_volume, Missing, "no such volume", {"errno": 2, "filename": "/data/a", "tries": 3}),
-        (raising(Slotted, 4), Slotted, "line 4", {"line": 4}),
-        (raising(sf.StorageError, "full"), sf.StorageError, "full", {}),
-        (raising(sf.InputError, "bad"), sf.InputError, "bad", {}),
-        (raising(Wants, 3), RuntimeError, "Wants: 3", {}),
-        (raising(OfMeta, "x"), LookupError, "OfMeta: x", {}),
-        (raising(ReadOnly, "x"), ArithmeticError, "ReadOnly: x", {}),
-        (raising(StopIteration, "end"), sf.SampleError, "end", {}),
-        (raising(StopAsyncIteration), sf.SampleError, "StopAsyncIteration", {}),
-        (raising(Exception, "plain"), sf.SampleError, "plain", {}),
-    ],
-)  # fmt: skip
-def test_both_types(way: Any, fail: Any, kind: type, text: str, fields: dict[str, Any]) -> None:
-    error = way(made_of(fail))
-    assert isinstance(error, sf.SampleError)
-    assert isinstance(error, kind)
-    assert not isinstance(error, (StopIteration, StopAsyncIteration))  # which would end a loop as if all were well
-    assert str(error).startswith("fetching sample 5 failed: ")
-    assert text in str(error)
-    assert (error.id, error.where) == (BAD, "")
-    assert {name: getattr(error, name) for name in fields} == fields
-    assert type(error).__name__ == "SampleError"
-
-
-def test_a_type_that_no_other_process_finds() -> None:
-    assert type(made_of(local)).__mro__[3].__name__ == "Hidden"
-    error = carried(made_of(local))
-    assert isinstance(error, LookupError)
-    assert "Hidden: seen" in str(error)
-
-
-def test_one_class_for_each_type() -> None:
-    assert type(made_of(no_file)) is type(made_of(no_file)) is carried(type(made_of(no_file)))
-
-
-def test_an_object_in_an_error_is_not_sent() -> None:
-    """What lacked an attribute may be the whole data set."""
-    error = made_of(lambda id: test_both_types.missing)  # type: ignore[attr-defined]
-    assert error.obj is test_both_types  # type: ignore[attr-defined]
-    assert carried(error).name == "missing"
-    assert carried(error).obj is None
-
-
-def test_an_attribute_that_cannot_be_sent_is_left_out() -> None:
-    problem = ValueError("x")
-    problem.lock, problem.line = open(os.devnull), 3  # type: ignore[attr-defined]  # noqa: SIM115
-    error = carried(also_of_type(sf.SampleError("x", id=1), problem))
-    assert (error.line, hasattr(error, "lock")) == (3, False)
-    problem.lock.close()  # type: ignore[attr-defined]
-
-
-def cached(data: Any) -> sf.CachedDataset:
-    return sf.CachedDataset(data, capacity="1MiB")
-
-
-def windowed(data: Any) -> sf.SmartCacheDataset:
-    return sf.SmartCacheDataset(data, cache_num=8, replace_rate=0)
-
-
-@pytest.mark.parametrize("fail", [no_item, raising(StopIteration)])
-@pytest.mark.parametrize("form", [None, cached, windowed], ids=["plain", "cached", "windowed"])
-def test_loops(form: Any, fail: Any) -> None:
-    """In this process: of our loader, of torch's, and over the data set itself."""
-    kind = IndexError if fail is no_item else sf.SampleError
-    data: Any = Made(8, Failing(fail))
-    with form(data) if form else sf.DataLoader(data) as made:
-        loops = [sf.DataLoader(made), torch.utils.data.DataLoader(made), made] if form else [made]
-        for loop in loops:
-            with pytest.raises(kind, match="fetching sample 5") as caught:
-                list(loop)
-            assert isinstance(caught.value, sf.SampleError)
-            assert caught.value.id == BAD
-            assert type(caught.value.__cause__) is (kind if kind is not sf.SampleError else StopIteration)
-
-
-def test_a_worker() -> None:
-    with pytest.raises(Missing, match="fetching sample 5") as caught:
-        list(sf.DataLoader(Made(8, Failing(no_volume)), num_workers=1))
-    assert isinstance(caught.value, sf.SampleError)
-    assert caught.value.errno == 2
-
-
-@pytest.mark.parametrize("fail", [no_file, no_volume, no_key, no_item, local])
-def test_a_worker_of_torch(fail: Any) -> None:
-    """It sends the type and a text, of which the loader there makes the error."""
-    error = made_of(fail)
-    sent = ForkingPickler.dumps(ExceptionWrapper((type(error), error, None), "in a worker"))
-    kind = LookupError if fail is local else type(error).__mro__[3]
-    with pytest.raises(kind, match="fetching sample 5") as caught:
-        pickle.loads(sent).reraise()
-    assert isinstance(caught.value, sf.SampleError)
-    assert caught.value.id == -1
-
-
-def test_a_group() -> None:
-    with sf.SharedLoader(Made(8, Failing(no_volume)), group="types") as loader:
-        with pytest.raises(Missing, match="fetching sample 5") as caught:
-            list(loader)
-        assert isinstance(caught.value, sf.SampleError)
-        assert (caught.value.id, caught.value.errno, caught.value.tries) == (BAD, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "form"), [(KeyboardInterrupt, None), (SystemExit, cached), (KeyboardInterrupt, windowed)]
-)
-def test_what_is_to_end_the_program_does(form: Any, kind: type[BaseException]) -> None:
-    data: Any = Made(8, Failing(raising(kind)))
-    with form(data) if form else sf.DataLoader(data) as made, pytest.raises(kind) as caught:
-        list(sf.DataLoader(made) if form else made)
-    assert type(caught.value) is kind
-
-
-def rows(loader: Any) -> Iterator[int]:
-    for batch in loader:
-        yield from batch.tolist()
-
-
-def test_a_generator_around_the_loop_does_not_end_in_silence() -> None:
-    with pytest.raises(sf.SampleError):
-        list(rows(sf.DataLoader(Made(8, Failing(raising(StopIteration))))))
+@pytest.mark.parametrize("case", CASES)
+def test_the_type_is_that_of_torchs_loader(case: str) -> None:
+    dataset, options = CASES[case]
+    theirs = raised(tud.DataLoader, dataset, options)
+    if case == "a sampler that raises":
+        options = {"sampler": faulty_sampler()}
+    assert isinstance(raised(sf.DataLoader, dataset, options), type(theirs))
