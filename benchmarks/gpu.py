@@ -33,7 +33,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "training": ([*PREP, "training"], 180),
     "placement": ([*PREP, "placement"], 90),
     "copies": ([*PREP, "copies"], 80),
-    "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage"], 40),
+    "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage or pinned or ones_own or process"], 60),
     "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 130),
     "tests_everyday": ([*TESTS, "tests/device/test_everyday_gpu.py", "tests/sampling/test_importance_losses.py"], 150),
 }
