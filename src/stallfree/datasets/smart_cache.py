@@ -88,6 +88,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         multiprocessing_context: how the fill processes start; Python's default if None.
 
     Attributes:
+        dataset: the data set, as given.
         cache: the `SampleCache`.
         cache_num: N.
         replace_num: samples replaced per epoch, if they are ready: ceil(N * replace_rate), or as many as are outside of
@@ -129,6 +130,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         need_linux("SmartCacheDataset", "use CachedDataset")
         _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
+        self.dataset = data
         self.source: Source = as_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.on_error, self.full_epoch = on_error, full_epoch
