@@ -26,7 +26,7 @@ from stallfree.pipeline.generators import (
     handle_of,
     preserved,
 )
-from stallfree.pipeline.values import plain_bytes
+from stallfree.pipeline.values import plain_bytes, private
 
 T = TypeVar("T")
 
@@ -57,7 +57,7 @@ def try_step(step: Transform, value: Any) -> Trial:
     trial = _copy_of(step)
 
     def call() -> Any:
-        return _copy_of(as_call(trial)(copy.deepcopy(value)))  # the result may be a buffer of the step
+        return _copy_of(as_call(trial)(private(value)))  # the result may be a buffer of the step
 
     try:
         found = try_calls(trial, (call, call), code.read)
@@ -107,7 +107,7 @@ def run_step(step: Transform, value: Any) -> Any:
     """Return `step(value)`; step, value and generators are left unchanged. Raises the exceptions of the step."""
     trial = _copy_of(step)
     with preserved(all_generators(trial)):
-        return as_call(trial)(copy.deepcopy(value))
+        return as_call(trial)(private(value))
 
 
 def all_generators(step: object) -> list[Handle]:
