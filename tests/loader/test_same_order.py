@@ -21,7 +21,7 @@ DATA: Any = range(8)
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 1 of 4."""
-    for variable, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4")):
+    for variable, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("MASTER_PORT", "4716")):
         monkeypatch.setenv(variable, value)
 
 

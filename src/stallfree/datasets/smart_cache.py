@@ -298,8 +298,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         ranks = local_ranks()
         if ranks.count > 1 and self._alone:
             raise ranks_conflict(
-                "each rank has a window of its own, because the data set was made before the process group: make it "
-                "after init_process_group(), or give name=, the same in all ranks"
+                "each rank has a window of its own, because no job was known when the data set was made: make it after "
+                "init_process_group(), or give name=, the same in all ranks"
             )
         if ranks.hosts > 1 and self._part == (0, 1):
             raise ranks_conflict(
