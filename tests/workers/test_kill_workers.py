@@ -159,9 +159,8 @@ def test_a_sample_that_kills_two_workers_and_spares_the_third(tmp_path: Path) ->
 def test_workers_that_cannot_even_start() -> None:
     """What a worker cannot unpickle kills it before it has done anything: an error, not an endless row of workers."""
     with sf.DataLoader(Made(4, Unloadable()), num_workers=1, multiprocessing_context="forkserver") as loader:
-        with pytest.raises(sf.WorkerError, match="batch 0"):
+        with pytest.raises(sf.WorkerError, match="If its output shows another error, correct that"):
             next(iter(loader))
-        assert loader.stats().workers_replaced >= 3
 
 
 class Unloadable:
