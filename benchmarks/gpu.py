@@ -7,6 +7,7 @@ folder with what it lacks: wheels, shared libraries (libjpeg.so.62), `flower-pho
 
     python benchmarks/gpu.py out --carried .bench/gpu          about 6 minutes
     python benchmarks/gpu.py out --quick --device cpu          on any machine: shows that all parts run
+    python benchmarks/gpu.py out --page                        the figures in OUT as results and pages
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "training": ([*PREP, "training"], 180),
     "placement": ([*PREP, "placement"], 90),
     "copies": ([*PREP, "copies"], 80),
-    "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage"], 40),
+    "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage or pinned or ones_own or process"], 60),
     "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 130),
     "tests_everyday": ([*TESTS, "tests/device/test_everyday_gpu.py", "tests/sampling/test_importance_losses.py"], 150),
 }
@@ -51,7 +52,14 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few pictures and short measurements")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=540, help="longest time of all parts together")
+    parser.add_argument("--page", action="store_true", help="measure nothing, write the results and the page")
     given = parser.parse_args()
+    if given.page:
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.gpu_prep import write_page
+
+        write_page(given.out)
+        return 0
     given.out.mkdir(parents=True, exist_ok=True)
     SCRATCH.mkdir(parents=True, exist_ok=True)
     environment = prepare(given.carried)

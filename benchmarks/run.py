@@ -68,7 +68,7 @@ NAMES = (
 )
 
 
-NAMED = ("device_gpu", "gpu_photos", "cores", "soak")
+NAMED = ("device_gpu", "gpu_photos", "gpu_prep", "cores", "soak")
 """Those that run only when they are named: on a GPU and many cores (see gpu.py), and for an hour."""
 
 

@@ -34,6 +34,8 @@ def test_every_error_is_a_stallfree_error() -> None:
         ("StorageError", OSError),
         ("CodecError", TypeError),
         ("WaitError", TimeoutError),
+        ("WaitError", RuntimeError),
+        ("WorkerError", RuntimeError),
         ("MissingExtraError", ImportError),
         ("MissingServerError", OSError),
         ("ProducerError", Exception),

@@ -27,6 +27,7 @@ from torch.utils.data import default_collate
 
 import stallfree as sf
 from benchmarks.contenders.gpu_photos import SIDE, Trainer
+from benchmarks.harness import machine
 from stallfree.vision import native
 
 Json = dict[str, Any]
@@ -44,7 +45,7 @@ class Part:
         self.paths = sorted(given.photos.glob("*/*.jpg"))[: 64 if given.quick else None]
         self.batch = 8 if given.quick else BATCH
         self.found: Json = {"device": torch.cuda.get_device_name() if self.on_gpu else "cpu"}
-        self.found |= {"torch": torch.__version__, "native": native.library() is not None}
+        self.found |= {"torch": torch.__version__, "native": native.library() is not None, "machine": machine()}
 
     @property
     def on_gpu(self) -> bool:

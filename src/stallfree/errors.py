@@ -9,7 +9,7 @@ StallfreeError
 ├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`. It is also of the
 │                                      type that the data set raised, such as FileNotFoundError
 ├── WorkerError                        worker processes died on the same batch; `.ids`
-├── WaitError (TimeoutError)           a wait reached its limit; the message says for what
+├── WaitError (TimeoutError)           a wait reached its limit; the message says for what. Also a RuntimeError
 ├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
 ├── PlatformError (NotImplementedError) this operating system lacks what is needed; the message says what to use
 ├── ProducerError                      the loading process of a `ProcessPrefetcher` ended
@@ -196,10 +196,10 @@ class WorkerError(StallfreeError, RuntimeError):
         self.ids = list(ids)
 
 
-class WaitError(StallfreeError, TimeoutError):
+class WaitError(StallfreeError, TimeoutError, RuntimeError):
     """A wait reached its limit.
 
-    The message says what was waited for and how long.
+    The message says what was waited for and how long. It is also a `RuntimeError`, as in torch's loader.
 
     Example:
         ```python

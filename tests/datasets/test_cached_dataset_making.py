@@ -345,6 +345,46 @@ def test_random_steps_of_a_source_within_a_plain_wrapper_are_found() -> None:
         sf.CachedDataset(ConcatDataset([Numbers(4), Plain(4), Numbers(4, [with_draws])]), capacity="1MiB")
 
 
+class Noisy(Own):
+    """Draws for none of the samples that are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda id: id)
+
+    def __getitem__(self, id: int) -> Any:
+        return id + (np.random.rand() if id > 10 else 0)
+
+
+class Quiet(Noisy):
+    def __getitem__(self, id: int) -> Any:
+        return self.sample(id)
+
+
+class Further(Noisy):
+    def __getitem__(self, id: int) -> Any:
+        return super().__getitem__(id)
+
+
+def test_a_method_counts_unless_a_subclass_overrides_it() -> None:
+    with sf.CachedDataset(Quiet(), capacity="1MiB") as data:
+        assert list(data) == list(range(4))
+    for dataset in (Noisy(), Further()):
+        with pytest.raises(sf.InputError, match=r"may give random samples: its code names .*Noisy.__getitem__"):
+            sf.CachedDataset(dataset, capacity="1MiB")
+
+
+@pytest.mark.parametrize("record", [with_draws, shifted_in_place])
+def test_a_source_whose_fetch_draws_is_refused(record: Any) -> None:
+    class Drawing(Numbers):
+        def _record(self, id: int) -> Any:
+            return record(super()._record(id))
+
+    with pytest.raises(sf.InputError, match="Drawing gives random samples: it drew random numbers at sample 0"):
+        sf.CachedDataset(Drawing(), capacity="1MiB")
+    with sf.CachedDataset(sf.mark_deterministic(Drawing()), capacity="1MiB") as data:
+        assert same(data[3], data[3])
+
+
 def test_a_large_plain_data_set_is_not_copied() -> None:
     class Once(TensorDataset):
         def __deepcopy__(self, memo: Any) -> Any:

@@ -112,3 +112,120 @@ def test_a_sample_that_contains_itself() -> None:
     sample.append(sample)
     with sf.DataLoader([sample, sample], batch_size=2, collate_fn=len) as loader:
         assert list(loader) == [2]
+
+
+# -- `__getitems__` that returns a batch, which torch's loader gives to `collate_fn` as it is -------------------------
+
+
+class Columns(torch.utils.data.Dataset[Any]):
+    """Tables, from which it is quickest to take all columns of a batch at once."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return {"x": torch.tensor(ids), "y": [str(id) for id in ids]}
+
+
+class Rows(Columns):
+    def __getitem__(self, id: int) -> Any:
+        return {"x": id, "y": str(id)}
+
+
+class Tensors(Columns):
+    def __getitems__(self, ids: list[int]) -> Any:
+        return torch.tensor(ids)[:, None] * torch.ones(3)
+
+
+class Pairs(Columns):
+    """As many columns as samples in some batches."""
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return torch.tensor(ids), torch.tensor(ids) * 10
+
+
+class Views(Rows):
+    """Two views of each sample."""
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return [id + view / 10 for id in ids for view in range(2)]
+
+
+class Table:
+    def __init__(self, ids: list[int]) -> None:
+        self.ids = ids
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Table) and other.ids == self.ids
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return f"Table({self.ids})"
+
+
+class Tables(Columns):
+    def __getitems__(self, ids: list[int]) -> Any:
+        return Table(ids)
+
+
+class Nothing(Columns):
+    def __getitems__(self, ids: list[int]) -> Any:
+        return None
+
+
+def unchanged(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", [Columns, Rows, Tensors, Pairs, Views, Tables, Nothing])
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_batch_that_is_no_list_of_samples(kind: Any, size: int, workers: int) -> None:
+    for data in (kind(), torch.utils.data.Subset(kind(), [5, 4, 3, 2, 1, 0])):
+        found = []
+        for loader in (torch.utils.data.DataLoader, sf.DataLoader):
+            made = loader(data, size, collate_fn=unchanged, num_workers=workers)
+            found.append([repr(list(made)) for _ in range(2)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_list_of_another_length_is_collated(workers: int) -> None:
+    loaders = (torch.utils.data.DataLoader, sf.DataLoader)
+    found = [repr(list(loader(Views(), 4, num_workers=workers))) for loader in loaders]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_single_samples_are_not_asked_for_as_batches(workers: int) -> None:
+    found = []
+    for loader in (torch.utils.data.DataLoader, sf.DataLoader):
+        found.append(repr(list(loader(Rows(), batch_size=None, num_workers=workers))))
+    assert found[0] == found[1]
+
+
+class Noisy(Columns):
+    def __getitems__(self, ids: list[int]) -> Any:
+        return {"x": torch.tensor(ids), "noise": torch.rand(len(ids))}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_draws_of_such_batches_depend_on_the_seed(workers: int) -> None:
+    def epochs(seed: int) -> list[Any]:
+        with sf.DataLoader(Noisy(), 4, seed=seed, collate_fn=unchanged, num_workers=workers) as loader:
+            return [[batch["noise"].tolist() for batch in loader] for _ in range(3)]
+
+    first = epochs(1)
+    assert first == epochs(1)
+    noises = [noise for epoch in [*first, *epochs(2)] for batch in epoch for noise in batch]
+    assert len(set(noises)) == len(noises)
+
+
+@pytest.mark.parametrize("kind", [Columns, Tables])
+def test_a_cache_says_that_it_takes_single_samples(kind: Any) -> None:
+    with pytest.raises(sf.StallfreeError, match=r"__getitems__ of .* returned a .*, and not a list"):
+        sf.CachedDataset(kind(), capacity="1MiB")
+    with sf.CachedDataset(Rows(), capacity="1MiB") as cached:
+        assert cached[3] == {"x": 3, "y": "3"}

@@ -1,6 +1,5 @@
 """The scan of names finds every source of randomness that user code names, and little else."""
 
-# ruff: noqa: E501
 from __future__ import annotations
 
 import sys

@@ -149,6 +149,7 @@ def test_no_node_reads_samples_that_are_about_to_be_removed(
 # --- the store ------------------------------------------------------------------------------------------------------
 
 
+@sf.mark_deterministic
 class Counted(torch.utils.data.Dataset):
     """The samples, of one size; writes the id of each reading to a file."""
 

@@ -34,12 +34,12 @@ from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.memory.limits import free_memory, free_space
 from stallfree.datasets import CachedDataset
 from stallfree.datasets.dataset_probe import look
-from stallfree.device.pytree import take_apart
 from stallfree.errors import InputError, StallfreeError, argument_conflict, job_failed, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.ipc.forked import call_in_child
 from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.pytree import take_apart
 from stallfree.platform import cpu_count
 from stallfree.sources.mapped import as_source
 from stallfree.units import parse_room

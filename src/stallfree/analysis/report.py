@@ -408,9 +408,7 @@ def _why(now: Setting) -> str:
     placement = now.placement
     assert placement is not None
     then = placement.cpu_prep if placement.on_device else placement.device_prep
-    return (
-        f"P goes from {now.rates.prep:,.0f} to {then:,.0f}; on the device prep takes {placement.takes:.0%} of G"
-    )
+    return f"P goes from {now.rates.prep:,.0f} to {then:,.0f}; on the device prep takes {placement.takes:.0%} of G"
 
 
 def _offer_caches(offer: Callable[..., None], now: Setting, remedy: Remedy | None, form: str) -> None:

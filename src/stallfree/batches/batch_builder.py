@@ -62,6 +62,7 @@ class BatchBuilder:
     _stacked: Structure | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
+        self.reader.single = self.single
         self._drawing = Randomness(None if self.reader.streams else self.collate, lazy=True)
 
     # -- gathers ------------------------------------------------------------------------------------------------------
@@ -176,7 +177,7 @@ class BatchBuilder:
             samples = self.reader.finish(pending, self.seed, task.draws, skip=self.skip, buffer=buffer)
             if buffer is not None and buffer.whole:
                 return (*destination.written(buffer.size), samples)
-            if not samples.values:
+            if not samples.ids:
                 return EMPTY, 0, None, samples
             try:
                 return (*self._collate(task, samples, destination), samples)
@@ -208,6 +209,8 @@ class BatchBuilder:
             # A data set that is indexed may keep a reference to its sample.
             sample = private(values[0]) if here and self.reader.indexes else values[0]
             value = default_convert(sample)
+        elif samples.whole:
+            value = collate_default(values)
         elif not values:
             raise also_of_type(
                 sampler_output(

@@ -32,6 +32,7 @@ class Samples:
     Attributes:
         ids: ids of the samples, without the skipped ones.
         values: the samples; empty if they are in the batch buffer.
+        whole: whether `values` is a batch of any type, which the data set made.
         hits, misses: number of samples that were in the cache, and that were not.
         storage_bytes: bytes fetched from the source.
         fetch_seconds: seconds spent waiting for fetches.
@@ -47,6 +48,7 @@ class Samples:
     fetch_seconds: float = 0.0
     skipped: list[SampleError] = field(default_factory=list)
     ended: bool = False
+    whole: bool = False
 
     def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:
         """Add the error of sample `id` to `skipped`; without `skip`, raise it as a `SampleError`."""
@@ -58,7 +60,9 @@ class Samples:
     def estimate_bytes(self) -> None:
         """Set `storage_bytes` to the size of the first sample times the number of samples."""
         try:
-            if self.values:
+            if self.whole:
+                self.storage_bytes = payload_bytes(self.values)
+            elif self.values:
                 self.storage_bytes = payload_bytes(self.values[0]) * len(self.values)
         except RecursionError:  # a sample that contains itself
             pass

@@ -16,13 +16,14 @@ from stallfree.sources.mapped import MapSource
 def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
     """Return the samples of a batch; see `Reader.finish`. Their `storage_bytes` are estimated from the first sample.
 
-    Calls `__getitems__` with all ids, as torch's loader does, unless the data set draws random numbers: these are a
-    function of each id.
+    Calls `__getitems__` with all ids, as torch's loader does. If it returns samples that draw random numbers, these are
+    made one by one: then they are a function of each id.
     """
-    source, values = reader.source, None
-    if type(source) is MapSource and reader.randomness.draws is not True and not skip and not reader.rest.transforms:
-        values = _index_all(reader, source, ids, seed, epochs)
-    samples = _index_each(reader, ids, seed, epochs, skip) if values is None else Samples(ids, values)
+    source, samples = reader.source, None
+    if type(source) is MapSource and not skip and not reader.rest.transforms:
+        samples = _index_all(reader, source, ids, seed, epochs)
+    if samples is None:
+        samples = _index_each(reader, ids, seed, epochs, skip)
     samples.misses = len(ids)
     samples.estimate_bytes()
     return samples
@@ -30,12 +31,14 @@ def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Seque
 
 def _index_all(
     reader: SampleAccess, source: MapSource, ids: list[int], seed: int, epochs: Sequence[int]
-) -> list[Any] | None:
-    """Return the samples; None if the data set draws random numbers, or `__getitems__` gives no sample per id."""
+) -> Samples | None:
+    """Return the samples, or the batch that `__getitems__` made of them; None if each is to be made by itself."""
     dataset, randomness = source.dataset, reader.randomness
-    several = getattr(dataset, "__getitems__", None)
+    several = None if reader.single else getattr(dataset, "__getitems__", None)
+    if randomness.draws is True and not reader.whole:
+        return None
     if several is None:
-        return None if randomness.draws is None else _index_plainly(source, ids)
+        return None if randomness.draws is None else Samples(ids, _index_plainly(source, ids))
     randomness.seed(seed, epochs[0], ids[0])
     try:
         found = several(ids)
@@ -46,9 +49,10 @@ def _index_all(
             if isinstance(single, type(error)):  # it names the sample that fails
                 raise
         raise_from(sample_error(error, source, ids[0], "fetching the batch of"), error)
-    if randomness.moved() or not isinstance(found, (list, tuple)) or len(found) != len(ids):
-        return None
-    return list(found)
+    reader.whole = reader.whole or not isinstance(found, list) or len(found) != len(ids)
+    if reader.whole:
+        return Samples(ids, found, whole=True)
+    return None if randomness.moved() else Samples(ids, found)
 
 
 def _index_plainly(source: MapSource, ids: list[int]) -> list[Any]:

@@ -83,6 +83,7 @@ class SampleAccess:
     """
 
     streams = 0
+    single = whole = False  # batches are single samples; `__getitems__` returns batches, and not lists of samples
 
     def __init__(
         self,
@@ -104,7 +105,8 @@ class SampleAccess:
         origin = source if beneath is None else self._dataset
         watched = None if reads else cache  # a cache of the steps' outputs
         self.split = TransformSplit(source, watched, origin, deterministic, rest, share, whole)
-        notices = watched is not None or (cache is None and type(source) is not MapSource)  # which is no copy
+        copied = cache is None and not self.streams and type(source) is not MapSource
+        notices = copied or watched is not None
         self.settings = Settings(source, *deterministic, *rest) if notices else Settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
         self._pool: Executor | None = None

@@ -13,9 +13,9 @@ from torch.utils.data import get_worker_info
 from stallfree.batches.batch_state import Samples
 from stallfree.cache import Cache
 from stallfree.errors import CodecError, StallfreeError
+from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.generators import Handle, find_generators
 from stallfree.pipeline.global_draws import GlobalDraws
-from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.values import as_cached
 
 FULL, UNSTORABLE, FAILED, DREW = 1, 2, 3, 4

@@ -50,7 +50,7 @@ class TransformSplit:
 
     Args:
         source: source of the records.
-        cache: cache of the samples, or None.
+        cache: cache of the outputs of `deterministic`; None if nothing is cached, or the files that samples read.
         origin: object whose random draws count as draws of the fetch: the user's data set, or `source`.
         deterministic: steps applied to a record before it is cached.
         rest: steps applied to a cached value each time it is read.
@@ -88,8 +88,9 @@ class TransformSplit:
         source = Trust.of(self.origin)
         self._trust = [source, *map(Trust.of, self.deterministic)]
         self.fetches_twice = self.origin is not self.source and not source.outputs
-        self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
-        self._watches = not all(known.draws for known in self._trust)
+        caches = self._cache is not None
+        self._compares = caches and (self.fetches_twice or not all(known.outputs for known in self._trust[1:]))
+        self._watches = caches and not all(known.draws for known in self._trust)
 
     @property
     def caches(self) -> bool:

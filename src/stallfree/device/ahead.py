@@ -15,18 +15,19 @@ generators:
 from __future__ import annotations
 
 import atexit
+import contextlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
 from stallfree.device.backend import Cuda, Stream
-from stallfree.device.pytree import Rebuild, prepared_here, take_apart
 from stallfree.device.staging import Place, Sent, Stager, memory_of
 from stallfree.pipeline.global_draws import GlobalDraws
+from stallfree.pipeline.pytree import Rebuild, prepared_here, take_apart
 from stallfree.pipeline.randomness import before_drawing
 
 Transform = Callable[[Any], Any]
@@ -115,7 +116,7 @@ class Copier:
     stager: Stager
     places: list[Place]
     transform: Transform | None
-    _number: int = field(default=0)
+    _number: int = 0
 
     def send(self, batch: Any) -> Item:
         """Submit the copies of a batch to the current stream. It is held until they are done."""
@@ -229,19 +230,16 @@ class LoaderThread:
         self._items.put(Item(end=True))
 
     def _take_all(self, source: Iterator[Any]) -> None:
-        try:
-            with before_drawing(self._let_draw):
-                item = Item()
-                while not item.end:
-                    del item  # or the thread keeps the batch alive while it waits
-                    self._wait_until(self._has_capacity)
-                    if self._copier is not None:
-                        self._copier.drop_copied()
-                    item = self._next(source)
-                    if not item.end:
-                        self._items.put(item)
-        except _Stopped:
-            pass
+        with before_drawing(self._let_draw), contextlib.suppress(_Stopped):
+            while True:
+                self._wait_until(self._has_capacity)
+                if self._copier is not None:
+                    self._copier.drop_copied()
+                item = self._next(source)
+                if item.end:
+                    break
+                self._items.put(item)
+                del item  # or the thread keeps the batch alive while it waits
 
     def _has_capacity(self) -> bool:
         return self._items.all_taken if self._copier is None else self._items.has_capacity(len(self._copier.places))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,7 @@ from stallfree.platform import at_fork
 
 Stream = Any
 Event = Any
+Device: TypeAlias = torch.device | str | int
 
 _PORTABLE = 1  # cudaHostRegisterPortable: pinned for all devices
 
@@ -145,7 +146,7 @@ def _keep_events() -> None:
 at_fork(after_in_child=_keep_events)
 
 
-def parse_device(device: torch.device | str | int) -> torch.device:
+def parse_device(device: Device) -> torch.device:
     """Return `torch.device(device)`. Raises `InputError` if there is no such device type."""
     try:
         return torch.device(device)

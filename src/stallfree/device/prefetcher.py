@@ -11,15 +11,14 @@ from typing import Any, Generic, overload
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from stallfree.device.ahead import Copier, Item, LoaderThread, Snapshot, Transform
-from stallfree.device.backend import Cuda, Stream, find_backend, parse_device
-from stallfree.device.pytree import take_apart
+from stallfree.device.backend import Cuda, Device, Stream, find_backend, parse_device
 from stallfree.device.staging import Place, Stager, send_itself
 from stallfree.errors import InputError, iteration_over, stop_iteration
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import Owner
+from stallfree.pipeline.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
 
 
@@ -62,32 +61,17 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
     @overload
     def __init__(
-        self,
-        loader: Iterable[BatchT_co],
-        device: torch.device | str | int,
-        depth: int = 2,
-        *,
-        transform_on_device: None = None,
+        self, loader: Iterable[BatchT_co], device: Device, depth: int = 2, *, transform_on_device: None = None
     ) -> None: ...
 
     @overload
     def __init__(
-        self,
-        loader: Iterable[T],
-        device: torch.device | str | int,
-        depth: int = 2,
-        *,
-        transform_on_device: Callable[[T], BatchT_co],
+        self, loader: Iterable[T], device: Device, depth: int = 2, *, transform_on_device: Callable[[T], BatchT_co]
     ) -> None: ...
 
     @short_traceback
     def __init__(
-        self,
-        loader: Iterable[Any],
-        device: torch.device | str | int,
-        depth: int = 2,
-        *,
-        transform_on_device: Transform | None = None,
+        self, loader: Iterable[Any], device: Device, depth: int = 2, *, transform_on_device: Transform | None = None
     ) -> None:
         _check(loader, depth, transform_on_device)
         self.loader, self.depth, self.transform_on_device = loader, depth, transform_on_device
@@ -246,7 +230,7 @@ class Pin:
         return finish_and_undo
 
 
-class _Iteration:
+class _Iteration(Iterator[Any]):
     """One pass. Ends its thread when it is exhausted, closed or no longer referenced."""
 
     def __init__(self, prefetcher: DevicePrefetcher[Any], thread: LoaderThread) -> None:
@@ -255,9 +239,6 @@ class _Iteration:
         self._ended = False
         self._taken: Item | None = None  # the last item
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
-
-    def __iter__(self) -> _Iteration:
-        return self
 
     @short_traceback
     def __next__(self) -> Any:

@@ -28,14 +28,12 @@ import torch
 import torch.multiprocessing  # registers how tensors are sent
 from typing_extensions import Self
 
-from stallfree.device.backend import Cuda, Event, Stream, find_backend, parse_device
+from stallfree.device.backend import Cuda, Device, Event, Stream, find_backend, parse_device
 from stallfree.device.prefetcher import DevicePrefetcher
-from stallfree.device.pytree import take_apart
 from stallfree.device.staging import is_plain
 from stallfree.errors import (
     InputError,
     ProducerError,
-    StallfreeError,
     batch_failed,
     batch_timeout,
     device_unknown,
@@ -48,6 +46,7 @@ from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import Owner
 from stallfree.ipc.process import Child, Parent
 from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
+from stallfree.pipeline.pytree import take_apart
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.typevars import BatchT_co
@@ -100,12 +99,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
     """
 
     def __init__(
-        self,
-        make_loader: Callable[[], Iterable[BatchT_co]],
-        device: torch.device | str | int,
-        depth: int = 2,
-        *,
-        timeout: float = 300.0,
+        self, make_loader: Callable[[], Iterable[BatchT_co]], device: Device, depth: int = 2, *, timeout: float = 300.0
     ) -> None:
         need_linux("ProcessPrefetcher", "use DevicePrefetcher")
         self.device, self.depth, self.timeout = _check(make_loader, device, depth, timeout), depth, timeout
@@ -114,7 +108,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
             self.device = self._backend.device
         self._owner = Owner()
         self._child = _start(_LazyFactory(make_loader), self.device, depth)
-        self._inbox: deque[tuple[int, int, memoryview]] = deque()  # of the iteration of number `_passes`
+        self._inbox: deque[tuple[int, memoryview]] = deque()  # of the iteration of number `_passes`
         self._lengths: deque[memoryview] = deque()
         self._passes = 0
         self._pass: weakref.ref[_Pass] | None = None
@@ -124,11 +118,9 @@ class ProcessPrefetcher(Generic[BatchT_co]):
     @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         self._check_process()
-        before = None if self._pass is None else self._pass()
-        if before is not None:
-            before.close(replaced=True)
+        self._end_pass(replaced=True)
         self._passes += 1
-        for _, _, body in self._inbox:
+        for _, body in self._inbox:
             _drop(body)
         self._inbox.clear()
         self._send(_BEGIN)
@@ -156,10 +148,13 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         Its batches must not be used any more.
         """
         if self._owner.is_here:
-            last = None if self._pass is None else self._pass()
-            if last is not None:
-                last.close()
+            self._end_pass()
             self._end()
+
+    def _end_pass(self, *, replaced: bool = False) -> None:
+        last = None if self._pass is None else self._pass()
+        if last is not None:
+            last.close(replaced=replaced)
 
     def __enter__(self) -> Self:
         return self
@@ -213,11 +208,11 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         if kind == _LENGTH:
             self._lengths.append(body)
         elif number == self._passes:
-            self._inbox.append((kind, number, body))
+            self._inbox.append((kind, body))
         elif kind == _BATCH:
             _drop(body)
 
-    def _end_error(self) -> StallfreeError:
+    def _end_error(self) -> ProducerError:
         code = self._child.join(_ANSWER_SECONDS)
         how = "" if code is None else f" by signal {-code}" if code < 0 else f" with exit code {code}"
         return ProducerError(
@@ -253,7 +248,7 @@ class _Pass(Iterator[Any]):
         prefetcher = self._prefetcher
         prefetcher._check_process()
         self._release_batch()
-        kind, _, body = prefetcher._receive(prefetcher._inbox, f"batch {self._number} of the epoch")
+        kind, body = prefetcher._receive(prefetcher._inbox, f"batch {self._number} of the epoch")
         if kind == _END:
             self.close()
             raise StopIteration
@@ -418,13 +413,9 @@ class _Producer:
         """Serve until the end is requested. Raises `EOFError` then, or `OSError`."""
         with contextlib.suppress(BaseException):
             _ = self.batches  # while the training process starts
-        number: int | None = None
+        kind, number = self._receive()
         while True:
-            if number is not None:
-                number = self._run_epoch(number)
-            else:
-                kind, sent = self._receive()
-                number = sent if kind == _BEGIN else None
+            kind, number = self._run_epoch(number) if kind == _BEGIN else self._receive()
 
     def _receive(self) -> tuple[int, int]:
         """Return the kind and the number of the next request; one for the length is answered here."""
@@ -440,19 +431,17 @@ class _Producer:
             self._parent.send(_HEAD.pack(_LENGTH, number), body)
         return kind, number
 
-    def _run_epoch(self, number: int) -> int | None:
-        """Send the batches of an iteration; returns the number of the next one if it was begun meanwhile."""
+    def _run_epoch(self, number: int) -> tuple[int, int]:
+        """Send the batches of an iteration; returns the last request."""
         iterator: Any = None
         unreturned = 0
         try:
             while True:
                 while unreturned > self._depth or not self._requests.empty():
-                    kind, sent = self._receive()
-                    if kind == _BEGIN:
-                        return sent
-                    if sent == number and kind == _BREAK:
-                        return None
-                    unreturned -= sent == number and kind == _RETURN
+                    request = self._receive()
+                    if request[0] == _BEGIN or request == (_BREAK, number):
+                        return request
+                    unreturned -= request == (_RETURN, number)
                 try:
                     iterator = iterator or iter(self.batches)
                     kind, body = _BATCH, self._pack(next(iterator))
@@ -465,7 +454,7 @@ class _Producer:
                 if iterator is None:
                     break
             self._parent.send(_HEAD.pack(_END, number))
-            return None
+            return _END, number
         finally:
             getattr(iterator, "close", int)()
 

@@ -93,9 +93,9 @@ class Stager:
             pinned = backend.is_pinned(leaf) and _stride(leaf) == leaf.stride()
             (direct if pinned else staged).append([(at, leaf)])
         for group in direct:
-            target = self._allocate(group, sent)
-            source = _flat(group[0][1])
-            backend.copy(target[: len(source)], source)
+            self._allocate(group, sent)
+            at, leaf = group[0]
+            backend.copy(sent.leaves[at], leaf)
         if staged:
             self._send_staged(place, staged, sent)
         return sent
@@ -208,13 +208,4 @@ def _view(memory: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     # `.data` is a new tensor with its own version counter, and cheaper than `torch.empty`
     empty = _empty(like.dtype, memory.device).data
     view: torch.Tensor = empty.set_(memory.untyped_storage(), start // like.dtype.itemsize, like.shape, _stride(like))
-    return view
-
-
-def _flat(leaf: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor without gaps."""
-    empty: Any = torch.empty(0, dtype=torch.uint8, device=leaf.device)
-    view: torch.Tensor = empty.set_(
-        leaf.untyped_storage(), leaf.storage_offset() * leaf.dtype.itemsize, (leaf.nbytes,), (1,)
-    )
     return view

@@ -66,6 +66,7 @@ class EpochIterator:
     """Yields the batches that the group serves, then prepares the remaining ones locally.
 
     Args:
+        loader: kept alive as long as this object.
         context: state shared by the job's epochs.
         epoch: epoch to start with; replaced by the group's if the group is further on.
         done: numbers of the batches already yielded, if the epoch is resumed.
@@ -76,7 +77,8 @@ class EpochIterator:
         epoch: the group's epoch.
     """
 
-    def __init__(self, context: JobContext, epoch: int, done: frozenset[int]) -> None:
+    def __init__(self, loader: object, context: JobContext, epoch: int, done: frozenset[int]) -> None:
+        self._loader = loader
         self.done = set(done)
         self._context = context
         self._batches = len(context.member.setup.order)
@@ -137,12 +139,9 @@ class EpochIterator:
             if isinstance(got, EpochAdvanced) and not self.done:
                 self._begin(got.epoch)
             elif isinstance(got, EpochAdvanced):  # the rest of an active epoch is still required
-                self._gaps.append((self._at - self._first, self._end - self._first))
-                self._at = self._end
+                self._leave_to_local(self._end)
             elif isinstance(got, Skipped):
-                start = min(got.start, self._end)
-                self._gaps.append((self._at - self._first, start - self._first))
-                self._at = start
+                self._leave_to_local(min(got.start, self._end))
             else:
                 self._at += 1
                 self._add_chunk(got)
@@ -152,15 +151,27 @@ class EpochIterator:
 
     def _add_chunk(self, chunk: Chunk) -> None:
         chunk.result.add_to(self._context.counts)
-        ids = NOTHING if chunk.data is None else chunk.result.ids
+        ids = NOTHING if chunk.error is not None else chunk.result.ids
         self._feed(chunk.number - self._first, chunk.data, ids)
         if chunk.error is not None:
             raise chunk.error
+
+    def _leave_to_local(self, end: int) -> None:
+        """Prepare the batches before `end` locally."""
+        if self._at < end:
+            self._gaps.append((self._at - self._first, end - self._first))
+            self._at = end
+
+    def continue_alone(self) -> None:
+        """Prepare the rest of this epoch locally, while the group serves the job's next one."""
+        self._leave_to_local(self._end)
+        self._skip_rest()
 
     def _skip_rest(self) -> None:
         """Notify the group that no more of this epoch is needed."""
         if not self._skipped:
             self._skipped = True
+            self._context.next_epoch = self.epoch + 1
             self._context.member.skip(self._first + self._batches)
 
     def _next_local(self) -> None:
@@ -208,7 +219,6 @@ class EpochIterator:
         self.ended = True
         self._ready.clear()
         self._skip_rest()
-        self._context.next_epoch = self.epoch + 1
         if self._local is not None:
             self._local[0].close()
         if self._pool is not None:

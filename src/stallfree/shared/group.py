@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from stallfree.errors import InputError, StorageError, WorkerError, group_mismatch, name_invalid
+from stallfree.errors import InputError, StorageError, WorkerError, collate_output, group_mismatch, name_invalid
 from stallfree.ipc.consumers import Gone
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
@@ -83,6 +83,26 @@ class Group:
         except BaseException:
             self._attached.close()
             raise
+
+    def check_sizes(self, chunk_size: int | None, batch_size: int, ranks: int, own_collate: bool) -> None:
+        """Raise `InputError` if batches of these sizes cannot be made of the group's chunks."""
+        chunk, unit = self.terms.chunk, batch_size * ranks
+        if chunk_size not in (None, chunk):
+            raise collate_output(
+                f"chunk_size={chunk_size}, and the group {self.name!r} has chunk_size={chunk}: leave it out, or give "
+                "the name of another group"
+            )
+        if own_collate and batch_size != chunk:
+            raise collate_output(
+                f"batch_size={batch_size} on {ranks} ranks and chunks of {chunk}: the batches of a collate_fn cannot "
+                "be split or joined; use one rank, and equal batch_size and chunk_size"
+            )
+        if chunk % unit and unit % chunk:
+            size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+            raise collate_output(
+                f"{size} does not match the chunk size of the group {self.name!r}, {chunk} samples: give a multiple or "
+                "a divisor of it, or in the first job a chunk_size that divides all batch sizes"
+            )
 
     def agree_on_seed(self, seed: int) -> int:
         """Return the group's seed, after setting it to `seed` if the group has none."""
@@ -209,21 +229,9 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             raise error
 
 
-def reap(seconds: float) -> None:
-    """Wait up to `seconds` for each coordinator of this process that is ending."""
+def reap(seconds: float, pid: int) -> None:
+    """Wait up to `seconds` for the coordinator `pid` to end, if this process started it; others may be in use."""
     for child in list(_started):
-        if child.join(seconds) is not None:
+        if child.join(seconds if child.pid == pid else 0.0) is not None:
             _started.remove(child)
             child.end(0.0)
-
-
-def difference_of_sizes(group: str, chunk: int, batch_size: int, ranks: int) -> str:
-    """Return why a batch size does not match the chunk size, or "" if it does."""
-    unit = batch_size * ranks
-    if chunk % unit == 0 or unit % chunk == 0:
-        return ""
-    size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
-    return (
-        f"{size} does not match the chunk size of the group {group!r}, {chunk} samples: give a multiple or a divisor "
-        "of it, or in the first job a chunk_size that divides all batch sizes"
-    )

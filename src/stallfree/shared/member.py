@@ -14,6 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,7 @@ from stallfree.ipc.consumers import Connection, Gone, Message, pack, request
 from stallfree.ipc.fork_guard import Owner
 from stallfree.ipc.remote import RemoteTraceback, unpack_plain_error
 from stallfree.pipeline.codec import read_own_record
+from stallfree.platform import at_fork
 from stallfree.shared.group import Group, reap
 from stallfree.shared.preparation import Setup
 from stallfree.shared.protocol import NEWCOMER, VERSION, Hello, Kind
@@ -87,8 +89,10 @@ class Link(Connection):
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
         self._leases: dict[int, tuple[int, int, weakref.ref[Bytes]]] = {}  # slot, size and memory of each held batch
+        self._never_released: set[int] = set()
         self._owner = Owner()
         self._stopped = float("inf")  # time since when the coordinator is known to be stopped
+        _links[id(self)] = self
 
     def send(self, kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
         """Send a message and the pending releases."""
@@ -154,6 +158,8 @@ class Link(Connection):
         size = memory.nbytes
 
         def end(_: object) -> None:
+            if number in self._never_released:
+                return
             self._leases.pop(number, None)
             if self._owner.is_here and not self.closed:
                 assert self.views is not None
@@ -164,10 +170,20 @@ class Link(Connection):
 
     def keep_held(self) -> None:
         """Copy the held batches to this process, since their slots will be filled again."""
-        for slot, size, memory in list(self._leases.values()):
-            held = memory()  # not freed meanwhile
-            if held is not None and self.views is not None:
-                self.views.keep(slot, size)
+        for _, slot, size, views, _memory in self._held():
+            views.keep(slot, size)
+
+    def keep_for_child(self) -> None:
+        """Copy the held batches, for a process that is forked now. What cannot be copied stays leased."""
+        for number, slot, size, views, _memory in self._held():
+            if self._owner.is_here and not self.closed and not views.copy(slot, size):
+                self._never_released.add(number)
+
+    def _held(self) -> Iterator[tuple[int, int, int, Views, Bytes]]:
+        """Yield the number, slot and size of each held batch, and its memory, which is not freed meanwhile."""
+        for number, (slot, size, memory) in list(self._leases.items()):
+            if (held := memory()) is not None and self.views is not None:
+                yield number, slot, size, self.views, held
             del held
 
     def release(self, number: int) -> None:
@@ -200,6 +216,19 @@ class Link(Connection):
                 super().close()
             if self.views is not None:
                 self.views.close()
+
+
+_links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
+
+
+def _keep_for_child() -> None:
+    for reference in _links.valuerefs():
+        link = reference()
+        if link is not None:
+            link.keep_for_child()
+
+
+at_fork(before=_keep_for_child)
 
 
 def is_stopped(pid: int) -> bool:
@@ -287,7 +316,7 @@ class Member:
                 "workers",
                 ids=[],
             )
-        reap(0.0)
+        reap(0.0, pid)
 
     def take(self, number: int, end: int) -> Chunk | Skipped | EpochAdvanced:
         """Wait for batch `number`, and request the next one if it is below `end`."""
@@ -394,7 +423,7 @@ class Member:
                 while (message := link.receive(deadline)) is not None and message.kind != Kind.LEFT:
                     pass
             except Gone:
-                reap(_ANSWER_SECONDS)
+                reap(_ANSWER_SECONDS, link.pid)
             link.close()
         if self._claim >= 0:
             self._group.release(self._claim)

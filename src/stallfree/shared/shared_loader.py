@@ -21,7 +21,6 @@ from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
     InputError,
     argument_conflict,
-    collate_output,
     group_mismatch,
     object_closed,
     seed_agreement,
@@ -41,7 +40,7 @@ from stallfree.sampling.epoch_source import SourceSetup
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import find_ranks, job_name
 from stallfree.shared.epoch_iterator import EpochIterator, JobContext
-from stallfree.shared.group import Group, Terms, difference_of_sizes
+from stallfree.shared.group import Group, Terms
 from stallfree.shared.member import Member
 from stallfree.shared.preparation import Setup
 from stallfree.shared.protocol import NEWCOMER, Hello
@@ -81,7 +80,9 @@ class SharedLoader(Generic[BatchT_co]):
     continues after training; otherwise the other jobs wait for it. Used as a context manager, the loader is closed even
     if the frame of a failed or pruned trial is kept alive, as Optuna does.
 
-    A job's changes to the tensors of its batch are invisible to other jobs.
+    A job's changes to the tensors of its batch are invisible to other jobs. A copy of the loader, also in another
+    process, is another job of the group. If a job begins an iteration before the last one has ended, it prepares the
+    rest of that one with its own `num_workers`.
 
     Args:
         dataset: a `CachedDataset`, a source, or any map-style data set, the same in all jobs.
@@ -212,6 +213,7 @@ class SharedLoader(Generic[BatchT_co]):
         job_transform: Callable[[Any], Any] | None = None,
         workers: RayWorkers | None = None,
     ) -> None:
+        self._arguments = {name: value for name, value in locals().items() if name != "self"}
         need_linux("SharedLoader", "use DataLoader, one in each job")
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
@@ -245,7 +247,8 @@ class SharedLoader(Generic[BatchT_co]):
         self._context.transform, self._context.pin = job_transform, pin_memory
         self._resumed: int | None = None
         self._done: frozenset[int] = frozenset()
-        self._pass: weakref.ref[EpochIterator] | None = None
+        self._passes: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
+        self._pass: weakref.ref[EpochIterator] | None = None  # the one begun last
         self._end = finalize(self, _close, self._context.member, self._group)
 
     def _join(self, options: Options, chunk_size: int | None, on_error: str, on_lag: str) -> Group:
@@ -263,7 +266,7 @@ class SharedLoader(Generic[BatchT_co]):
         joined = Group(self.group, Terms(same, chunk, options.workers, options.ahead, options.staging))
         try:
             self.chunk_size = joined.terms.chunk
-            self._check_sizes(chunk_size, options.collate is not None)
+            joined.check_sizes(chunk_size, self.batch_size, self._ranks.count, options.collate is not None)
             if self.seed is not None:
                 self._agree_on_seed(joined, self.seed)
         except BaseException:
@@ -293,22 +296,6 @@ class SharedLoader(Generic[BatchT_co]):
         rebatching = partial(rebatching_of, setup.order, *sizes)
         return JobContext(member, rebatching, options, self.with_ids)
 
-    def _check_sizes(self, chunk_size: int | None, own_collate: bool) -> None:
-        problem = ""
-        if chunk_size is not None and chunk_size != self.chunk_size:
-            problem = (
-                f"chunk_size={chunk_size}, and the group {self.group!r} has chunk_size={self.chunk_size}: "
-                "leave it out, or give the name of another group"
-            )
-        elif own_collate and self.batch_size != self.chunk_size:
-            problem = (
-                f"batch_size={self.batch_size} on {self._ranks.count} ranks and chunks of {self.chunk_size}: the "
-                "batches of a collate_fn cannot be split or joined; use one rank, and equal batch_size and chunk_size"
-            )
-        problem = problem or difference_of_sizes(self.group, self.chunk_size, self.batch_size, self._ranks.count)
-        if problem:
-            raise collate_output(problem)
-
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     @property
@@ -334,7 +321,9 @@ class SharedLoader(Generic[BatchT_co]):
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
         start_method(self._context.options.context)  # a script without a main guard would wait for itself
-        self._end_pass()
+        active = self._active_pass
+        if active is not None:
+            active.continue_alone()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed
@@ -346,7 +335,8 @@ class SharedLoader(Generic[BatchT_co]):
             self._context.next_epoch = self._context.member.join(self._first_needed(done))
             self._joined = True
         self._done = frozenset()
-        iteration = EpochIterator(self._context, self._context.next_epoch, done)
+        iteration = EpochIterator(self, self._context, self._context.next_epoch, done)
+        self._passes.add(iteration)
         self._pass = weakref.ref(iteration)
         return iteration
 
@@ -428,13 +418,15 @@ class SharedLoader(Generic[BatchT_co]):
 
         The last job ends its processes.
         """
-        self._end_pass()
+        for iteration in list(self._passes):
+            iteration.close()
         self._end()
 
-    def _end_pass(self) -> None:
-        active = self._active_pass
-        if active is not None:
-            active.close()
+    def __reduce__(self) -> Any:
+        state = None if self._joined or self._resumed is None else self.state_dict()
+        return _another_job, (type(self), self._arguments), state
+
+    __setstate__ = load_state_dict
 
     def __enter__(self) -> Self:
         return self
@@ -443,6 +435,10 @@ class SharedLoader(Generic[BatchT_co]):
         self.close()
 
     __repr__ = shown_by("group", "batch_size", "chunk_size", "drop_last")
+
+
+def _another_job(kind: type[SharedLoader[Any]], arguments: dict[str, Any]) -> SharedLoader[Any]:
+    return kind(**arguments)
 
 
 def _check(

@@ -26,6 +26,10 @@ _PAGEMAP_SCAN, _FILE, _HERE = 0xC0606610, 1 << 2, 1 << 3 | 1 << 4
 """The ioctl of Linux 6.7 that finds pages by category: file-backed, present or swapped."""
 
 
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of Linux 5.14: makes pages private to the process, as a write does, without a write."""
+
+
 class Views:
     """Maps the slots in `folder`. A page that is written to stays private to this process until `clean` drops it."""
 
@@ -67,10 +71,22 @@ class Views:
         if there is not None and self._written(there, size):
             self.drop(slot)
 
+    def copy(self, slot: int, size: int) -> bool:
+        """Copy the pages of `slot` to this process, so that a new batch does not change the held one.
+
+        Other threads may write to them meanwhile. Returns False if the kernel is too old, or memory is short.
+        """
+        try:
+            self._maps[slot].madvise(_POPULATE_WRITE, 0, size)
+        except OSError:
+            return False
+        return True
+
     def keep(self, slot: int, size: int) -> None:
-        """Copy the pages of `slot` to this process, so that a new batch does not change the held one."""
-        pages = np.frombuffer(self._maps[slot], np.uint8, size)[:: mmap.PAGESIZE]
-        pages[:] = pages.copy()
+        """Do the same with any kernel. Other threads may not write to the pages meanwhile."""
+        if not self.copy(slot, size):
+            pages = np.frombuffer(self._maps[slot], np.uint8, size)[:: mmap.PAGESIZE]
+            pages[:] = pages.copy()
 
     def drop(self, slot: int) -> None:
         """Drop the private pages of `slot`. Skips the page table lookup, which is slow if many pages are mapped."""

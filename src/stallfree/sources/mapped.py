@@ -64,7 +64,13 @@ class Singly:
         return len(self.dataset)
 
     def __getitem__(self, id: int) -> Any:
-        return self.__getitems__([id])[0]
+        found = self.__getitems__([id])
+        if not isinstance(found, (list, tuple)) or len(found) != 1:
+            raise dataset_type(
+                f"__getitems__ of {type(self.dataset).__name__} returned a {type(found).__name__}, and not a list of "
+                "the samples: to cache or skip single samples, add a __getitem__"
+            )
+        return found[0]
 
     def __getitems__(self, ids: list[int]) -> Any:
         return self.dataset.__getitems__(ids)

@@ -43,7 +43,7 @@ class Task(NamedTuple):
 class EncodedPicture(NamedTuple):
     """A sample: a JPEG, or finished pixels (3, rows, columns), and the values of its `Task`."""
 
-    data: npt.NDArray[np.uint8]
+    data: bytes
     task: npt.NDArray[np.int32]
 
     def to(self, device: torch.device | str | int, *_: Any, **__: Any) -> torch.Tensor:
@@ -94,7 +94,7 @@ class EncodedPictures(NamedTuple):
 
 def collate_encoded(pictures: Sequence[EncodedPicture], *, collate_fn_map: Any = None) -> EncodedPictures:
     """Return the batch of `pictures`; called by `default_collate`."""
-    data = [np.asarray(picture.data) for picture in pictures]
+    data = [np.frombuffer(picture.data, np.uint8) for picture in pictures]
     offsets = np.cumsum([0, *(each.size for each in data)])
     tasks = np.stack([np.asarray(picture.task) for picture in pictures])
     return EncodedPictures(*map(torch.from_numpy, (np.concatenate(data), offsets, tasks)))
@@ -107,8 +107,8 @@ def encoded_picture(
     data: bytes | Pixels, crop: Crop, mirror: bool, size: tuple[int, int], channels_first: bool
 ) -> EncodedPicture:
     """Return the sample: the bytes of a JPEG with its crop, or finished pixels (3, *size) with an empty crop."""
-    array = data.reshape(-1) if isinstance(data, np.ndarray) else np.frombuffer(bytearray(data), np.uint8)
-    return EncodedPicture(array, np.array(Task(*crop, mirror, *size, channels_first), np.int32))
+    encoded = data if isinstance(data, bytes) else data.tobytes()
+    return EncodedPicture(encoded, np.array(Task(*crop, mirror, *size, channels_first), np.int32))
 
 
 def baseline_size(data: bytes) -> tuple[int, int] | None:
@@ -121,11 +121,10 @@ def baseline_size(data: bytes) -> tuple[int, int] | None:
     at = 2
     while data[at : at + 1] == b"\xff" and at + 4 <= len(data):
         kind, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-        body = data[at + 4 : at + 2 + length]
-        if kind == 0xEE and body[:5] == b"Adobe" and body[11:12] == b"\0":
+        if kind == 0xEE and data[at + 4 : at + 9] == b"Adobe" and data[at + 15 : at + 16] == b"\0":
             return None  # the three components are red, green and blue
         if kind == 0xC0:
-            return _frame_size(body)
+            return _frame_size(data[at + 4 : at + 2 + length])
         if 0xC1 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
             return None
         at += 2 + length

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from stallfree.errors import InputError, transform_input
+from stallfree.pipeline.pytree import take_apart
 from stallfree.vision.arguments import check_layout
 from stallfree.vision.native import Layout
 
@@ -17,7 +18,7 @@ class Normalize:
 
     Made for `transform_on_device` of `DevicePrefetcher`.
 
-    All uint8 tensors of 4 dimensions in a batch, also in nested tuples, lists or mappings, become floats of shape
+    All uint8 tensors of 4 dimensions in a batch, also in nested containers, become floats of shape
     (N, 3, H, W). Everything else is unchanged. With "HWC" the result has torch's memory format `channels_last`,
     without a copy.
 
@@ -56,28 +57,14 @@ class Normalize:
         self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, batch: Any) -> Any:
-        changed, found = self._walk(batch)
-        if not found:
+        leaves, rebuild = take_apart(batch)
+        images = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.uint8 and leaf.ndim == 4 for leaf in leaves]
+        if not any(images):
             raise transform_input(
                 f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: apply it to batches of "
                 "the loader, and let the steps before it return bytes"
             )
-        return changed
-
-    def _walk(self, value: Any) -> tuple[Any, int]:
-        """Return `value` with its images converted, and the number of converted tensors."""
-        if isinstance(value, torch.Tensor):
-            return (self._floats(value), 1) if value.dtype == torch.uint8 and value.ndim == 4 else (value, 0)
-        if isinstance(value, Mapping):
-            pairs = {key: self._walk(item) for key, item in value.items()}
-            items = {key: item for key, (item, _) in pairs.items()}
-            return items, sum(count for _, count in pairs.values())
-        if isinstance(value, (tuple, list)):
-            walked = [self._walk(item) for item in value]
-            parts = [item for item, _ in walked]
-            whole: Any = value._make(parts) if hasattr(value, "_make") else type(value)(parts)
-            return whole, sum(count for _, count in walked)
-        return value, 0
+        return rebuild([self._floats(leaf) if found else leaf for leaf, found in zip(leaves, images, strict=True)])
 
     def _floats(self, pixels: torch.Tensor) -> torch.Tensor:
         first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels

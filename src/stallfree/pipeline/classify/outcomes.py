@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from stallfree.pipeline.classify.libraries import may_draw
+from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.compose import Transform, as_call
 from stallfree.pipeline.generators import Handle
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.randomness import sample_seed
-from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.values import private
 
 SOURCE = -1

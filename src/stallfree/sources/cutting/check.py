@@ -10,12 +10,12 @@ from stallfree.errors import InputError, cut_random, cut_refused, text_of
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify.names import random_name
 from stallfree.pipeline.classify.outcomes import States, Trust, make_twice, spread
+from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.generators import Handle, find_generators, global_generators
 from stallfree.pipeline.marks import mark_of
 from stallfree.pipeline.protocol import sample_error
 from stallfree.pipeline.randomness import sample_seed
-from stallfree.pipeline.classify.same import same
 from stallfree.sources.cutting.bare import BareSource
 from stallfree.sources.cutting.recorded import Plan
 from stallfree.sources.detach import with_values
