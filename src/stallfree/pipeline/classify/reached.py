@@ -32,7 +32,7 @@ from stallfree.pipeline.generators import GENERATOR_TYPES
 
 _VALUES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_MOST_ITEMS, _MOST_OBJECTS = 4096, 20_000
+_MOST_ITEMS, _MOST_OBJECTS = 256, 20_000
 _ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
 _UNCALLED = {
     *("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__eq__"),
@@ -71,7 +71,6 @@ def read_attributes(thing: Any) -> set[str]:
 class _Walk:
     def __init__(self, root: Any) -> None:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
-        self._root = root
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}
         self._classes: set[tuple[type, bool]] = set()
