@@ -110,7 +110,9 @@ class Scale:
 
 @pytest.mark.parametrize("held", [False, True], ids=["numbers", "beside a file"])
 @pytest.mark.parametrize(
-    ("dataset", "transform"), [(Rows, scale), (Rows, Scale()), (Scaled, None), (Holds, None)], ids=str
+    ("dataset", "transform"),
+    [(Rows, scale), (Rows, Scale()), (Scaled, None), (Holds, None)],
+    ids=["function", "object", "data set", "attribute"],
 )
 def test_two_jobs_of_a_sweep(
     dataset: Any, transform: Any, held: bool, monkeypatch: pytest.MonkeyPatch, store_root: Path

@@ -102,6 +102,19 @@ def test_a_hundred_thousand_batches_under_jitter() -> None:
     assert bad.item() == 0
 
 
+def test_iterations_at_once() -> None:
+    batches = [torch.full((LARGE,), number, dtype=torch.uint8) for number in range(100)]
+    prefetcher = sf.DevicePrefetcher(batches, "cuda", transform_on_device=lambda batch: batch.int())
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(3):
+        for number, pair in enumerate(zip(prefetcher, prefetcher, strict=True)):
+            torch.cuda._sleep(MILLISECOND // 10)
+            for batch in pair:
+                bad += (batch != number).sum()
+    assert number == 99
+    assert bad.item() == 0
+
+
 def test_a_stream_of_ones_own() -> None:
     streams = [torch.cuda.Stream() for _ in range(3)]
     bad = torch.zeros((), dtype=torch.int64, device="cuda")

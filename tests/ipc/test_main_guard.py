@@ -104,7 +104,7 @@ def test_a_process_that_cannot_import_the_script_is_started_once(name: str, meth
         "an error of the script": "RuntimeError: not here",
     }
     assert done.stderr.count(why[name]) == 1, done.stderr
-    assert "train.py: put what is to run once" in done.stderr.splitlines()[-2]
+    assert "train.py again: put what is to run once" in done.stderr.splitlines()[-2]
 
 
 @slow

@@ -234,3 +234,47 @@ def test_whole_numbers_of_numpy_are_taken() -> None:
 
 def test_a_worker_error_is_caught_as_that_of_torch() -> None:
     assert issubclass(WorkerError, RuntimeError)
+
+
+# -- code that reaches through wrappers -------------------------------------------------------------------------------
+
+
+class Opened(torch.utils.data.Dataset[int]):
+    """Its samples say which worker has opened it."""
+
+    opened = -1
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, id: int) -> int:
+        return self.opened
+
+
+def open_inner(worker: int) -> None:
+    dataset: Any = torch.utils.data.get_worker_info().dataset  # type: ignore[union-attr]
+    while hasattr(dataset, "dataset"):
+        dataset = dataset.dataset
+    dataset.opened = worker
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver"])
+@pytest.mark.parametrize("subset", [False, True])
+def test_worker_init_fn_reaches_the_data_set_within_a_cache(subset: bool, method: str) -> None:
+    data: Any = Opened()
+    given = torch.utils.data.Subset(data, range(12)) if subset else data
+    with sf.CachedDataset(given, capacity="1MiB") as cached:
+        assert cached.dataset is given
+        loader = sf.DataLoader(
+            cached, 2, num_workers=2, worker_init_fn=open_inner, multiprocessing_context=method, persistent_workers=True
+        )
+        with loader, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            seen = [value for batch in batches(loader) for value in batch]
+    assert set(seen[1:-1]) == {0, 1}  # the cache has read the first one, and perhaps the last one
+
+
+def test_a_window_names_its_data_set() -> None:
+    data: Any = Opened()
+    with sf.SmartCacheDataset(data, cache_num=4) as window:
+        assert window.dataset is data

@@ -218,6 +218,71 @@ def test_a_worker_of_torch(fail: Any) -> None:
     assert caught.value.id == -1
 
 
+class Keyed(ValueError):
+    def __init__(self, *, code: int) -> None:
+        super().__init__(f"code {code}")
+        self.code = code
+
+
+class Two(OSError):
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}:{line}")
+        self.file, self.line = file, line
+
+
+class Holding(RuntimeError):
+    def __init__(self) -> None:
+        super().__init__("holds")
+        self.call, self.number = lambda: 0, 7
+
+
+class Plain(KeyError):
+    pass
+
+
+def hidden(*arguments: Any) -> Exception:
+    class Hidden(LookupError):
+        pass
+
+    return Hidden(*arguments)
+
+
+RAISED: dict[str, tuple[Callable[[], Exception], type, str, dict[str, Any]]] = {
+    "keywords": (lambda: Keyed(code=3), Keyed, "code 3", {"code": 3, "args": ("code 3",)}),
+    "two arguments": (lambda: Two("a", 2), Two, "a:2", {"file": "a", "line": 2}),
+    "three": (lambda: Missing("/data", "a", tries=3), Missing, "no such volume", {"tries": 3, "errno": 2}),
+    "slots": (lambda: Slotted(4), Slotted, "line 4", {"line": 4}),
+    "no pickle of an attribute": (Holding, Holding, "holds", {"number": 7}),
+    "no pickle of an argument": (lambda: Plain(lambda: 0, "left"), Plain, "left", {}),
+    "its own __new__": (lambda: Wants(3), Wants, "3", {"args": (3,)}),
+    "of a function": (lambda: hidden("seen"), LookupError, "Hidden: seen", {}),
+}
+
+
+@pytest.mark.parametrize("name", RAISED)
+@pytest.mark.parametrize("place", ["collate_fn", "worker_init_fn", "stream"])
+def test_other_errors_of_a_worker(place: str, name: str) -> None:
+    """They are those that were raised, whatever their constructors want."""
+    make, kind, text, fields = RAISED[name]
+    if place == "stream":  # its samples fail, so that it is a `SampleError` with a text of its own
+        fields = {name: value for name, value in fields.items() if name != "args"}
+
+    def fail(_: Any) -> Any:
+        raise make()
+
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            yield from map(fail, range(3))
+
+    data: Any = Stream() if place == "stream" else [1, 2]
+    options: dict[str, Any] = {} if place == "stream" else {place: fail}
+    with pytest.raises(kind, match=text) as caught, sf.DataLoader(data, num_workers=1, **options) as loader:
+        list(loader)
+    assert {name: getattr(caught.value, name) for name in fields} == fields
+    assert place == "stream" or name == "of a function" or type(caught.value) is kind
+    assert "in fail" in str(caught.value.__cause__)
+
+
 def test_a_group() -> None:
     with sf.SharedLoader(Made(8, Failing(no_volume)), group="types") as loader:
         with pytest.raises(Missing, match="fetching sample 5") as caught:

@@ -21,9 +21,8 @@ DATA: Any = range(8)
 @pytest.fixture
 def ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is rank 1 of 4."""
-    for variable in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(variable, "4")
-    monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("MASTER_PORT", "29500")
+    for variable, value in (("RANK", "1"), ("WORLD_SIZE", "4"), ("LOCAL_WORLD_SIZE", "4"), ("MASTER_PORT", "4716")):
+        monkeypatch.setenv(variable, value)
 
 
 def windowed() -> sf.SmartCacheDataset:

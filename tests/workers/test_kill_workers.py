@@ -157,10 +157,11 @@ def test_a_sample_that_kills_two_workers_and_spares_the_third(tmp_path: Path) ->
 
 
 def test_workers_that_cannot_even_start() -> None:
-    """What a worker cannot unpickle kills it before it has done anything: an error, not an endless row of workers."""
+    """What a worker cannot unpickle kills it before it has done anything: an error, and no other worker is started."""
     with sf.DataLoader(Made(4, Unloadable()), num_workers=1, multiprocessing_context="forkserver") as loader:
-        with pytest.raises(sf.WorkerError, match="If its output shows another error, correct that"):
+        with pytest.raises(sf.WorkerError, match="at its start"):
             next(iter(loader))
+        assert loader.stats().workers_replaced == 0
 
 
 class Unloadable:

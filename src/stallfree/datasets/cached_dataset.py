@@ -101,6 +101,7 @@ class CachedDataset(Dataset[SampleT_co]):
             from torch's generator: by the seed that each iteration draws for its workers.
 
     Attributes:
+        dataset: as given.
         cache: what holds the samples; see `stallfree.cache.Cache`. Of tiers and of servers it has `cache.servers`: the
             tier in servers, or None.
         form: "fetched", "prepared", "reads", or the share of the samples that is cached prepared.
@@ -172,6 +173,7 @@ class CachedDataset(Dataset[SampleT_co]):
             check_name(name)
         self._auto = store == "auto"
         reads = form == "reads"
+        self.dataset = dataset
         self.source: Source = reads_source(dataset) if reads else as_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0

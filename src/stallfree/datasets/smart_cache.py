@@ -97,6 +97,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         multiprocessing_context: how the fill processes start; Python's default if None.
 
     Attributes:
+        dataset: the data set, as given.
         cache: the `SampleCache`.
         cache_num: N.
         replace_num: samples replaced per epoch, if they are ready: ceil(N * replace_rate), or as many as are outside of
@@ -140,6 +141,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         context = context_of(multiprocessing_context)
         if replace_rate:
             start_method(context)  # before anything is created in a process that may start none
+        self.dataset = data
         self.source: Source = as_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.on_error, self.full_epoch = on_error, full_epoch
@@ -296,8 +298,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         ranks = local_ranks()
         if ranks.count > 1 and self._alone:
             raise ranks_conflict(
-                "each rank has a window of its own, because the data set was made before the process group: make it "
-                "after init_process_group(), or give name=, the same in all ranks"
+                "each rank has a window of its own, because no job was known when the data set was made: make it after "
+                "init_process_group(), or give name=, the same in all ranks"
             )
         if ranks.hosts > 1 and self._part == (0, 1):
             raise ranks_conflict(

@@ -94,8 +94,8 @@ def start_method(context: BaseContext) -> str:
 def _guard_advice() -> str:
     script = os.path.basename(getattr(sys.modules.get("__main__"), "__file__", None) or "") or "the main script"
     return (
-        f"{script}: put what is to run once under `if __name__ == '__main__':`, and functions and classes above it; or "
-        "use multiprocessing_context='fork'"
+        f"{script} again: put what is to run once under `if __name__ == '__main__':`, and functions and classes above "
+        "it; or use multiprocessing_context='fork'"
     )
 
 
@@ -147,7 +147,7 @@ class Child:
         except Exception as error:
             ours.close()
             if method == "forkserver" and isinstance(error, EOFError | ConnectionError):
-                raise main_guard(f"the fork server ended. Perhaps it imports {_guard_advice()}") from None
+                raise main_guard(f"the fork server ended. It may import {_guard_advice()}") from None
             raise (None if method == "fork" else _unsendable(parts, method)) or error from error
         finally:
             theirs.close()
@@ -210,7 +210,7 @@ class Child:
         code = self.join(_START_SECONDS)
         if code is not None and 0 <= code < _SERVER_GONE:
             raise main_guard(
-                f"a process started by {self._method!r} ended with exit code {code} while it imported "
+                f"a process started by {self._method!r} ended with exit code {code} at its start. It imports "
                 f"{_guard_advice()}. If its output shows another error, correct that"
             ) from None
 

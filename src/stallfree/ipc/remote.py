@@ -6,16 +6,17 @@ imported.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import struct
 import sys
 import traceback
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from stallfree import errors
-from stallfree.error_types import fields_of, make_error
+from stallfree.error_types import fields_of, kinds_of, make_error, portable
 from stallfree.errors import SampleError, StallfreeError, text_of
 from stallfree.frames import shorten
 
@@ -32,19 +33,53 @@ class RemoteTraceback(Exception):
 
 
 def pack_error(error: BaseException) -> bytes:
-    """Return the traceback as text, and the error if it can be pickled.
+    """Return the traceback as text, and the error, without those of its arguments and attributes that have no pickle.
 
     For a stallfree error with a cause, the traceback is that of the cause, since the error describes itself.
     """
     shorten(error)
     cause = error.__cause__ if isinstance(error, StallfreeError) and error.__cause__ is not None else error
     trace = "".join(traceback.format_exception(type(cause), cause, cause.__traceback__)).encode(errors="replace")
-    try:
+    return _LENGTH.pack(len(trace)) + trace + _pickled(error)
+
+
+def _pickled(error: BaseException) -> bytes:
+    with contextlib.suppress(Exception):
         data = pickle.dumps(error)
-        pickle.loads(data)
+        sent = pickle.loads(data)
+        if type(sent) is type(error) and text_of(sent) == text_of(error):
+            return data
+    kinds = kinds_of(error)
+    if not kinds:
+        return b""
+    own = kinds[0] is type(error)
+    arguments = tuple(map(_sendable, error.args)) if own else (f"{type(error).__name__}: {text_of(error)}",)
+    return pickle.dumps(_Parts(kinds[0], arguments, portable(fields_of(error))))
+
+
+def _sendable(argument: Any) -> Any:
+    try:
+        pickle.loads(pickle.dumps(argument))
     except Exception:
-        data = b""
-    return _LENGTH.pack(len(trace)) + trace + data
+        return text_of(argument)
+    return argument
+
+
+class _Parts(NamedTuple):
+    """An error that is sent in parts, as its constructor wants other arguments, or it has no pickle."""
+
+    kind: type[BaseException]
+    arguments: tuple[Any, ...]
+    fields: dict[str, Any]
+
+    def error(self) -> BaseException:
+        builtin: Any = next(kind for kind in self.kind.__mro__ if kind.__module__ == "builtins")
+        made: BaseException = builtin.__new__(self.kind, *self.arguments)
+        made.args = self.arguments
+        for name, value in self.fields.items():
+            with contextlib.suppress(Exception):  # one that cannot be set
+                setattr(made, name, value)
+        return made
 
 
 def unpack_error(packed: bytes, kind: type[E] = Exception) -> tuple[E | None, str]:  # type: ignore[assignment]
@@ -53,6 +88,7 @@ def unpack_error(packed: bytes, kind: type[E] = Exception) -> tuple[E | None, st
     trace = packed[_LENGTH.size : end].decode(errors="replace")
     try:
         error = pickle.loads(packed[end:])
+        error = error.error() if isinstance(error, _Parts) else error
     except Exception:
         return None, trace
     return (error if isinstance(error, kind) else None), trace

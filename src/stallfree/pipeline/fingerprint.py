@@ -45,8 +45,8 @@ from stallfree.pipeline.generators import GENERATOR_TYPES
 from stallfree.pipeline.marks import DREW, mark_of
 from stallfree.pipeline.values import plain_bytes
 
-_TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list"})
-"""State that albumentations stores in a transform while it runs, or that concerns only its generators."""
+_TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
+"""State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
 _OF_PROCESS = frozenset({"_pid", "_cache", "_latest", "_lock"})
 """Class attributes of fsspec's file systems that differ between processes."""
 _SILENT = ("threading", "_thread", "multiprocessing", "logging", "loguru", "structlog", "rich", "tqdm", "weakref")
@@ -256,7 +256,8 @@ def _state(state: Any, cls: type) -> Any:
     """Return the state of an instance of `cls` without what is of no account, in the order of its names."""
     if type(state) is not dict or not all(type(name) is str for name in state):
         return state
-    ignored = {DREW, *(_TRANSIENT if comes_from(cls, "albumentations") else ())}
+    transient = any(comes_from(base, "albumentations") for base in cls.__mro__)
+    ignored = {DREW, *(_TRANSIENT if transient else ())}
     return {name: state[name] for name in sorted(state) if name not in ignored}
 
 

@@ -38,6 +38,9 @@ _NO_OWNERS = (*_DATA, ModuleType, FunctionType, MethodType, type)
 _NAMESPACES = {"types", "argparse", "functools"}
 """Modules of Python whose objects hold settings."""
 
+_OWN = {"pipeline", "sources", "vision", "clara"}
+"""Packages of stallfree whose objects do."""
+
 
 class Settings:
     """The attributes of `things` and of the objects in them, to notice those that change.
@@ -93,9 +96,11 @@ class Settings:
 
 
 def _has_settings(thing: object) -> bool:
-    """Whether its attributes may be settings: not those of data, functions, locks and events."""
-    top = type(thing).__module__.partition(".")[0]
-    return not isinstance(thing, _NO_OWNERS) and (top in _NAMESPACES or top not in sys.stdlib_module_names)
+    """Whether its attributes may be settings: not those of data, functions, locks, and this package's caches."""
+    top, *inner = type(thing).__module__.split(".")
+    if isinstance(thing, _NO_OWNERS) or (top == "stallfree" and inner[0] not in _OWN):
+        return False
+    return top in _NAMESPACES or top not in sys.stdlib_module_names
 
 
 def warn_of_changes(settings: Settings) -> None:

@@ -194,7 +194,7 @@ def _difference(key: str, theirs: Any, ours: Any) -> str:
 # -- coordinators that this process started --------------------------------------------------------------------------
 
 
-_started: list[Child] = []
+_started: list[tuple[Path, Child]] = []
 
 
 def _start(setup: Setup, attached: SharedFolder) -> None:
@@ -216,7 +216,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
         try:
             problem = child.wait_until_reported(deadline - time.monotonic())
             if problem is None:
-                _started.append(child)
+                _started.append((setup.folder, child))
                 return
             error: Exception = unpack_plain_error(problem)[0]
         except (EOFError, TimeoutError):
@@ -229,9 +229,10 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             raise error
 
 
-def reap(seconds: float, pid: int) -> None:
-    """Wait up to `seconds` for the coordinator `pid` to end, if this process started it; others may be in use."""
-    for child in list(_started):
-        if child.join(seconds if child.pid == pid else 0.0) is not None:
-            _started.remove(child)
+def reap(seconds: float, folder: Path) -> None:
+    """Wait up to `seconds` for each coordinator of the group in `folder` that this process started; it is ending."""
+    for started in list(_started):
+        child = started[1]
+        if child.join(seconds if started[0] == folder else 0.0) is not None:
+            _started.remove(started)
             child.end(0.0)

@@ -316,7 +316,7 @@ class Member:
                 "workers",
                 ids=[],
             )
-        reap(0.0, pid)
+        reap(0.0, self._group.folder)
 
     def take(self, number: int, end: int) -> Chunk | Skipped | EpochAdvanced:
         """Wait for batch `number`, and request the next one if it is below `end`."""
@@ -423,7 +423,7 @@ class Member:
                 while (message := link.receive(deadline)) is not None and message.kind != Kind.LEFT:
                     pass
             except Gone:
-                reap(_ANSWER_SECONDS, link.pid)
+                reap(_ANSWER_SECONDS, self._group.folder)
             link.close()
         if self._claim >= 0:
             self._group.release(self._claim)
