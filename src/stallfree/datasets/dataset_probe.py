@@ -40,7 +40,7 @@ from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.generators import find_generators
 from stallfree.pipeline.marks import drew, mark_of
 from stallfree.pipeline.protocol import Source, sample_error
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import pickled, private
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
@@ -73,7 +73,7 @@ class Sample:
 def _packed(value: Any) -> bytes:
     """Return the pickle of a value, or of the `CodecError` that says why it cannot be stored."""
     try:
-        return pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        return pickled(value)
     except Exception as problem:
         error = value_unstorable(text_of(problem))
     try:

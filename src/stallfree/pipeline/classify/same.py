@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import pickle
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -13,9 +12,9 @@ import numpy as np
 import torch
 
 from stallfree.pipeline._objects import attributes
-from stallfree.pipeline.values import plain_bytes
+from stallfree.pipeline.values import pickled, plain_bytes
 
-_PLAIN = {int, float, bool, str, bytes, type(None)}
+_PLAIN = {int, bool, str, bytes, type(None)}
 """Types of which lists are compared at once: of tokens, or the state of a generator."""
 
 
@@ -24,7 +23,7 @@ def same(a: Any, b: Any) -> bool | None:
     equal = _same(a, b)
     if equal is None:
         with contextlib.suppress(Exception):  # equal pickles prove it; equal values may have different ones
-            return True if pickle.dumps(a) == pickle.dumps(b) else None
+            return True if pickled(a) == pickled(b) else None
     return equal
 
 
@@ -34,7 +33,8 @@ def _same(a: Any, b: Any) -> bool | None:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return _all((_same_tensor(a, b), _same(vars(a), vars(b))))
+        equal = _same_tensor(a, b)
+        return equal if a.is_nested else _all((equal, _same(vars(a), vars(b))))
     if isinstance(a, (np.ndarray, np.generic)):
         return _same_array(np.asarray(a), np.asarray(b))
     if isinstance(a, (float, complex)):
@@ -56,6 +56,8 @@ def _same(a: Any, b: Any) -> bool | None:
 
 
 def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool | None:
+    if a.is_nested or b.is_nested:  # they have no shapes that can be compared, but equal pickles if they are equal
+        return None if a.is_nested and b.is_nested else False
     if (a.dtype, a.shape, a.device, a.layout) != (b.dtype, b.shape, b.device, b.layout):
         return False
     left, right = plain_bytes(a), plain_bytes(b)
