@@ -21,7 +21,7 @@ def run(options: Options) -> Report:
 
 def write_page(out: Path) -> None:
     """Write the results and the pages from the figures in `out`."""
-    found: dict[str, Json] = {name: _read(out / f"{name}.json") for name in ("training", "pixels", "copies")}
+    found: dict[str, Json] = {name: _read(out / f"{name}.json") for name in ("training", "pixels", "copies", "decoder")}
     path = harness.save(_Case(), _report(found), Options())
     content = json.loads(path.read_text()) | {"machine": found["training"]["machine"]}
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -60,7 +60,7 @@ def _report(found: dict[str, Json]) -> Report:
         "and mirrored half the time; batches of 128; autocast to bfloat16. All processes and threads run on so many "
         "cores, one worker for each. One batch that stays on the GPU: "
         f"{training['its pictures/s']:,.0f} pictures/s. torchvision: `decode_jpeg` of the batch, then its "
-        "`RandomResizedCrop` and flip, picture by picture on the GPU."
+        "`RandomResizedCrop` and flip, picture by picture on the GPU. Differences: five crops of each photograph."
     ]
     columns = [
         "cores, who decodes",
@@ -68,4 +68,4 @@ def _report(found: dict[str, Json]) -> Report:
         "with a ResNet-50, pictures/s",
         "busy share of the GPU",
     ]
-    return Report(columns, rows, checks, notes, {"torch": training["torch"]})
+    return Report(columns, rows, checks, notes, {"torch": training["torch"]}, raw=found)

@@ -8,6 +8,7 @@ A part writes its JSON each time that a figure is known, so a part that is stopp
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -188,7 +189,8 @@ def set_cores(cores: int) -> None:
     """Let all threads of this process, and those that they start, run on so many cores."""
     everything = sorted(ALL_CORES)[:cores]
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), everything)
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), everything)
 
 
 ALL_CORES = os.sched_getaffinity(0)

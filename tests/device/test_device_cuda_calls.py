@@ -220,20 +220,18 @@ def test_who_waits_for_an_event_sleeps(driver: Driver, monkeypatch: pytest.Monke
     assert Cuda(torch.device("cuda:0")).new_event().blocking
 
 
-def test_a_forked_child_never_frees_an_event(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The destructor of torch's event calls CUDA, which aborts a forked child."""
+def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) -> None:
+    """The destructors of torch's events and of tensors in pinned memory call CUDA, which aborts a forked child."""
     owner = os.getpid()
 
     class Fatal:
-        def __init__(self, blocking: bool = False) -> None:
-            self.itself = self  # freed by the garbage collector
-
         def __del__(self) -> None:
             if os.getpid() != owner:
                 os._exit(77)
 
-    monkeypatch.setattr(torch.cuda, "Event", Fatal)
-    Cuda(torch.device("cuda:0")).new_event()
+    prefetcher: Any = sf.DevicePrefetcher([], "cuda:0")
+    prefetcher.itself, prefetcher.fatal = prefetcher, Fatal()  # freed by the garbage collector
+    del prefetcher
     assert in_child(gc.collect)
     gc.collect()
 

@@ -39,8 +39,8 @@ from stallfree.ipc.folders import default_root
 from stallfree.ipc.forked import call_in_child
 from stallfree.loader import DataLoader
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.pytree import take_apart
 from stallfree.platform import cpu_count
+from stallfree.pytree import take_apart
 from stallfree.sources.mapped import as_source
 from stallfree.units import parse_room
 
@@ -365,6 +365,8 @@ class Analysis:
 
         cpu_prep, device_prep = map(prep, places)
         few = _first_batches(job, self._some, 4, Held(values, places[1]))
+        for batch in few:
+            _sent(batch, job.device)  # makes the decoder
         both = steps_beside_prep(few, job.device, job.train, job.batch_size)
         with closing(both):  # type: ignore[type-var]
             beside = float(steady_rate(both, 4, self._limits))

@@ -38,11 +38,19 @@ class Placement:
         """The share by which the steps are slower while the device prepares the next batches."""
         return max(0.0, 1 - self.step_and_prep / self.step)
 
-    @property
-    def factors(self) -> tuple[float, float]:
-        """The factors of P and G in the placement that the job does not have."""
-        prep, step = self.device_prep / self.cpu_prep, self.step_and_prep / self.step
-        return (1 / prep, 1 / step) if self.on_device else (prep, step)
+    def speeds(self, fetch: float) -> tuple[float, float]:
+        """min(F, P, G) with prep on the CPUs and on the device, for this fetch rate."""
+        return min(fetch, self.cpu_prep, self.step), min(fetch, self.device_prep, self.step_and_prep)
+
+    def times(self, prep: float = 1.0, step: float = 1.0) -> Placement:
+        """Return the placement with other CPUs or devices: the rates times these factors."""
+        return Placement(
+            self.on_device,
+            self.cpu_prep * prep,
+            self.device_prep * prep,
+            self.step * step,
+            self.step_and_prep * step,
+        )
 
     def json(self) -> dict[str, Any]:
         """The placement for the report."""

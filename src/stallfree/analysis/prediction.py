@@ -148,10 +148,12 @@ def _on_cpus(setting: Setting) -> str:
 def _on_placement(setting: Setting) -> str:
     if setting.placement is None:
         return ""
-    where, then = setting.other_place()
-    takes = f"prep on the device takes {setting.placement.takes:.0%} of G"
-    better = "the faster place" if setting.gain(then) > WORTH else "not faster"
-    return f"prep on {where}: {better}, {_gain(setting, then)} ({then.throughput:,.0f} samples/s); {takes}"
+    here, there = setting.placement.speeds(setting.rates.fetch_at(setting.hits))
+    fast, slow = ("the device", "the CPUs") if there > here else ("the CPUs", "the device")
+    return (
+        f"prep on {fast}: {max(here, there):,.0f} samples/s by min(F, P, G), {max(here, there) / min(here, there):.2f} "
+        f"times as many as on {slow}; on the device it takes {setting.placement.takes:.0%} of G"
+    )
 
 
 def _on_storage(setting: Setting) -> str:

@@ -374,12 +374,14 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
     whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
     _offer_caches(offer, now, remedy, "" if whole else ", form='reads'")
     if now.placement is not None:
-        where, then = now.other_place()
-        offer(
-            f"Let {where} decode: on_device={not now.placement.on_device} in sf.DecodeRandomResizedCrop",
-            _why(now),
-            then,
-        )
+        speeds = now.placement.speeds(now.rates.fetch_at(now.hits))
+        mine, other = reversed(speeds) if now.placement.on_device else speeds
+        place = "the CPUs" if now.placement.on_device else "the device"
+        if other / mine > WORTH:
+            do = f"Let {place} decode: on_device={not now.placement.on_device} in sf.DecodeRandomResizedCrop"
+            why = f"min(F, P, G) is {other:,.0f} there, and {mine:,.0f} where it decodes now"
+            item = {"do": do, "why": why, "throughput": other, "gain": other / mine, "memory_bytes": 0}
+            found.append((False, -other / mine, item))
     cpus, workers, job = data["machine"]["cpus"], now.loading.workers, data["job"]
     if workers < cpus:
         ahead = now.loading.ahead / max(1, workers) * (cpus - workers)
@@ -402,13 +404,6 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
     why = f"G doubles from {now.rates.compute:,.0f}"
     offer("Use a device twice as fast", why, now.with_devices(2), hardware=True)
     return [item for *_, item in sorted(found, key=lambda one: one[:2])]
-
-
-def _why(now: Setting) -> str:
-    placement = now.placement
-    assert placement is not None
-    then = placement.cpu_prep if placement.on_device else placement.device_prep
-    return f"P goes from {now.rates.prep:,.0f} to {then:,.0f}; on the device prep takes {placement.takes:.0%} of G"
 
 
 def _offer_caches(offer: Callable[..., None], now: Setting, remedy: Remedy | None, form: str) -> None:

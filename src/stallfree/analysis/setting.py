@@ -149,7 +149,8 @@ class Setting:
         workers = max(1, math.ceil(loading.workers * cpus / base)) if loading.workers else cpus
         ahead = max(loading.ahead, math.ceil(loading.ahead * cpus / base))
         loading = replace(self.loading, workers=workers, ahead=ahead)
-        return replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing, measured=measured)
+        then = replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing, measured=measured)
+        return then._placed(prep=factor)
 
     def with_workers(self, workers: int) -> Setting:
         """With `workers` workers on the same machine: P in proportion, with the same shared work."""
@@ -171,24 +172,20 @@ class Setting:
     def with_devices(self, devices: float) -> Setting:
         """With `devices` devices that share each batch: G in proportion."""
         sharing = self.sharing and replace(self.sharing, step=self.sharing.step / devices)
-        return replace(self, rates=self.rates.times(devices, "compute"), sharing=sharing)
+        return replace(self, rates=self.rates.times(devices, "compute"), sharing=sharing)._placed(step=devices)
 
     def with_jobs(self, jobs: int) -> Setting:
         """One of `jobs` equal jobs on the host, each with its own device: 1/jobs of S, C and P."""
         shared = self.rates.times(1 / jobs, "prep", "prep_hit", "storage", "cache")
         sharing = self.sharing and _scaled(self.sharing, jobs)
-        return replace(self, rates=shared, sharing=sharing, jobs=self.jobs * jobs)
+        return replace(self, rates=shared, sharing=sharing, jobs=self.jobs * jobs)._placed(prep=1 / jobs)
+
+    def _placed(self, **factors: float) -> Setting:
+        return self if self.placement is None else replace(self, placement=self.placement.times(**factors))
 
     def with_hits(self, hits: float) -> Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
-
-    def other_place(self) -> tuple[str, Setting]:
-        """Where prep could be, and the setting with it there. There must be a `placement`."""
-        assert self.placement is not None
-        prep, step = self.placement.factors
-        rates = self.rates.times(prep, "prep", "prep_hit").times(step, "compute")
-        return ("the CPUs" if self.placement.on_device else "the device"), replace(self, rates=rates, placement=None)
 
     def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
         """With the chosen cache, scaled by its change relative to `nothing` in the same model."""

@@ -27,8 +27,8 @@ from typing import Any
 from stallfree.device.backend import Cuda, Stream
 from stallfree.device.staging import Place, Sent, Stager, memory_of
 from stallfree.pipeline.global_draws import GlobalDraws
-from stallfree.pipeline.pytree import Rebuild, prepared_here, take_apart
 from stallfree.pipeline.randomness import before_drawing
+from stallfree.pytree import Rebuild, prepared_here, take_apart
 
 Transform = Callable[[Any], Any]
 Snapshot = Callable[[], Any]

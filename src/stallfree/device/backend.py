@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+import functools
+import gc
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
@@ -45,6 +46,7 @@ class Cuda:
                 "of them"
             )
         self.device = torch.device("cuda", number)
+        _freeze_in_children()
 
     def bind(self) -> None:
         """Make the device the current one of this thread."""
@@ -64,9 +66,7 @@ class Cuda:
 
     def new_event(self) -> Event:
         """Create an event: a mark in a stream. An event that was never recorded counts as reached."""
-        event = torch.cuda.Event(blocking=True)  # waiting threads sleep
-        _events.add(event)
-        return event
+        return torch.cuda.Event(blocking=True)  # waiting threads sleep
 
     def record(self, event: Event) -> None:
         """Record the event after all work submitted to the current stream so far."""
@@ -134,16 +134,13 @@ class Cuda:
         return done
 
 
-_events: weakref.WeakSet[Event] = weakref.WeakSet()
-_inherited: list[Event] = []
+@functools.cache
+def _freeze_in_children() -> None:
+    """From now on, forked children never collect garbage that they inherit.
 
-
-def _keep_events() -> None:
-    """Keep the events in a forked child, such as a worker of torch: freeing one there would abort it."""
-    _inherited.extend(_events)
-
-
-at_fork(after_in_child=_keep_events)
+    A child has no CUDA: an event or a tensor in pinned memory that is freed there aborts it, such as a worker of torch.
+    """
+    at_fork(after_in_child=gc.freeze)
 
 
 def parse_device(device: Device) -> torch.device:

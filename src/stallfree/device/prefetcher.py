@@ -18,7 +18,7 @@ from stallfree.device.staging import Place, Stager, send_itself
 from stallfree.errors import InputError, iteration_over, stop_iteration
 from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import Owner
-from stallfree.pipeline.pytree import take_apart
+from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
 
 

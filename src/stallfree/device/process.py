@@ -46,9 +46,9 @@ from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import Owner
 from stallfree.ipc.process import Child, Parent
 from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
-from stallfree.pipeline.pytree import take_apart
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
+from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co
 
 _START_METHOD = "spawn"  # a fork would inherit locked locks and an unusable device

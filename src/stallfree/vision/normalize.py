@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from stallfree.errors import InputError, transform_input
-from stallfree.pipeline.pytree import take_apart
+from stallfree.pytree import take_apart
 from stallfree.vision.arguments import check_layout
 from stallfree.vision.native import Layout
 
