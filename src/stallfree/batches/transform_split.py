@@ -20,7 +20,7 @@ from torch.utils.data import get_worker_info
 
 from stallfree.cache import Cache
 from stallfree.cache.policies import mixed
-from stallfree.errors import StallfreeError, WaitError
+from stallfree.errors import WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
@@ -132,11 +132,10 @@ class TransformSplit:
 
         Raises `Reclassified` if that is the source or a step, and not another thread of the program.
         """
-        found = None
         trial = partial(_find_draws, self.source, self.deterministic.transforms, self._trust, list(ids))
         try:
             found = call_in_child(trial, "the search for what drew random numbers", seconds=_CONFIRM_SECONDS)
-        except StallfreeError:  # a process of one thread cannot make these samples
+        except WorkerError:  # a forked process cannot make these samples
             found = trial()
         if found is None:
             self._false_alarms += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import pickle
 import select
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from stallfree.errors import WorkerError, look_timeout
+from stallfree.errors import WorkerError
 from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
 from stallfree.platform import begin_child, how_it_ended, interrupts_later, shares_memory
 
@@ -26,22 +27,24 @@ T = TypeVar("T")
 _LENGTH = struct.Struct("<?Q")  # whether the call returned, and the length of its pickled result or error
 _PDEATHSIG = 1
 _NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"
-_CHECK_SECONDS, _PAUSE_SECONDS = 0.5, 0.005
+_CHECK_MILLISECONDS, _PAUSE_SECONDS = 500, 0.005
+
+log = logging.getLogger("stallfree")
 
 
-def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 300.0) -> T:
+def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
     """Return the result of `call`, made in a forked process of one thread.
 
-    The result is pickled. Standard output is that of this process. Where there is no fork, and for calls that use CUDA,
-    which a forked process cannot, `call` is made here.
+    The result is pickled. Standard output is that of this process. `call` is made here where there is no fork, if it
+    uses CUDA, which a forked process cannot, and if the process has no result in time: it may wait for a lock or a
+    thread that was not copied.
 
     Args:
         call: the function.
         what: what it does, for messages, such as "the first look at the data set".
-        seconds: limit of the wait.
+        seconds: limit of the wait for the process.
 
     Raises:
-        WaitError: the limit was reached.
         WorkerError: the process ended before it had a result.
         BaseException: what `call` raised.
     """
@@ -60,13 +63,17 @@ def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 300.0) -
     finally:
         os.close(writing)
     try:
-        returned, data = _receive(reading, pid, what, time.monotonic() + seconds)
+        received = _receive(reading, pid, what, time.monotonic() + seconds)
     finally:
         os.close(reading)
         with contextlib.suppress(OSError):  # it has ended, or is not needed any more
             os.kill(pid, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(pid, 0)
+    if received is None:
+        log.warning("%s had no result in a forked process for %.0f s: it runs in this process now", what, seconds)
+        return call()
+    returned, data = received
     if returned:
         return pickle.loads(data)  # type: ignore[no-any-return]
     error, trace = unpack_error(bytes(data), BaseException)
@@ -90,7 +97,8 @@ def _child(call: Callable[[], Any], writing: int) -> None:
         except BaseException as error:
             data = pack_error(error)
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+            with contextlib.suppress(Exception):
+                stream.flush()
         _write(writing, _LENGTH.pack(returned, len(data)))
         _write(writing, data)
     finally:
@@ -107,16 +115,16 @@ def _write(descriptor: int, data: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def _receive(reading: int, pid: int, what: str, deadline: float) -> tuple[bool, bytearray]:
-    """Return whether the call returned, and what the child sent."""
+def _receive(reading: int, pid: int, what: str, deadline: float) -> tuple[bool, bytearray] | None:
+    """Return whether the call returned, and what the child sent; None if the deadline was reached."""
     data, size, returned = bytearray(), _LENGTH.size, None
     ended, chunk = False, b""
+    poller = select.poll()
+    poller.register(reading, select.POLLIN)
     while len(data) < size or returned is None:
         if time.monotonic() > deadline:
-            raise look_timeout(
-                f"{what} took too long in its process, and was ended: does it wait for a lock or a thread?"
-            )
-        if select.select([reading], [], [], 0 if ended else _CHECK_SECONDS)[0]:
+            return None
+        if poller.poll(0 if ended else _CHECK_MILLISECONDS):
             chunk = os.read(reading, 1 << 20)
             ended = not chunk
         elif not ended:
