@@ -362,3 +362,13 @@ def test_the_transform_of_rows_is_cut_known() -> None:
 )
 def test_other_formats_stay_whole(dataset: Any) -> None:
     assert isinstance(as_source(dataset), MapSource)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_without_a_cache_other_transforms_are_followed(workers: int) -> None:
+    data = Separate(lambda picture: picture + 1)
+    with sf.DataLoader(data, 4, num_workers=workers) as loader:
+        for add in (1, 10, 0):
+            data.transform = (lambda add: lambda picture: picture + add)(add) if add else None
+            pictures = [picture for pictures, _ in loader for picture in pictures[:, 0, 0].tolist()]
+            assert pictures == [id + add for id in range(COUNT)]
