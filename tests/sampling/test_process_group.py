@@ -93,7 +93,9 @@ def test_a_window_or_sampler_from_before_the_group_is_refused(tmp_path: Path) ->
             early = named.rank_sampler()
             assert len(early) == 12
             join(rank, tmp_path)
-            with pytest.raises(sf.InputError, match=r"no job was known when the data set was made: make it after init_p"):
+            with pytest.raises(
+                sf.InputError, match=r"no job was known when the data set was made: make it after init_p"
+            ):
                 own.rank_sampler()
             with pytest.raises(sf.InputError, match=r"sampler was made before the process group, and gives each rank"):
                 list(sf.DataLoader(named, batch_size=4, sampler=early))
