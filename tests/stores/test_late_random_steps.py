@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +15,10 @@ import stallfree as sf
 from redis_servers import Server, needs_server
 from stallfree.ipc.folders import default_root, remove_unused
 from stallfree.pipeline import StallfreeWarning
+from unseen import fraction, unseen_ids
 
-COUNT, LATE = 64, 40
-ONE_TIER = "one cache, one tier"
-MARKS = "marks are part of the fingerprint"
+COUNT = 64
+LATE = unseen_ids(COUNT)[-20]
 
 
 class Records(torch.utils.data.Dataset[Any]):
@@ -49,23 +48,23 @@ class Calls:
         return "calls"
 
 
+CALLS = Calls()
+
+
 class Shifted:
     """Random, for one sample alone."""
 
     def __call__(self, record: Any) -> Any:
-        return record + random.random() if record[0] == LATE else record
+        return record + fraction() if record[0] == LATE else record
 
 
 class Doubled:
     """Draws for one sample, and always gives the same output."""
 
-    def __init__(self, calls: Calls) -> None:
-        self.calls = calls
-
     def __call__(self, record: Any) -> Any:
-        self.calls.ids.append(int(record[0]))
+        CALLS.ids.append(int(record[0]))
         if record[0] == LATE:
-            random.random()
+            fraction()
         return 2 * record
 
 
@@ -99,9 +98,9 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
         remove_unused(folder)
 
 
-def stores(reason: str, *broken: str) -> list[Any]:
-    """The kinds of stores; those that are `broken` are rebuilt in the step `reason`."""
-    failing = pytest.mark.xfail(strict=True, reason=reason)
+def stores(*broken: str) -> list[Any]:
+    """The kinds of stores; those that are `broken` are rebuilt as one cache with one tier."""
+    failing = pytest.mark.xfail(strict=True, reason="one cache, one tier")
     return [
         pytest.param(kind, marks=[*marks, *([failing] if kind in broken else [])])
         for kind, marks in (("memory", []), ("disk", []), ("tier", []), ("redis", [needs_server]))
@@ -116,7 +115,7 @@ def epoch(cached: sf.CachedDataset) -> Any:
     return samples
 
 
-@pytest.mark.parametrize("options", stores(ONE_TIER, "tier", "redis"), indirect=True)
+@pytest.mark.parametrize("options", stores("tier", "redis"), indirect=True)
 @pytest.mark.parametrize("small", [False, True])
 def test_a_step_that_proves_random_late_moves_behind_the_cache(options: Callable[[], Stores], small: bool) -> None:
     """The data set stays what it was: its samples are cached, and it may be cached again."""
@@ -141,24 +140,23 @@ def test_a_step_that_proves_random_late_moves_behind_the_cache(options: Callable
         sf.CachedDataset(data, capacity="1MiB", name="again").close()
 
 
-@pytest.mark.parametrize("options", stores(MARKS, "memory", "disk", "tier", "redis"), indirect=True)
+@pytest.mark.parametrize("options", stores(), indirect=True)
 def test_a_mark_after_the_warning_is_heeded_by_the_next_job(options: Callable[[], Stores]) -> None:
     """The mark gives a new cache, without the old verdict: the output is cached, as the warning promised."""
-    calls = Calls()
 
     def job(*, mark: bool) -> list[str]:
-        step = sf.mark_deterministic(Doubled(calls)) if mark else Doubled(calls)
+        step = sf.mark_deterministic(Doubled()) if mark else Doubled()
         with (
             warnings.catch_warnings(record=True) as caught,
             sf.CachedDataset(Records(), transform=step, capacity="1MiB", **options()) as cached,
         ):
             warnings.simplefilter("always")
             for _ in range(3):
-                calls.ids.clear()
+                CALLS.ids.clear()
                 assert (epoch(cached)[:, 0] == 2 * np.arange(COUNT)).all()
         return [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
 
     assert any("mark_deterministic" in said for said in job(mark=False))
-    assert sorted(calls.ids) == list(range(COUNT)), "it runs again for every sample"
+    assert sorted(CALLS.ids) == list(range(COUNT)), "it runs again for every sample"
     assert job(mark=True) == []
-    assert calls.ids == [], "its output is cached"
+    assert CALLS.ids == [], "its output is cached"
