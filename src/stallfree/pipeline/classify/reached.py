@@ -33,13 +33,8 @@ from stallfree.pipeline.generators import GENERATOR_TYPES
 
 _VALUES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-<<<<<<< HEAD
-_MOST_ITEMS, _MOST_OBJECTS = 4096, 20_000
-_ENTRIES, _OF_STREAMS = ("__call__", "forward", "__getitem__", "__getitems__"), ("__iter__", "__next__")
-=======
 _MOST_ITEMS, _MOST_OBJECTS = 256, 20_000
-_ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
->>>>>>> w-finger
+_ENTRIES, _OF_STREAMS = ("__call__", "forward", "__getitem__", "__getitems__"), ("__iter__", "__next__")
 _UNCALLED = {
     *("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__eq__"),
     *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__init_subclass__", "__class_getitem__"),
@@ -78,10 +73,7 @@ def read_attributes(thing: Any) -> set[str]:
 class _Walk:
     def __init__(self, root: Any) -> None:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
-<<<<<<< HEAD
         self._entries = _OF_STREAMS if issubclass(type(root), IterableDataset) else _ENTRIES
-=======
->>>>>>> w-finger
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}
         self._classes: set[tuple[type, bool, frozenset[str]]] = set()
