@@ -7,6 +7,7 @@ import logging
 import mmap
 import os
 import pickle
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -429,3 +430,29 @@ def test_a_ring_that_is_closed_while_a_thread_gathers_makes_no_folder(monkeypatc
     monkeypatch.setattr(module, "sweep", lambda _: ring.close())  # while the folder is made
     with pytest.raises(sf.StorageError, match="ring is closed"):
         ring.take()
+
+
+@pytest.mark.parametrize(("workers", "cached"), [(2, False), (0, True)])
+def test_no_code_runs_where_a_batch_is_freed(workers: int, cached: bool) -> None:
+    """Ctrl-C that comes while it runs would be lost: an exception in a callback of the collector is ignored."""
+    base = Made(60, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            called.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0) as loader:
+        list(loader)
+        for batch in loader:
+            pool = loader._runner.pools.kept or loader._runner._iteration()._pool  # type: ignore[union-attr, misc]
+            assert pool.ring.leased == 1
+            sys.setprofile(note)
+            del batch
+            sys.setprofile(None)
+            assert pool.ring.leased == 0
+            del pool
+    assert called == []
+    if cached:
+        dataset.close()

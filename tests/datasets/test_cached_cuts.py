@@ -92,7 +92,7 @@ def images(batches: Any) -> Iterator[tuple[int, Any]]:
     [
         (Pictures, 0, "fetched", None),
         (Pictures, 2, "prepared", None),
-        (Pictures, 1, "auto", "spawn"),
+        (Pictures, 1, "auto", "forkserver"),
         (Joint, 0, "auto", None),
         (Joint, 2, "auto", None),
     ],

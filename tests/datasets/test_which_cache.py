@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from unseen import fraction, unseen_ids
 from warm import Interpreter
 
 PROJECT = """
@@ -136,22 +136,25 @@ def test_two_jobs_of_a_sweep(
             cached.close()
 
 
+LATE = unseen_ids(8)[0]
+
+
 class DrawsLate(Rows):
-    """Draws for one sample, which does not depend on it."""
+    """Draws for one sample, which does not depend on it. The first look does not show it."""
 
     def __getitem__(self, id: int) -> Any:
-        if id == 5:
-            random.random()
+        if id == LATE:
+            fraction()
         return super().__getitem__(id)
 
 
 class StepDrawsLate:
     def __init__(self) -> None:
-        self.limit = 5
+        self.limit = LATE
 
     def __call__(self, x: Any) -> Any:
         if x[0] == self.limit:
-            random.random()
+            fraction()
         return x
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from stallfree.pipeline.classify.names import random_name
-from stallfree.pipeline.classify.reached import read_attributes
 
 HEAD = """
 import collections, contextvars, enum, functools, random, sys, threading, types, weakref
@@ -375,22 +373,6 @@ def f(x): return helper(x)
 @sources(WHERE)
 def test_it_says_where(source: str) -> None:
     assert f"# {random_name(define(source))}" == source.partition("\n")[0]
-
-
-def test_what_is_read() -> None:
-    source = """
-    class C:
-        def __init__(self): self.by, self.calls, self.last, self.unused = 2, 0, None, 1
-        def scaled(self, x): return x * self.by
-        def __call__(self, x):
-            self.calls += 1
-            self.last = x
-            return [self.scaled(y) for y in x]
-    f = C()
-    """
-    read = read_attributes(define(textwrap.dedent(source)))
-    assert {"by", "scaled"} <= read
-    assert not {"calls", "last", "unused"} & read
 
 
 PROJECT = """

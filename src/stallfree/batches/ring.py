@@ -191,6 +191,12 @@ class Slots:
         return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "derived": {}}
 
 
+class _Lease(weakref.ref[Bytes]):
+    """The lease of a slot, which ends with the memory that it refers to."""
+
+    slot: int
+
+
 class Ring:
     """Assigns `count` slots to batches. Used only in the process that submits the tasks.
 
@@ -209,7 +215,8 @@ class Ring:
         self._surplus = 0
         self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
         self._free: deque[int] = deque(range(count))
-        self._leases: dict[int, weakref.ref[Bytes]] = {}
+        self._leases: dict[int, _Lease] = {}
+        self._ended: deque[_Lease] = deque()  # their slots are free
         self._forked: set[int] = set()  # slots that were leased at a fork
         prepare_for_forks(self)
 
@@ -230,6 +237,7 @@ class Ring:
             return None
         if self._folder is None:  # create it before workers are forked
             _ = self.slots.folder
+        self._end_leases()
         try:
             slot = self._free.pop()
         except IndexError:
@@ -279,25 +287,33 @@ class Ring:
     @property
     def free(self) -> int:
         """Number of free slots."""
+        self._end_leases()
         return len(self._free)
 
     @property
     def leased(self) -> int:
         """Number of slots leased to live tensors."""
+        self._end_leases()
         return len(self._leases)
 
     def lease(self, slot: int, memory: Bytes) -> None:
-        """Free `slot` when `memory` is freed; the tensors of the batch are views of it."""
+        """Free `slot` when `memory` is freed; the tensors of the batch are views of it.
 
-        def end(_: object) -> None:  # runs in any thread; holds no reference to the ring, which may be freed first
-            if leases.pop(slot, None) is not None:
-                free.append(slot)
+        That happens in any thread. No Python code runs there: an interrupt during it would be lost.
+        """
+        lease = self._leases[slot] = _Lease(memory, self._ended.append)
+        lease.slot = slot
 
-        leases, free = self._leases, self._free
-        leases[slot] = weakref.ref(memory, end)
+    def _end_leases(self) -> None:
+        while self._ended:
+            with contextlib.suppress(IndexError):  # another thread took it
+                slot = self._ended.popleft().slot
+                del self._leases[slot]
+                self._free.append(slot)
 
     def before_fork(self) -> None:
         """See `Lender`."""
+        self._end_leases()
         self._forked.update(list(self._leases))
 
     @property

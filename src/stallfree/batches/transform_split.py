@@ -22,10 +22,8 @@ from stallfree.cache import Cache
 from stallfree.cache.policies import mixed
 from stallfree.errors import StallfreeError, WaitError
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline._objects import attributes
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
-from stallfree.pipeline.classify.reached import read_attributes
 from stallfree.pipeline.compose import Compose, Transform, describe_step
 from stallfree.pipeline.marks import note_drew
 from stallfree.pipeline.protocol import Source
@@ -80,7 +78,6 @@ class TransformSplit:
         self.uncached, self.quiet = 0, False
         self._steps, self._cached_steps = (*deterministic, *rest), len(deterministic)
         self._home = os.getpid()
-        self._values: dict[tuple[int, str], tuple[object, Any]] = {}
         self._looks = self._first = self._false_alarms = 0
         self._begin()
 
@@ -187,36 +184,6 @@ class TransformSplit:
             StallfreeWarning,
             stacklevel=2,
         )
-
-    # -- attributes that change ---------------------------------------------------------------------------------------
-
-    def note_settings(self) -> dict[tuple[int, str], tuple[object, Any]]:
-        """Save the plain attributes of the data set and the cached steps. Returns those saved before."""
-        before = self._values
-        self._values = {
-            (id(thing), name): (thing, value)
-            for thing in (self.origin, *self._steps[: self._cached_steps])
-            for name, value in (vars(type(thing)) | attributes(thing)).items()
-            if isinstance(value, (bool, int, float, str)) and not name.startswith("__")
-        }
-        return before
-
-    def check_settings(self) -> None:
-        """Warn of attributes that changed after samples were cached, if the code reads them."""
-        before = self.note_settings()
-        for key, (thing, value) in self._values.items():
-            _, old = before.get(key, (thing, value))
-            if old != value and key[1] in read_attributes(thing):
-                warnings.warn(
-                    f"the attribute {key[1]!r} of {type(thing).__name__} was {old!r} when samples were cached, and "
-                    f"is {value!r} now: the cached samples do not change. Make a new CachedDataset for the new "
-                    "value, or move the code that uses it to a step marked with stallfree.mark_random",
-                    StallfreeWarning,
-                    stacklevel=4,
-                )
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_values": {}}
 
 
 def _find_draws(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dis
 import functools
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from itertools import islice
@@ -14,14 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from stallfree.pipeline._objects import (
     attribute,
     attributes,
     closure_values,
     code_names,
-    codes,
     current,
     describe,
     is_known,
@@ -47,27 +44,11 @@ def reached(thing: Any) -> Iterator[tuple[Any, str]]:
     """Yield the objects that a call of `thing` may use, each with where it is named, as "RNG in Flip.__call__".
 
     Functions of the user are among them, with the values that they name and the methods that they name of the objects
-    which they hold; of `thing` itself, what `thing(...)`, `thing[...]` or a loop over a stream runs. A name of an
-    attribute that none of these objects has, of a result for instance, is yielded as text. The code of libraries is not
-    followed, but the user's code that they hold is. A package installed from an index is followed if `thing` is from
-    it.
+    which they hold; of `thing` itself, what `thing(...)` or `thing[...]` runs. A name of an attribute that none of
+    these objects has, of a result for instance, is yielded as text. The code of libraries is not followed, but the
+    user's code that they hold is. A package installed from an index is followed if `thing` is from it.
     """
     return _Walk(thing).run()
-
-
-def read_attributes(thing: Any) -> set[str]:
-    """Return the names of attributes and globals that the user's code reads in a call of `thing`.
-
-    A name that is only written or counted up (`self.calls += 1`) is not among them.
-    """
-    uses: Counter[str] = Counter()
-    functions = (each for each, _ in reached(thing) if isinstance(each, FunctionType) and not is_library(each))
-    for step in (step for each in functions for code in codes(each.__code__) for step in dis.get_instructions(code)):
-        if step.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_GLOBAL"):
-            uses[step.argval] += 1
-        elif step.opname in ("STORE_ATTR", "STORE_GLOBAL"):
-            uses[step.argval] -= 1
-    return {name for name, count in uses.items() if count > 0}
 
 
 class _Walk:
@@ -141,25 +122,22 @@ class _Walk:
     def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
         """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
 
-        Methods that create an instance count only if one is `made` in a call, those that a subclass overrides only if
-        their name is used, as by `super()`.
+        Methods that create an instance count only if one is `made` in a call.
         """
         own = own.intersection(dir(cls)) if own else own
         if (cls, made, own) in self._classes:
             return
         self._classes.add((cls, made, own))
         libraries = self._libraries(cls)
-        overridden: set[str] = set()
         for base in (base for base in cls.__mro__ if self._is_users(base)):
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
                     continue
-                special = name in self._entries if cls is self._kind else name.startswith("__") and name.endswith("__")
-                called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
+                special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
+                called = special or any(hasattr(library, name) for library in libraries)
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
                 for value in (member, *(each for each in inner if isinstance(each, FunctionType))):
                     self._offer(name, value, called=called and (made or name not in _UNCALLED))
-            overridden.update(vars(base))
 
     def _libraries(self, cls: type) -> list[type]:
         return [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
