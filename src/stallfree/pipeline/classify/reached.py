@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import IterableDataset
 
 from stallfree.pipeline._objects import (
     attribute,
@@ -44,9 +45,10 @@ def reached(thing: Any) -> Iterator[tuple[Any, str]]:
     """Yield the objects that a call of `thing` may use, each with where it is named, as "RNG in Flip.__call__".
 
     Functions of the user are among them, with the values that they name and the methods that they name of the objects
-    which they hold; of `thing` itself, what `thing(...)` or `thing[...]` runs. A name of an attribute that none of
-    these objects has, of a result for instance, is yielded as text. The code of libraries is not followed, but the
-    user's code that they hold is. A package installed from an index is followed if `thing` is from it.
+    which they hold; of `thing` itself, what `thing(...)`, `thing[...]` or a loop over a stream runs. A name of an
+    attribute that none of these objects has, of a result for instance, is yielded as text. The code of libraries is not
+    followed, but the user's code that they hold is. A package installed from an index is followed if `thing` is from
+    it.
     """
     return _Walk(thing).run()
 
@@ -133,7 +135,7 @@ class _Walk:
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
                     continue
-                special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
+                special = name in self._entries if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = special or any(hasattr(library, name) for library in libraries)
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
                 for value in (member, *(each for each in inner if isinstance(each, FunctionType))):
