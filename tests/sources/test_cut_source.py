@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import operator
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -369,6 +371,6 @@ def test_without_a_cache_other_transforms_are_followed(workers: int) -> None:
     data = Separate(lambda picture: picture + 1)
     with sf.DataLoader(data, 4, num_workers=workers) as loader:
         for add in (1, 10, 0):
-            data.transform = (lambda add: lambda picture: picture + add)(add) if add else None
+            data.transform = partial(operator.add, add) if add else None
             pictures = [picture for pictures, _ in loader for picture in pictures[:, 0, 0].tolist()]
             assert pictures == [id + add for id in range(COUNT)]
