@@ -99,15 +99,8 @@ def use(make: Callable[[Any], Any], path: Path, in_memory: bool) -> None:
     assert peak() - before < SIZE / 2
 
 
-BROKEN = {
-    **dict.fromkeys(CASES, "fingerprints of large arrays take constant memory"),
-    **dict.fromkeys(("a step", "auto, a step"), "looks run in a child process, without copies"),
-}
-del BROKEN["no cache"]
 PARAMETERS = [
-    pytest.param(case, kind, marks=[pytest.mark.xfail(strict=True, reason=BROKEN[case])] if case in BROKEN else [])
-    for kind in (False, True)
-    for case in (("no cache", "CachedDataset", "a step") if kind else CASES)
+    (case, kind) for kind in (False, True) for case in (("no cache", "CachedDataset", "a step") if kind else CASES)
 ]
 
 

@@ -129,7 +129,6 @@ def test_without_a_cache_it_is_followed(auto: bool, kind: str, data: Any) -> Non
         assert values(loader) == [data[id] for id in range(COUNT)]
 
 
-@pytest.mark.xfail(strict=True, reason="verdicts by outcome: the look takes the work of a cache within for draws")
 @pytest.mark.parametrize(
     "wrap",
     [
