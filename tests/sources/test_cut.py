@@ -513,7 +513,7 @@ def test_own_draws_are_refused() -> None:
     for dataset, id in ((Drawing(noisy), 0), (Seldom(noisy), COUNT - 1)):
         with pytest.raises(InputError, match=f"outside of the transform.*when sample {id} was read"):
             sf.cut(dataset, "transform")
-    with pytest.raises(InputError, match=r"also without the transform.*names np\.random in .*__getitem__"):
+    with pytest.raises(InputError, match=r"also without the transform.*names np\.random\.default_rng in .*__getitem__"):
         sf.cut(Unseeded(tripled), "transform")
 
 
