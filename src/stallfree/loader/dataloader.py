@@ -423,8 +423,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         it contains the remaining ids. One that has more ids left than there are samples, and more batches than its
         length says, counts as endless: the state then has the number of batches, and resuming leaves out as many. With
         an `ImportanceSampler`, it fixes the substitutions for the rest of the epoch. Save it in the iterating process,
-        between two batches. It is
-        serializable as JSON.
+        between two batches. It is serializable as JSON.
 
         Example:
             ```python
