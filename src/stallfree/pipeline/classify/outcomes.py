@@ -165,6 +165,6 @@ def earliest(*found: Found | None) -> Found | None:
 
 def spread(length: int, count: int) -> list[int]:
     """Return up to `count` ids spread over a data set: the first, the last, and some between, always the same."""
-    edges = [place * length // (count - 2) for place in range(count - 1)]
+    edges = [1 + place * (length - 2) // (count - 2) for place in range(count - 1)]
     between = [low + sample_seed(0, 0, low) % (high - low) for low, high in pairwise(edges) if low < high]
     return list(dict.fromkeys([0, length - 1, *between]))
