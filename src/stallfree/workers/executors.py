@@ -91,6 +91,7 @@ class TrainingProcess:
         waited = time.monotonic() - started
         result = self._builder.finish(*self._tasks.pop(number), here=True)
         result.fetch_seconds += waited
+        result.started = started if result.started else 0.0
         return [result]
 
     def _wait_for_fetches(self, task: Task, pending: Pending) -> None:

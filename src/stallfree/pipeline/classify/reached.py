@@ -124,22 +124,25 @@ class _Walk:
     def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
         """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
 
-        Methods that create an instance count only if one is `made` in a call.
+        Methods that create an instance count only if one is `made` in a call, those that a subclass overrides only if
+        their name is used, as by `super()`.
         """
         own = own.intersection(dir(cls)) if own else own
         if (cls, made, own) in self._classes:
             return
         self._classes.add((cls, made, own))
         libraries = self._libraries(cls)
+        overridden: set[str] = set()
         for base in (base for base in cls.__mro__ if self._is_users(base)):
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
                     continue
                 special = name in self._entries if cls is self._kind else name.startswith("__") and name.endswith("__")
-                called = special or any(hasattr(library, name) for library in libraries)
+                called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
                 for value in (member, *(each for each in inner if isinstance(each, FunctionType))):
                     self._offer(name, value, called=called and (made or name not in _UNCALLED))
+            overridden.update(vars(base))
 
     def _libraries(self, cls: type) -> list[type]:
         return [base for base in cls.__mro__ if not self._is_users(base) and base.__module__ not in _BARE]
