@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -60,6 +61,17 @@ class Probe:
 
     measured: Measured
     records: dict[int, Any] = field(default_factory=dict)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send what can be pickled: the other records are fetched again, and the error names the sample."""
+        return Probe, (self.measured, {id: record for id, record in self.records.items() if _is_picklable(record)})
+
+
+def _is_picklable(record: Any) -> bool:
+    with contextlib.suppress(Exception):
+        pickle.dumps(record)
+        return True
+    return False
 
 
 def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> Probe:

@@ -214,13 +214,15 @@ _INSIST = "if its samples are always the same, say so with stallfree.mark_determ
 
 def reason_in(error: InputError) -> str:
     """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
-    why, found, _ = text_of(error).partition(f"; {_FREEZE}")
-    return why if found else ""
+    why, found, _ = text_of(error).partition(f"{_FREEZE}")
+    return why.removesuffix("otherwise ").removesuffix("; ").removesuffix(f"; {_INSIST}") if found else ""
 
 
 def _refused(origin: object, why: str, *, certain: bool) -> InputError:
     what = "gives random samples" if certain else "may give random samples"
-    return dataset_random(f"{_name(origin)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
+    if certain:
+        return dataset_random(f"{_name(origin)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
+    return dataset_random(f"{_name(origin)} {what}: {why}; {_INSIST}; otherwise {_FREEZE}")
 
 
 def _name(origin: object) -> str:
