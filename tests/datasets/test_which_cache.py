@@ -78,7 +78,7 @@ args = argparse.Namespace(scale=1)
 
 class Rows:
     def __init__(self) -> None:
-        self.count = 8
+        self.count = 16
 
     def __len__(self) -> int:
         return self.count
@@ -136,7 +136,7 @@ def test_two_jobs_of_a_sweep(
             cached.close()
 
 
-LATE = unseen_ids(8)[0]
+LATE = unseen_ids(16)[0]
 
 
 class DrawsLate(Rows):
@@ -177,8 +177,8 @@ def test_a_mark_gives_a_new_cache(what: str, where: str, tmp_path: Path, monkeyp
             with sf.CachedDataset(dataset, capacity="1MiB", **options) as cached:
                 for _ in range(3):
                     rows = torch.cat(list(sf.DataLoader(cached, batch_size=4)))[:, 0]
-                    assert rows.tolist() == list(range(8))
+                    assert rows.tolist() == list(range(16))
                 keys.add(cached.cache.fingerprint)
     assert len(keys) == 2
-    assert cached.stats().hits >= 16
+    assert cached.stats().hits >= 32
     assert not [each for each in caught if issubclass(each.category, sf.StallfreeWarning)]
