@@ -18,7 +18,7 @@ from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describ
 from stallfree.autotune.measure import measure
 from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
 from stallfree.batches.reader import Reader
-from stallfree.batches.transform_split import is_prepared
+from stallfree.batches.transform_split import Reclassified, is_prepared
 from stallfree.cache.memory.limits import granted
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import look
@@ -417,17 +417,28 @@ class AutoCache:
 
 
 def _prepared(reader: Reader, records: dict[int, Any]) -> dict[int, Any]:
-    """Return the cached values of `records`, as far as they can be made in a second, without those that are random."""
-    began, values, states = time.monotonic(), dict[int, Any](), States()
-    prepare = [True] * len(records) if reader.split.share == 1 else is_prepared(list(records), reader.split.share)
+    """Return the cached values of `records`, as far as they can be made and compared in a second.
+
+    As while a cache is filled, the first ones and some of the others are made twice.
+    """
+    began, values, split, states = time.monotonic(), dict[int, Any](), reader.split, States()
+    prepare = [True] * len(records) if split.share == 1 else is_prepared(list(records), split.share)
     for (id, record), wanted in zip(records.items(), prepare, strict=True):
         if time.monotonic() - began > _SECONDS:
             break
-        with suppress(Exception):  # raised again when the sample is requested
-            value = reader.deterministic(private(record)) if wanted else record
-            if states.moved():
-                break  # the random step is detected when the sample is requested
-            values[id] = value
+        steps = split.deterministic if wanted else Compose([])
+        try:
+            if split.takes_look():
+                value = split.make_twice(partial(private, record), id, steps.transforms)
+            else:
+                value = steps(private(record))
+        except Reclassified:
+            return {}
+        except Exception:  # raised again when the sample is requested
+            continue
+        if states.moved():
+            break  # the random step is detected when the sample is requested
+        values[id] = value
     return values
 
 
