@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from stallfree import clara, testing, vision
     from stallfree.analysis import Prediction, Replay, Report, analyze
     from stallfree.analysis.replay import replay
+    from stallfree.cache.disk_tier import DiskTier
     from stallfree.datasets import CachedDataset, CacheLoader, LocalSampler, SmartCacheDataset
     from stallfree.device import DevicePrefetcher, ProcessPrefetcher
     from stallfree.loader import Batch, DataLoader, measure_benefit
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from stallfree.sampling.plans import BySamples, ImportanceSampler
     from stallfree.shared import SharedLoader
     from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset, cut
-    from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats, TierStats
-    from stallfree.stores import DiskTier, RedisStore
+    from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
+    from stallfree.stores import RedisStore
     from stallfree.vision import DecodeRandomResizedCrop
     from stallfree.workers.ray_workers import RayWorkers
 
@@ -47,8 +48,9 @@ _PLACES = {
     "sampling.plans": "BySamples ImportanceSampler",
     "shared": "SharedLoader",
     "sources": "DecodeImage FileDataset ImageFolder TarDataset cut",
-    "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats TierStats",
-    "stores": "DiskTier RedisStore",
+    "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
+    "cache.disk_tier": "DiskTier",
+    "stores": "RedisStore",
     "vision": "DecodeRandomResizedCrop",
     "workers.ray_workers": "RayWorkers",
 }
@@ -65,7 +67,7 @@ __all__ += ["DevicePrefetcher", "DiskTier", "ProcessPrefetcher", "RedisStore"]
 __all__ += ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "TensorBoardHook"]
 __all__ += ["Compose", "OnItem", "Split", "StallfreeWarning", "mark_deterministic", "mark_random", "split"]
 __all__ += ["DecodeImage", "DecodeRandomResizedCrop", "FileDataset", "ImageFolder", "TarDataset", "cut"]
-__all__ += ["CacheStats", "ImportanceStats", "LoaderStats", "SharedStats", "SmartCacheStats", "TierStats"]
+__all__ += ["CacheStats", "ImportanceStats", "LoaderStats", "SharedStats", "SmartCacheStats"]
 __all__ += ["CapacityError", "CodecError", "FingerprintError", "InputError", "MissingExtraError", "MissingServerError"]
 __all__ += ["PlatformError", "ProducerError", "SampleError", "StallfreeError", "StorageError"]
 __all__ += ["WaitError", "WorkerError"]

@@ -24,6 +24,8 @@ class CacheStats:
         resident_bytes: their bytes.
         capacity_bytes: the bytes the cache may take, index included.
         used_bytes: the bytes it has taken, index included.
+        tier_hits: those of the hits that came from the tier behind memory.
+        tier_rejected: new samples that the tier did not store: it is full or failed, or they came too fast.
 
     Example:
         ```python
@@ -44,38 +46,14 @@ class CacheStats:
     resident_bytes: int
     capacity_bytes: int
     used_bytes: int
+    tier_hits: int
+    tier_rejected: int
 
     @property
     def hit_ratio(self) -> float:
         """Hits over hits and misses; 0 before the first."""
         asked = self.hits + self.misses
         return self.hits / asked if asked else 0.0
-
-
-@dataclass(frozen=True)
-class TierStats(CacheStats):
-    """Counts of a tier together with the tiers below it.
-
-    An example is memory over a local disk.
-
-    Hits, misses and `damaged` are those of all these tiers. What is resident, evicted or rejected, capacity and bytes
-    are those of the first tier: what it rejects goes to the tier below while there is room.
-
-    Attributes:
-        lower_hits: those of the hits that came from tiers below the first one.
-        lower: the counts of the tier below; a `TierStats` if that has another one below it.
-
-    Example:
-        ```python
-        tier = sf.DiskTier("cache", capacity="64MiB")
-        with sf.CachedDataset(dataset, capacity="1MiB", store=tier) as cached:
-            samples = [cached[id] for id in range(len(cached))]
-            print(cached.stats().lower_hits, "of", cached.stats().hits, "hits came from the disk")
-        ```
-    """
-
-    lower_hits: int
-    lower: CacheStats
 
 
 @dataclass(frozen=True)

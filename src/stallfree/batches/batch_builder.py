@@ -19,8 +19,8 @@ from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, PRIVATE, READY, U
 from stallfree.batches.reader import Reader
 from stallfree.batches.ring import Slots
 from stallfree.batches.sample_access import Pending
-from stallfree.cache import Aim, Cache
-from stallfree.cache.tiers.buffers import Buffers
+from stallfree.cache import Aim, SampleCache
+from stallfree.cache.buffers import Buffers
 from stallfree.error_types import also_of_type
 from stallfree.errors import sampler_output, text_of
 from stallfree.ipc.remote import pack_error
@@ -103,7 +103,7 @@ class BatchBuilder:
             result.prep_seconds = time.monotonic() - started
         return result
 
-    def _gather_target(self, cache: Cache, count: int, destination: _Destination) -> _GatherTarget | None:
+    def _gather_target(self, cache: SampleCache, count: int, destination: _Destination) -> _GatherTarget | None:
         """Return the target of a gather of `count` samples; a slot's last target is reused if its count is the same."""
         targets = self.slots.derived
         target: _GatherTarget | None = targets.get(destination.slot)

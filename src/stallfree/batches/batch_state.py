@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn
 
+import numpy as np
+
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified, is_prepared
-from stallfree.cache import MISS, Lends
-from stallfree.cache.memory.records import Borrowed
+from stallfree.cache import MISS, Borrowed, SampleCache
 from stallfree.errors import CodecError, SampleError
 from stallfree.pipeline.classify.outcomes import StepError
 from stallfree.pipeline.compose import Compose
@@ -118,21 +119,42 @@ class BatchState:
 
     def _read(self) -> list[int]:
         """Read the samples that the cache has; returns the positions of the missing ones."""
-        reader, cache, reading = self.reader, self.reader.cache, self.pending.reading
+        reader, cache = self.reader, self.reader.cache
         self._found = [MISS] * len(self.ids)
         if cache is not None and reader.current:
-            if self.buffer is not None and isinstance(cache, Lends):
+            if self.buffer is not None:
                 self._borrowed = cache.borrow(self.pending.ids)
-            if self._borrowed is not None:
-                self._found = self._borrowed.values
-            else:
-                self._found = (reading or reader.begin_read(self.pending, cache)).result()
+            self._found = cache.get_many(self.pending.ids) if self._borrowed is None else self._borrowed.values
+            self._own = {at for at, value in enumerate(self._found) if value is MISS}
+            if self._own and cache.tier is not None:
+                self._take_from_tier(cache)
             if cache.uncached_steps != reader.split.uncached:  # the values may be outputs of another split
                 raise Reclassified
         missing = [at for at, value in enumerate(self._found) if value is MISS]
-        self._own = set(missing)
+        self._own.update(missing)
         self.samples.hits, self.samples.misses = len(self.ids) - len(missing), len(missing)
         return missing
+
+    def _take_from_tier(self, cache: SampleCache) -> None:
+        """Put what the tier holds in place of `MISS`, and store it in memory."""
+        asked, pending = dict[int, Any](), self.pending
+        for ids, future in pending.asked:
+            with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
+                asked.update(zip(ids.tolist(), future.result(), strict=True))
+        missing = {self.ids[at]: at for at in sorted(self._own, reverse=True)}
+        left = np.array([id for id in missing if id not in asked], np.int64)  # evicted since the start
+        if len(left):
+            asked.update(zip(left.tolist(), self.reader.ask(left, pending), strict=True))
+        found = {id: value for id in missing if (value := asked[id]) is not MISS}
+        if not found:
+            return
+        hits = [at for at in self._own if self.ids[at] in found]
+        cache.count_tier(len(hits), 0)
+        if not cache.full:
+            cache.put_many(list(found), list(found.values()), uncached=self.reader.split.uncached)
+        for at in hits:
+            value = found[self.ids[at]]
+            self._found[at] = value if at == missing[self.ids[at]] else private(value)
 
     # -- misses -------------------------------------------------------------------------------------------------------
 
@@ -301,7 +323,7 @@ class BatchState:
 
     def _fetch_again(self, at: int) -> None:
         cache = self.reader.cache
-        assert isinstance(cache, Lends)
+        assert cache is not None
         cache.count_changed(1)
         self._found[at] = MISS
         self._own.add(at)

@@ -12,8 +12,7 @@ from typing import Any
 
 from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import Pending, SampleAccess
-from stallfree.cache import MISS, Lends
-from stallfree.cache.memory.records import Borrowed
+from stallfree.cache import MISS, Borrowed
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record
@@ -67,13 +66,13 @@ class RecordedReads:
 
     def _read(self) -> list[Any]:
         """Return the cached records: views of the cache's memory if it does not evict, otherwise copies."""
-        reader, cache = self.reader, self.reader.cache
+        cache = self.reader.cache
         assert cache is not None
-        if isinstance(cache, Lends) and not cache.policy.evicts:
+        if not cache.policy.evicts:
             self._lent = cache.borrow(self.pending.ids)
             if self._lent is not None:
                 return self._lent.values
-        return (self.pending.reading or reader.begin_read(self.pending, cache)).result()
+        return cache.get_many(self.pending.ids)
 
     def _sample(self, at: int, id: int, epoch: int, record: Record | None) -> Any:
         """Make sample `id` with the files in `record`; if that is None, record its file reads."""
@@ -131,7 +130,7 @@ class RecordedReads:
         assert cache is not None
         if self._outdated:
             cache.drop(self._outdated)
-        if self._changed and isinstance(cache, Lends):
+        if self._changed:
             cache.count_changed(self._changed)
         if self._reads or self.samples.storage_bytes:
             cache.count_fetch(self._reads, self.samples.storage_bytes)

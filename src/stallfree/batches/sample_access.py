@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.transform_split import TransformSplit
-from stallfree.cache import Cache, Reading
+from stallfree.cache import MISS, SampleCache
 from stallfree.errors import StallfreeError, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.pipeline.compose import Compose
@@ -42,22 +42,20 @@ class Pending:
 
     Attributes:
         ids: ids of its samples.
-        fetches: fetches from the source, by id. Some are added when a tier of the cache reports a miss.
-        reading: read from the cache; None without a cache.
+        fetches: fetches from the source, by id. Some are added when the tier reports a miss.
+        asked: ids that the tier was asked for, and what it returned.
         pool: threads that read and fetch, or None.
     """
 
     ids: npt.NDArray[np.int64]
     fetches: dict[int, Future[Any]] = field(default_factory=dict)
-    reading: Reading | None = None
+    asked: list[tuple[npt.NDArray[np.int64], Future[list[Any]]]] = field(default_factory=list)
     pool: Executor | None = None
 
     def cancel(self) -> None:
         """Cancel the reads and fetches that have not begun."""
-        for future in list(self.fetches.values()):
+        for future in [*self.fetches.values(), *(future for _, future in self.asked)]:
             future.cancel()
-        if self.reading is not None:
-            self.reading.cancel()
 
 
 class SampleAccess:
@@ -65,7 +63,7 @@ class SampleAccess:
 
     Args:
         source: source of the records.
-        cache: cache of the outputs of `deterministic`, or None.
+        cache: cache of the outputs of `deterministic`, with its tier; or None.
         deterministic: steps applied to a record before it is cached.
         rest: steps applied to a cached value each time it is read.
         share: share of the samples that are cached prepared; the others are cached as fetched. See `is_prepared`.
@@ -88,7 +86,7 @@ class SampleAccess:
     def __init__(
         self,
         source: Source,
-        cache: Cache | None,
+        cache: SampleCache | None,
         deterministic: Compose,
         rest: Compose,
         *,
@@ -182,19 +180,30 @@ class SampleAccess:
         self.check()
         pending = Pending(ids)
         if self.cache is not None and self.caches:
-            self.begin_read(pending, self.cache)
+            resident = self.cache.resident(ids)
+            if not resident.all():
+                self.request(ids[~resident], pending)
         elif self.threads:
             self.fetch(ids.tolist(), pending)
         return pending
 
-    def begin_read(self, pending: Pending, cache: Cache) -> Reading:
-        """Start to read a batch from the cache; samples that no tier holds are fetched as soon as this is known."""
+    def request(self, ids: npt.NDArray[np.int64], pending: Pending) -> None:
+        """Start to ask the tier for `ids`, and to fetch those that it does not hold."""
+        tier = None if self.cache is None else self.cache.tier
+        if tier is None:
+            self.fetch(ids.tolist(), pending)
+            return
+        ids, pool = np.array(list(dict.fromkeys(ids.tolist())), np.int64), self._pool_of(pending)
+        with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
+            for part in tier.parts(ids):
+                pending.asked.append((part, pool.submit(self.ask, part, pending)))
 
-        def pool() -> Executor:
-            return self._pool_of(pending)
-
-        pending.reading = cache.begin_read(pending.ids, pool, lambda missing: self.fetch(missing, pending))
-        return pending.reading
+    def ask(self, ids: npt.NDArray[np.int64], pending: Pending) -> list[Any]:
+        """Return what the tier holds of the distinct `ids`, and start to fetch the others."""
+        assert self.cache is not None
+        values: list[Any] = self.cache.tier.get_many(ids)
+        self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
+        return values
 
     def fetch(self, ids: Sequence[int], pending: Pending) -> None:
         """Start fetches of `ids` in threads, unless they are started already."""
@@ -215,16 +224,16 @@ class SampleAccess:
         return pending.pool
 
     def store(self, ids: list[int], values: list[Any]) -> None:
-        """Store outputs of `deterministic` in the cache. Raises `CodecError`."""
+        """Store outputs of `deterministic` in the cache and in its tier. Raises `CodecError`."""
         if self.cache is not None and self.caches and ids:
             self.cache.put_many(ids, values, uncached=self.split.uncached)
+            if self.cache.tier is not None:
+                self.cache.tier.put_many(np.array(ids, np.int64), values, self.split.uncached)
 
     def _cancel(self, pending: Pending) -> None:
         """Cancel reads and fetches; fetches that have begun are still counted as reads."""
-        if pending.reading is not None:
-            pending.reading.cancel()
-        if not pending.fetches:
-            return
+        for _, future in pending.asked:
+            future.cancel()
         for future in list(pending.fetches.values()):
             if not future.cancel() and self.cache is not None:
                 future.add_done_callback(partial(_count_unused, self.cache))
@@ -272,7 +281,7 @@ class SampleAccess:
         return {**self.__dict__, "_pool": None, "_pid": -1}
 
 
-def _count_unused(cache: Cache, future: Future[Any]) -> None:
+def _count_unused(cache: SampleCache, future: Future[Any]) -> None:
     """Count a fetch whose record was not used."""
     if not future.cancelled() and future.exception() is None:
         with contextlib.suppress(StallfreeError, ValueError):  # the cache may be closed already

@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from stallfree.batches.batch_state import Samples
-from stallfree.cache import Cache
+from stallfree.cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.generators import Handle, find_generators
@@ -37,7 +37,7 @@ class Recorder:
         watches: whether a random draw stops the recording.
     """
 
-    def __init__(self, cache: Cache, dataset: Any, *, watches: bool) -> None:
+    def __init__(self, cache: SampleCache, dataset: Any, *, watches: bool) -> None:
         self.cache, self._dataset, self._watches = cache, dataset, watches
         self._draws = GlobalDraws()
         self._own: list[tuple[Handle, Any]] | None = None  # generators of the data set, with their initial states
@@ -98,7 +98,7 @@ class Recorder:
             self._over = True
 
 
-def ids_of_streams(cache: Cache, streams: int) -> Any:
+def ids_of_streams(cache: SampleCache, streams: int) -> Any:
     """Return the ids of all samples by stream and position; None if the cache does not hold all streams."""
     lengths = cache.get_many(np.arange(cache.num_ids - streams, cache.num_ids))
     if not all(isinstance(length, int) for length in lengths):

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from stallfree.cache import Cache
+from stallfree.cache import SampleCache
 from stallfree.cache.policies import mixed
 from stallfree.errors import WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
@@ -65,7 +65,7 @@ class TransformSplit:
     def __init__(
         self,
         source: Source,
-        cache: Cache | None,
+        cache: SampleCache | None,
         origin: Any,
         deterministic: Compose,
         rest: Compose,

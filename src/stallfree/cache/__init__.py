@@ -1,30 +1,30 @@
-"""The sample cache: protocol, policies, records in memory or on disk, and tiers."""
+"""The sample cache in memory or on a disk, its policies, and the tiers behind it."""
 
 # `np.unique` imports this module at its first call, here in a thread: a fork at that time would copy a locked import.
 import numpy.ma  # noqa: F401
 
-from stallfree.cache.base import BaseCache
 from stallfree.cache.checks import MISS
+from stallfree.cache.disk_tier import DiskTier
 from stallfree.cache.memory.admin import CacheInfo, collect_garbage, list_caches, remove
 from stallfree.cache.memory.records import Aim, Borrowed
 from stallfree.cache.memory.sample_cache import SampleCache
 from stallfree.cache.memory.serial import one_thread, stay_alone
 from stallfree.cache.policies import POLICIES, Policy
-from stallfree.cache.protocol import Cache, Lends, Reading
+from stallfree.cache.tier import Tier, TierStore, decode
 
 __all__ = [
     "MISS",
     "POLICIES",
     "Aim",
-    "BaseCache",
     "Borrowed",
-    "Cache",
     "CacheInfo",
-    "Lends",
+    "DiskTier",
     "Policy",
-    "Reading",
     "SampleCache",
+    "Tier",
+    "TierStore",
     "collect_garbage",
+    "decode",
     "list_caches",
     "one_thread",
     "remove",

@@ -31,7 +31,8 @@ class Count(enum.IntEnum):
     DAMAGED = 4
     READS = 5
     BYTES = 6
-    LOWER_HITS = 7
+    TIER_HITS = 7
+    TIER_REJECTED = 8
 
 
 class Counters:
@@ -85,6 +86,8 @@ class Counters:
             damaged=sums[Count.DAMAGED],
             storage_reads=sums[Count.READS],
             storage_bytes=sums[Count.BYTES],
+            tier_hits=sums[Count.TIER_HITS],
+            tier_rejected=sums[Count.TIER_REJECTED],
             **state,
         )
 

@@ -6,15 +6,35 @@ if admitted there. New samples are written to it in the background.
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+import time
+import traceback
+import weakref
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.cache.buffers import Buffers
+from stallfree.cache.checks import MISS
+from stallfree.cache.memory.sample_cache import SampleCache
+from stallfree.errors import CodecError, StallfreeError
+from stallfree.ipc.shared_array import shared_array
+from stallfree.pipeline.codec import encode, read_record, record_size, write_record
+from stallfree.platform import at_fork
+
 Array = npt.NDArray[Any]
 Record = npt.NDArray[np.uint8]
 """An encoded sample (`stallfree.pipeline.codec`): contiguous bytes, valid only during the call that passes them."""
+
+
+def decode(record: Any) -> Any:
+    """Return the sample of a `Record`, or of its bytes. Raises `CodecError` for anything else."""
+    return read_record(np.frombuffer(record, np.uint8), copy=True, allow_pickle=True)
 
 
 class Tier(Protocol):
@@ -39,7 +59,7 @@ class Tier(Protocol):
 
 
 class TierStore(Protocol):
-    """A place for the tiers of several data sets: what `store=` of `CachedDataset` accepts (`DiskTier`, `RedisStore`)."""
+    """A place for the tiers of data sets: what `store=` of `CachedDataset` accepts (`DiskTier`, `RedisStore`)."""
 
     def attach(self, num_ids: int, *, fingerprint: str, name: str, example: Any) -> Tier:
         """Return the tier of one data set.
@@ -51,3 +71,263 @@ class TierStore(Protocol):
                 fingerprints.
             example: one value, for the layout.
         """
+
+
+_QUEUE_BYTES = 32 << 20
+"""Largest size of the write queue of one process, unless one batch is larger."""
+
+_DRAIN_SECONDS, _POLL_SECONDS = 0.25, 0.001
+"""Longest wait for a sample in the write queue of a process, which may have been killed."""
+
+_FAILURES, _PAUSE_SECONDS = 3, 10.0
+_FOLLOW_SECONDS = 1.0
+"""Interval at which a process looks whether another host found a random step."""
+
+_ALIGN = 64
+_STORED, _MOVING = 1, 2
+
+_buffers = Buffers()
+log = logging.getLogger("stallfree")
+
+
+class TierClient:
+    """Reads samples from a tier, and writes new samples to it in a thread. Thread-safe and fork-safe.
+
+    The value of an id in the tier is a pair: the number of uncached steps with which the sample was prepared, and the
+    sample. Samples of another number are misses. The id after the last one holds the largest number that is known, so
+    that other hosts and later jobs learn that a step proved random.
+
+    Failures are logged, and cost hits only. The interpreter joins the thread at exit, so a worker that exits loses
+    nothing; the samples in the queue of a killed process are lost.
+
+    Args:
+        tier: with one id more than `cache`.
+        cache: in memory, in front of the tier. Its folder holds the shared state.
+    """
+
+    def __init__(self, tier: Tier, cache: SampleCache) -> None:
+        self.tier, self._cache = tier, cache
+        self._state = shared_array(cache.path / "tier", np.uint8, cache.num_ids)
+        self._allow_pickle = bool(getattr(tier, "allow_pickle", True))
+        self._reading, self._writing = _Health(), _Health()
+        self._followed, self._marked = -_FOLLOW_SECONDS, 0
+        self._said: set[str] = set()
+        self._reset()
+        _all.add(self)
+        self._follow()
+
+    def _reset(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        self._queued = 0  # bytes, including those being written
+        self._last: Future[None] | None = None
+
+    def known(self, ids: Array) -> Array:
+        """Return which of `ids` this host assumes to be in the tier, without asking it: an array of bool."""
+        return (self._state[ids] & _STORED) != 0  # type: ignore[no-any-return]
+
+    def parts(self, ids: Array) -> list[Array]:
+        """Return `ids` in parts that threads read concurrently."""
+        own = getattr(self.tier, "parts", None)
+        return [ids] if own is None else own(ids)
+
+    def begin_epoch(self) -> None:
+        """Let the tier replace what it has lost."""
+        own = getattr(self.tier, "begin_epoch", None)
+        if own is not None:
+            own()
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+
+    def get_many(self, ids: Array) -> list[Any]:
+        """Return the samples of the distinct `ids`, `MISS` for those that the tier does not hold."""
+        self.drain(ids)
+        if time.monotonic() - self._followed > _FOLLOW_SECONDS:
+            self._follow()
+        found = self._current(ids, self._ask(ids))
+        self._state[ids] = [0 if value is MISS else _STORED for value in found]
+        return found
+
+    def _ask(self, ids: Array) -> list[Any]:
+        if not self._reading.good:
+            return [MISS] * len(ids)
+        try:
+            values = self.tier.get_many(ids)
+            if len(values) != len(ids):
+                raise ValueError(f"get_many returned {len(values)} values for {len(ids)} ids")
+        except Exception:
+            self._reading.failed("read from", self.tier)
+            return [MISS] * len(ids)
+        self._reading.failures = 0
+        return values
+
+    def _current(self, ids: Array, values: list[Any]) -> list[Any]:
+        """Return the samples in `values`, and drop those that were prepared with another number of uncached steps."""
+        known = self._cache.uncached_steps
+        numbers = [_number(value) for value in values]
+        if max(numbers, default=0) > known:
+            known = max(numbers)
+            with contextlib.suppress(StallfreeError):  # another process writes to the cache: the next batch tries again
+                self._cache.uncache_steps(known)
+        old = [at for at, number in enumerate(numbers) if values[at] is not MISS and number != known]
+        if old:
+            self._drop(ids[old])
+        return [value[1] if number == known else MISS for value, number in zip(values, numbers, strict=True)]
+
+    def _follow(self) -> None:
+        """Adopt the number of uncached steps that another host or an earlier job has stored."""
+        self._followed = time.monotonic()
+        self._current(np.empty(0, np.int64), self._ask(np.array([self._cache.num_ids])))
+
+    def drain(self, ids: Array) -> None:
+        """Wait until no process of this host has `ids` in its queue; after 250 ms they count as lost."""
+        until = time.monotonic() + _DRAIN_SECONDS
+        while (self._state[ids] & _MOVING).any():
+            if time.monotonic() > until:
+                self._state[ids] &= ~np.uint8(_MOVING)
+                return
+            time.sleep(_POLL_SECONDS)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def put_many(self, ids: Array, values: Sequence[Any], uncached: int) -> None:
+        """Queue new samples; those that the queue has no room for are rejected. The bytes are copied.
+
+        Args:
+            ids: distinct.
+            values: a sample for each of them.
+            uncached: the number of uncached steps with which they were prepared.
+        """
+        records, keep = [], []
+        for at, value in enumerate(values):
+            try:
+                records.append(encode((uncached, value), allow_pickle=self._allow_pickle))
+                keep.append(at)
+            except CodecError as error:
+                self._say("codec", f"some samples are not written to {self.tier!r}: {error}")
+        sizes = np.array([-(-record_size(*record) // _ALIGN) * _ALIGN for record in records], np.int64)
+        with self._lock:
+            fit = len(sizes)
+            if self._queued:
+                fit = int(np.searchsorted(np.cumsum(sizes), _QUEUE_BYTES - self._queued, "right"))
+            if not self._writing.good:
+                fit = 0
+            size = int(sizes[:fit].sum())
+            self._queued += size
+        if fit < len(sizes) and self._writing.good:
+            self._say("full", f"samples arrive faster than {self.tier!r} can store them: some are not stored")
+        queued = ids[keep[:fit]]
+        self._cache.count_tier(0, len(values) - fit)
+        if not fit:
+            return
+        self._state[queued] |= _MOVING
+        try:
+            memory, at, copies = _buffers.take(size), 0, []
+            for record, nbytes in zip(records[:fit], sizes.tolist(), strict=False):
+                used = write_record(*record, memory[at : at + nbytes])
+                copies.append(memory[at : at + used])
+                at += nbytes
+            with self._lock:
+                if self._pool is None:
+                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-tier")
+                self._last = self._pool.submit(self._write, queued, copies, size, uncached)
+        except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is exiting
+            self._written(queued, np.zeros(fit, bool), size)
+
+    def _write(self, ids: Array, records: list[Record], size: int, uncached: int) -> None:
+        stored = np.zeros(len(ids), bool)
+        try:
+            if not self._writing.good:  # since they were queued
+                return
+            if uncached > self._marked:
+                self._mark(uncached)
+            stored = np.asarray(self.tier.put_many(ids, records), bool).reshape(len(ids))
+            self._writing.failures = 0
+        except Exception:
+            self._writing.failed("write to", self.tier)
+        finally:
+            self._written(ids, stored, size)
+
+    def _written(self, ids: Array, stored: Array, size: int) -> None:
+        with self._lock:
+            self._queued -= size
+        self._state[ids] = np.where(stored, _STORED, 0)
+        self._cache.count_tier(0, int((~stored).sum()))
+
+    def _mark(self, uncached: int) -> None:
+        """Store the number of uncached steps for other hosts and later jobs."""
+        at, record = np.array([self._cache.num_ids]), encode((uncached, None))
+        memory = np.empty(record_size(*record), np.uint8)
+        write_record(*record, memory)
+        self.tier.drop(at)
+        self.tier.put_many(at, [memory])
+        self._marked = uncached
+
+    def drop(self, ids: Array) -> None:
+        """Remove the samples of `ids`, and those of this process in the queue."""
+        self.flush()
+        self._drop(ids)
+
+    def _drop(self, ids: Array) -> None:
+        self._state[ids] = 0
+        try:
+            self.tier.drop(ids)
+        except Exception:
+            self._writing.failed("drop samples of", self.tier)
+
+    def flush(self) -> None:
+        """Wait until all samples that this process has put are stored or rejected."""
+        with self._lock:
+            last = self._last
+        if last is not None:
+            last.result()
+
+    def _say(self, what: str, message: str) -> None:
+        if what not in self._said:
+            self._said.add(what)
+            log.warning("%s", message)
+
+    def close(self) -> None:
+        """Write the queue and detach from the tier. Idempotent."""
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+        self.tier.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TierClient, (self.tier, self._cache)
+
+
+class _Health:
+    """Pauses reading or writing after three failures in a row."""
+
+    def __init__(self) -> None:
+        self.failures, self._until = 0, 0.0
+
+    @property
+    def good(self) -> bool:
+        return time.monotonic() >= self._until
+
+    def failed(self, doing: str, tier: Tier) -> None:
+        """Log the current exception."""
+        self.failures += 1
+        log.warning("stallfree could not %s %r, which only costs hits:\n%s", doing, tier, traceback.format_exc())
+        if self.failures >= _FAILURES:
+            self.failures, self._until = 0, time.monotonic() + _PAUSE_SECONDS
+            log.warning("%r failed %d times in a row: it is not used for %g s", tier, _FAILURES, _PAUSE_SECONDS)
+
+
+def _number(value: Any) -> int:
+    """Return the number of uncached steps of a value from a tier; -1 if it has none."""
+    valid = type(value) is tuple and len(value) == 2 and type(value[0]) is int
+    return value[0] if valid else -1
+
+
+_all: weakref.WeakSet[TierClient] = weakref.WeakSet()
+
+
+def _reset_in_child() -> None:
+    for client in list(_all):
+        client._reset()
+
+
+at_fork(after_in_child=_reset_in_child)

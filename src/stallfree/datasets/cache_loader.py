@@ -12,13 +12,13 @@ import numpy.typing as npt
 import xxhash
 from typing_extensions import Self
 
-from stallfree.cache import MISS, Cache, SampleCache
+from stallfree.cache import MISS, SampleCache
 from stallfree.cache.memory.layout import chained_block
 from stallfree.cache.policies import Policy, make_policy, mixed
+from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
 from stallfree.stats import CacheStats
-from stallfree.stores import Store, open_cache, parse_capacity, room_of, stores_in
 from stallfree.typevars import T
 from stallfree.units import parse_size
 
@@ -43,13 +43,11 @@ class CacheLoader:
 
     Args:
         capacity: bytes of this host's memory for values and index, as an int or such as "4GiB"; of the disk's if the
-            store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers. The same on all
-            nodes.
-        store: "memory", a folder on a local disk, a `DiskTier`, a `RedisStore`, or the last two in a list, as for
-            `CachedDataset`. Not "auto".
+            store is a folder. 0 only with a tier: no memory for values is used in front of it. The same on all nodes.
+        store: "memory", a folder on a local disk, a `DiskTier` or a `RedisStore`, as for `CachedDataset`. Not "auto".
         name: of the cache; who gives the same name, capacity and policy shares it.
-        policy: "minio" (what is stored stays), "fifo", "lru", "lfu" or "random". With a `DiskTier`, for the values in
-            memory; what is on the disk stays.
+        policy: "minio" (what is stored stays), "fifo", "lru", "lfu" or "random", for the values in
+            memory; what is in a tier stays.
         persist: keep the cache when the last process has left.
         typical: bytes of a usual value. Memory is given out in blocks of about an eighth of that: larger blocks are
             read faster, and small values waste less of smaller ones. Who makes the cache decides.
@@ -83,7 +81,7 @@ class CacheLoader:
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
         places = min(max(2 * room_of(store, size) // chained_block(len(example)), len(_WAYS)), _MOST_PLACES)
         fingerprint = f"values by key, {places} places of 8"
-        self.cache: Cache = open_cache(
+        self.cache: SampleCache = open_cache(
             store,
             places,
             capacity=size,
@@ -93,8 +91,7 @@ class CacheLoader:
             persist=persist,
             example=example,
         )
-        self._memory = self.cache if isinstance(self.cache, SampleCache) else getattr(self.cache, "upper", None)
-        self._stores = stores_in(store)  # which live as long as their caches are used
+        self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
 
     def get(self, key: KeyT, load: Callable[[KeyT], T]) -> T:
         """The cached value of `key`, or else that of `load(key)`.
@@ -120,14 +117,17 @@ class CacheLoader:
             return value  # type: ignore[no-any-return]
         value = load(key)
         self.cache.count_fetch(1, 0)
-        self._keep(plain, value, places, free)
+        self._keep(plain, value, places)
+        if len(free):
+            self.cache.tier.put_many(free, [(plain, value)], 0)
         return value
 
-    def _keep(self, key: str | int, value: Any, places: Places, free: Places) -> None:
-        """Store the value of `key` in the place that was `free`, if any, or in one that the policy empties."""
-        if not len(free) and self._memory is not None and self.cache.policy.evicts:
+    def _keep(self, key: str | int, value: Any, places: Places) -> None:
+        """Store the value of `key` in a free place, or in one that the policy empties."""
+        free = places[~self.cache.resident(places)][:1]
+        if not len(free) and self.cache.policy.evicts:
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
-                self._memory.evict_one(places)
+                self.cache.evict_one(places)
             free = places[~self.cache.resident(places)][:1]
         if len(free):
             try:
@@ -139,28 +139,25 @@ class CacheLoader:
         return self._find(*self._places(key))[0] is not MISS
 
     def _find(self, key: str | int, places: Places) -> tuple[Any, Places]:
-        """The value of `key`, `MISS` if it is not there; and the first place that is free, if any.
-
-        Memory comes first. Of the places below it, nothing is behind the first one that is free.
-        """
+        """Return the value of `key`, `MISS` if it is not there; and a free place in the tier, if it has one."""
 
         def is_ours(found: Any) -> bool:
             return type(found[0]) is type(key) and found[0] == key
 
-        resident = self.cache.resident(places)
-        if self._memory is not None:
-            found = self._memory.find(places[resident], is_ours)
-            if found is not MISS:
-                return found[1], places[:0]
-        if self._memory is self.cache:
-            return MISS, places[~resident][:1]
-        for place in places[~resident]:
-            found = self.cache.get_many(place[None])[0]
-            if found is MISS:
-                return MISS, place[None]
-            if is_ours(found):
-                return found[1], places[:0]
-        return MISS, places[:0]
+        cache = self.cache
+        found = cache.find(places[cache.resident(places)], is_ours)
+        if found is not MISS:
+            return found[1], places[:0]
+        if cache.tier is None:
+            return MISS, places[:0]
+        places = np.unique(places)
+        values = cache.tier.get_many(places)
+        for value in values:
+            if value is not MISS and is_ours(value):
+                cache.count_tier(1, 0)
+                self._keep(key, value[1], places)
+                return value[1], places[:0]
+        return MISS, places[[value is MISS for value in values]][:1]
 
     def _places(self, key: str | int) -> tuple[str | int, Places]:
         """`key` as a plain str or int, and the places that it may take."""
@@ -177,14 +174,15 @@ class CacheLoader:
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
 
-        `storage_reads` are the calls of `load`; what they brought is not in `storage_bytes`. Below memory, a look at a
-        place that holds another key counts as a hit.
+        `storage_reads` are the calls of `load`; what they brought is not in `storage_bytes`.
         """
         return self.cache.stats()
 
     def clear(self) -> None:
         """Forget all values."""
         self.cache.clear()
+        if self.cache.tier is not None:
+            self.cache.tier.drop(np.arange(self.cache.num_ids))
 
     def close(self) -> None:
         """Leave the cache. May be called twice.
@@ -194,7 +192,7 @@ class CacheLoader:
         self.cache.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stores": []}
+        return {**self.__dict__, "_store": None}
 
     def __enter__(self) -> Self:
         return self

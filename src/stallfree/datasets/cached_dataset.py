@@ -16,12 +16,13 @@ from torch.utils.data import Dataset, get_worker_info
 from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import Cache
+from stallfree.cache import SampleCache, Tier
 from stallfree.cache.policies import Policy, make_policy
+from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
 from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
 from stallfree.datasets.private_names import private_name
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import CodecError, InputError
+from stallfree.errors import CodecError, InputError, argument_conflict
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_counts import SharedCounts
@@ -34,7 +35,6 @@ from stallfree.sampling.sources import order_of
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.stores import Store, default_store, open_cache, parse_capacity, room_of, stores_in
 from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import parse_whole
 
@@ -69,16 +69,16 @@ class CachedDataset(Dataset[SampleT_co]):
         dataset: a source such as `ImageFolder`, or any map-style data set. One that gives random samples cannot be
             cached: give its transform here, or `cut(dataset, "transform")`.
         capacity: bytes of this host's memory for records and index, as an int or such as "4GiB"; of the disk's if the
-            store is a folder. 0 only with a `RedisStore`: no memory is used in front of its servers.
+            store is a folder. 0 only with a tier: no memory for samples is used in front of it.
         policy: "minio", "fifo", "lru", "lfu", "random", "importance" or "oracle". The scores of the last two are given
             with `.cache.set_scores(ids, scores)`.
         store: where samples lie:
 
             - "memory": shared memory of this host.
             - A folder on a local disk.
-            - A `DiskTier`, for the samples that memory has no room for.
-            - A `RedisStore`: servers on all nodes of a job, with memory of `capacity` on each node in front of them.
-            - `[DiskTier(...), RedisStore(...)]`: memory, then the disk, then the servers.
+            - A `DiskTier`: memory of `capacity`, and all samples on a local disk behind it.
+            - A `RedisStore`: memory of `capacity` on each node, and servers on all nodes of a job behind it.
+            - Any object with the method `attach` of `stallfree.cache.TierStore`.
             - "auto": in a job of several nodes a `RedisStore` with `capacity_per_node=capacity` and no memory in front,
               in a job of one node "memory". A job of several nodes gets "memory" on each of them, with a warning, if no
               server is installed, or if the data set has no fingerprint and no `name` is given.
@@ -94,7 +94,7 @@ class CachedDataset(Dataset[SampleT_co]):
             that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
             holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
             and its workers, with a `StallfreeWarning`. With a name it is shared, and that object is not compared.
-        persist: keep the cache when the last process has left. Not with a `RedisStore`.
+        persist: keep the cache when the last process has left. A tier has its own setting.
         transform: applied to the samples of `dataset` after its own steps, and split like them. A sample may be a pair
             of picture and label: `OnItem(0, step)` is for the picture alone.
         seed: of the randomness. If None, stallfree's loader draws one for itself, and under torch's loader it follows
@@ -102,8 +102,8 @@ class CachedDataset(Dataset[SampleT_co]):
 
     Attributes:
         dataset: as given.
-        cache: what holds the samples; see `stallfree.cache.Cache`. Of tiers and of servers it has `cache.servers`: the
-            tier in servers, or None.
+        cache: the `stallfree.cache.SampleCache` that holds the samples in memory, or in a folder.
+        tier: what holds them behind it, as the `attach` of the store returned it; None without a tier.
         form: "fetched", "prepared", "reads", or the share of the samples that is cached prepared.
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
@@ -173,6 +173,8 @@ class CachedDataset(Dataset[SampleT_co]):
             check_name(name)
         self._auto = store == "auto"
         reads = form == "reads"
+        if reads and is_tier(store):
+            raise argument_conflict("form='reads' with a tier: give store='memory' or a folder")
         self.dataset = dataset
         self.source: Source = reads_source(dataset) if reads else as_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
@@ -187,7 +189,7 @@ class CachedDataset(Dataset[SampleT_co]):
             with tolerant() as steps:
                 fingerprint(first.parts.deterministic)
             found, memory = default_store(size, [*unknown, *steps] if name is None else [])
-        self._stores = stores_in(found)  # which live as long as their caches are used
+        self._store = found if is_tier(found) else None  # which lives as long as its tiers are used
         on_disk = isinstance(found, (str, Path)) and str(found) != "memory"
         count, room = len(self.source), room_of(found, memory)
         self.form, self.decision = choose_form(form, first, count, room, scored=policy.scored, on_disk=on_disk)
@@ -200,12 +202,12 @@ class CachedDataset(Dataset[SampleT_co]):
         key, steps = _key_of(data, before, share, reads)
         if name is None and (unknown := [*unknown, *steps]):
             key = name = private_name(found, unknown[0], persist=persist)
-        name = name or f"{key[:20]}-{policy.name}-{memory}"
-        is_new = not ((user_root(str(found)) if on_disk else default_root()) / name).exists()
+        folder = (user_root(str(found)) if on_disk else default_root()) / (name or derived_name(key, policy, memory))
+        is_new = not folder.exists()
         values = first.values(share)
         example = self._example(first, list(values.values()), share) if is_new else next(iter(values.values()))
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
-        self.cache: Cache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
+        self.cache: SampleCache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
         try:
             whole = self.steps if 0 < share < 1 else Compose([])
             parts_of = self.source, self.cache, before, rest
@@ -303,6 +305,11 @@ class CachedDataset(Dataset[SampleT_co]):
         """Changes with the fingerprint of the source and with the steps after it."""
         return f"CachedDataset {fingerprint(self.source.fingerprint(), self.steps)}"
 
+    @property
+    def tier(self) -> Tier | None:
+        """See the attributes of this class."""
+        return None if self.cache.tier is None else self.cache.tier.tier
+
     def stats(self) -> CacheStats:
         """The counts of the cache, over all processes attached to it.
 
@@ -320,12 +327,13 @@ class CachedDataset(Dataset[SampleT_co]):
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self.cache.close()
         if self._auto:
-            for store in self._stores:
-                store.close()
+            close = getattr(self._store, "close", None)
+            if close is not None:
+                close()
         self._epochs.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_stores": []}
+        return {**self.__dict__, "_store": None}
 
     def __enter__(self) -> Self:
         return self

@@ -12,7 +12,6 @@ from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import cache_required, launch_environment
 from stallfree.sampling.plans.plan import local_shares
 from stallfree.sampling.ranks import find_ranks
-from stallfree.stores import servers_of
 from stallfree.units import parse_whole
 
 
@@ -68,13 +67,13 @@ class LocalSampler(DistributedSampler[Any]):
             raise launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
         sized: Any = dataset  # of which only the length is asked for
         super().__init__(sized, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
-        servers = servers_of(cache)
-        nodes = 1 if servers is None else servers.num_nodes
+        servers: Any = dataset.tier
+        nodes: int = getattr(servers, "num_nodes", 1)
         if count % nodes:
             raise launch_environment(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
         self._per_node = count // nodes
         self._owner = np.zeros(len(dataset), np.int16)
-        if servers is None or nodes == 1:
+        if nodes == 1:
             return
         self._owner = servers.owner(np.arange(len(dataset)))
         if number // self._per_node != servers.me:

@@ -7,11 +7,11 @@ import secrets
 import warnings
 from typing import Any
 
+from stallfree.cache.store import is_tier
 from stallfree.errors import no_fingerprint
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.ranks import find_ranks
-from stallfree.stores import DiskTier, stores_in
 
 _CURE = (
     "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "
@@ -24,13 +24,10 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
 
     Raises `InputError` where a cache that others do not find is of no use.
     """
-    for servers in stores_in(store):
+    if persist or (is_tier(store) and getattr(store, "persist", True)):
         raise no_fingerprint(
-            f"the nodes of the store {servers.name!r} need one name, and {unknown} has no fingerprint: {_CURE}"
-        )
-    if persist or (isinstance(store, DiskTier) and store.persist):
-        raise no_fingerprint(
-            f"persist=True: no later job would find this cache, as {unknown} has no fingerprint: {_CURE}"
+            f"store={store!r:.80}, persist={persist}: no other job or node would find these samples, as {unknown} has "
+            f"no fingerprint: {_CURE}"
         )
     warnings.warn(
         f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "

@@ -11,7 +11,8 @@ import numpy.typing as npt
 import torch
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import MISS, BaseCache, Cache
+from stallfree.cache import MISS, SampleCache
+from stallfree.cache.policies import Policy
 from stallfree.clock import Clock, SystemClock
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import InputError, cache_required
@@ -110,13 +111,21 @@ class _Probe:
         return times[1] - times[0]
 
 
-class _Nothing(BaseCache):
+class _Nothing:
     """A cache that is always empty. Fetches are counted in the real cache."""
 
     uncached_steps = 0
+    complete = False
+    tier = structure = None
+    policy = Policy()
 
-    def __init__(self, cache: Cache) -> None:
-        self._cache, self.num_ids = cache, cache.num_ids
+    def __init__(self, cache: SampleCache) -> None:
+        self._cache, self.num_ids, self.name = cache, cache.num_ids, cache.name
+
+    def borrow(self, ids: Array) -> None:
+        return None
+
+    def populate(self) -> None: ...
 
     def resident(self, ids: Array) -> Array:
         return np.zeros(len(ids), bool)

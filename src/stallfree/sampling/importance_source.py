@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import Cache
+from stallfree.cache import SampleCache
 from stallfree.errors import argument_conflict, sampler_mismatch, state_mismatch
 from stallfree.frames import users_level
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
@@ -23,7 +23,6 @@ from stallfree.sampling.plans.jobs import benefit
 from stallfree.sampling.plans.probabilities import generator
 from stallfree.sampling.plans.serving import Serving
 from stallfree.stats import ImportanceStats
-from stallfree.stores import servers_of
 
 _FIRST_REGION = 0.1
 """Share of the cache for L-samples before any requests are counted (Chen et al., iCACHE, HPCA 2023, section IV)."""
@@ -89,9 +88,8 @@ class ImportanceSource(EpochSource):
             packager.begin(active.draw, active.batches, self._low_share)
         assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, active.draw.plan.epoch, 3)
-        servers = servers_of(sampler.cache)
-        # The samples that this node assumes to be in servers, without a request.
-        residents: Any = sampler.cache if servers is None else SimpleNamespace(resident=servers.known)
+        # With a tier, also the samples that this node assumes to be in it, without a request.
+        residents: Any = SimpleNamespace(resident=getattr(sampler.cache, "known", sampler.cache.resident))
         self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.excluded)
         return self._serving
 
@@ -161,7 +159,7 @@ class ImportanceSource(EpochSource):
 def _check(setup: SourceSetup) -> None:
     """Raise `InputError` if the sampler cannot be served."""
     sampler: ImportanceSampler = setup.sampler
-    cache: Cache | None = setup.reader.cache
+    cache: SampleCache | None = setup.reader.cache
     if setup.reader.split.share < 1:
         raise argument_conflict("an ImportanceSampler wants samples of one form: give form='fetched' or 'prepared'")
     if sampler.num_samples != setup.samples:

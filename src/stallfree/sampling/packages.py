@@ -40,7 +40,6 @@ from stallfree.pipeline.values import private
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.throttle import payload_bytes
-from stallfree.stores import held
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -324,7 +323,7 @@ class PackageWork:
     def _lacking(self, ids: Array) -> Any:
         """Which of `ids` are wanted, and neither resident, nor in a package, nor about to be written to one."""
         free = ~self._taken[ids] & (self.packages.holding(ids) < 0)
-        return free & self._wanted(ids) & ~held(self._cache, ids)
+        return free & self._wanted(ids) & ~self._cache.known(ids)
 
     def _to_pack(self) -> Array:
         """The samples to pack, in order."""
@@ -407,7 +406,7 @@ class PackageWork:
     def _to_read(self) -> list[int]:
         """The packages that hold enough absent samples, best first; a missed sample counts twice."""
         low = np.flatnonzero(self._wanted())
-        there = held(self._cache, low)
+        there = self._cache.known(low)
         self._left = int(self._fields[Field.REGION]) - int(np.count_nonzero(there))
         pending = int(np.count_nonzero(self._flags & PENDING))
         if self._refused is not None and self._refused[0] == self._fields[Field.EPOCH] and pending > self._refused[1]:
@@ -426,7 +425,7 @@ class PackageWork:
         if self._left < 1 or cache.uncached_steps:  # packages hold the output of a step that proved random
             return False
         epoch, pending = int(self._fields[Field.EPOCH]), int(np.count_nonzero(self._flags & PENDING))
-        ids, values = self.packages.read(number, lambda ids: self._wanted(ids) & ~held(cache, ids))
+        ids, values = self.packages.read(number, lambda ids: self._wanted(ids) & ~cache.known(ids))
         if len(ids):
             cache.set_scores(ids, np.full(len(ids), FRESH))
             there = cache.put_many(ids, values)

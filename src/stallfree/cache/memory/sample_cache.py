@@ -16,8 +16,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from typing_extensions import Self
 
-from stallfree.cache.base import BaseCache
 from stallfree.cache.checks import (
     MISS,
     Closed,
@@ -50,7 +50,7 @@ _TYPICAL = 128 << 10
 """Assumed bytes of a record without an example."""
 
 
-class SampleCache(BaseCache):
+class SampleCache:
     """Attaches to the cache `name`, and creates it if missing.
 
     Args:
@@ -141,6 +141,7 @@ class SampleCache(BaseCache):
         persist: bool,
     ) -> None:
         self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
+        self.tier: Any = None  # the `TierClient` behind this cache
         self._final_stats: CacheStats | None = None
         with contextlib.ExitStack() as undo:
             folder = SharedFolder(name, root=root, initialize=initialize, persist=persist)
@@ -171,21 +172,27 @@ class SampleCache(BaseCache):
             self._detach = weakref.finalize(self, undo.pop_all().close)
         self.populate()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def resident(self, ids: Any) -> Array:
         """See `Cache`."""
         return self._index.first[checked_ids(ids, self.num_ids)] != 0  # type: ignore[no-any-return]
 
+    def known(self, ids: Any) -> Array:
+        """Return which of `ids` are resident, or assumed to be in the tier: an array of bool."""
+        there = self.resident(ids)
+        return there if self.tier is None else there | self.tier.known(ids)
+
     @property
     def full(self) -> bool:
         """Whether a new sample would probably be rejected: the cache is full, and the policy does not evict."""
         return self._writer.full
-
-    @property
-    def lower_hits(self) -> int:
-        """Hits counted by `count_lower`, over all processes."""
-        return self._counters.totals()[Count.LOWER_HITS]
 
     @property
     def complete(self) -> bool:
@@ -277,10 +284,12 @@ class SampleCache(BaseCache):
         """See `Lends`."""
         self._counters.add((Count.HITS, -samples), (Count.MISSES, samples))
 
-    def count_lower(self, hits: int, misses: int) -> None:
-        """Count samples that were requested from lower tiers."""
+    def count_tier(self, hits: int, rejected: int) -> None:
+        """Count misses that the tier served, and samples that it did not store."""
         self._counters.follow_fork()
-        self._counters.add((Count.HITS, hits), (Count.MISSES, misses), (Count.LOWER_HITS, hits))
+        self._counters.add(
+            (Count.HITS, hits), (Count.MISSES, -hits), (Count.TIER_HITS, hits), (Count.TIER_REJECTED, rejected)
+        )
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
@@ -316,6 +325,18 @@ class SampleCache(BaseCache):
         wanted = checked_ids(ids, self.num_ids)
         self._writer.set_scores(wanted, checked_scores(scores, len(wanted)))
 
+    def clear(self) -> None:
+        """Remove all samples. Raises `WaitError` if the writer lock is not free in 2 s."""
+        self.drop(np.arange(self.num_ids))
+
+    def get(self, id: int) -> Any:
+        """Return one sample, or `MISS`."""
+        return self.get_many([id])[0]
+
+    def put(self, id: int, value: Any) -> bool:
+        """Store one sample; return whether it is stored now."""
+        return bool(self.put_many([id], [value])[0])
+
     def drop(self, ids: Any) -> None:
         """See `Cache`. Raises `WaitError` if the writer lock is not free in 2 s."""
         self._counters.follow_fork()
@@ -341,6 +362,8 @@ class SampleCache(BaseCache):
     def close(self) -> None:
         """See `Cache`. The last process to close it removes the cache, unless it persists."""
         if self._detach.alive:
+            if self.tier is not None:
+                self.tier.close()
             self._final_stats = self.stats()
             self._detach()
             gone: Any = Closed(self.name)
@@ -348,7 +371,7 @@ class SampleCache(BaseCache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         need_linux("a cache that other processes use", "use num_workers=0")
-        return _attach, self.address
+        return _attach, self.address, {"tier": self.tier}
 
     @property
     def address(self) -> tuple[Path, str, Policy, bool]:

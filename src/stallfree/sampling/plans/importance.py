@@ -317,8 +317,7 @@ class ImportanceSampler:
             return 0.0
         cache: Any = self.cache
         ids = np.arange(self.num_samples)
-        servers = getattr(cache, "servers", None)
-        held = float(np.mean(cache.resident(ids) if servers is None else servers.known(ids)))
+        held = float(np.mean(getattr(cache, "known", cache.resident)(ids)))
         stats = cache.stats() if hasattr(cache, "stats") else None
         if stats is None or not min(stats.resident_items, stats.capacity_bytes) or stats.evictions or stats.rejected:
             return held

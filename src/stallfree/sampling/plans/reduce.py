@@ -72,18 +72,16 @@ def unite(*masks: Array) -> None:
 def resident_to_all(cache: Any, count: int) -> Array:
     """Which of `count` samples are resident for every rank, as an array of bool.
 
-    These are the samples that the caches (or None) of all ranks hold, or the servers of a cache (its attribute
-    `servers`). Every rank must call it at the same time, after all have ended the previous epoch.
+    These are the samples that the caches (or None) of all ranks hold, or that any node has stored in the servers of a
+    tier which all nodes share. Every rank must call it at the same time, after all have ended the previous epoch.
     """
     ids = np.arange(count)
-    servers = getattr(cache, "servers", None)
-    if servers is not None:
-        servers.drain(ids)
-        wait_for_all()  # all nodes have finished their queued writes
-        there: Array = servers.verify(ids) if is_first_here() else np.zeros(count, bool)
-        unite(there)
-        servers.set_known(there)
-        return there
+    tier = getattr(cache, "tier", None)
+    if tier is not None and hasattr(tier.tier, "num_nodes"):
+        tier.drain(ids)
+        known: Array = tier.known(ids)
+        unite(known)
+        return known
     missing = np.ones(count, bool) if cache is None else ~np.asarray(cache.resident(ids), bool)
     unite(missing)
     return ~missing

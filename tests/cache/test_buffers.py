@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from children import Child
-from stallfree.cache.tiers.buffers import SMALLEST, Buffers
+from stallfree.cache.buffers import SMALLEST, Buffers
 
 MIB = 1 << 20
 

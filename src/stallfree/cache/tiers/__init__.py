@@ -1,1 +1,0 @@
-"""Tiers: samples in memory, with disks and servers below it."""

@@ -1,0 +1,428 @@
+"""Tiers behind memory: what they hold is not fetched again; a tier that fails costs hits, and never wrong samples."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stallfree as sf
+from children import Child
+from stallfree.cache import MISS, SampleCache, decode
+from stallfree.cache import tier as tiers
+from stallfree.cache.memory.layout import Meta
+from stallfree.cache.policies import make_policy
+from stallfree.cache.store import open_cache
+from stallfree.testing import ThrottledSource
+
+COUNT = 96
+SIZE = 4000
+SOME = 60_000
+"""Bytes of memory for a few samples."""
+
+
+def sample(id: int) -> tuple[Any, int]:
+    return np.random.default_rng(id).integers(0, 256, SIZE, np.uint8), id
+
+
+def is_right(id: int, value: Any) -> bool:
+    return value is not MISS and value[1] == id and np.array_equal(value[0], sample(id)[0])
+
+
+@sf.mark_deterministic
+class Samples(torch.utils.data.Dataset[Any]):
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        return sample(id)
+
+
+class DictStore:
+    """A place for tiers in a dict of this process, whose methods can be replaced."""
+
+    def __init__(self) -> None:
+        self.records: dict[int, bytes] = {}
+        self.get: Callable[[Any], Any] = self.read
+        self.put: Callable[[Any, Any], Any] = self.write
+
+    def attach(self, num_ids: int, *, fingerprint: str, name: str, example: Any) -> DictStore:
+        return self
+
+    def read(self, ids: Any) -> list[Any]:
+        return [decode(self.records[id]) if id in self.records else MISS for id in ids.tolist()]
+
+    def write(self, ids: Any, records: Any) -> Any:
+        for id, record in zip(ids.tolist(), records, strict=True):
+            self.records.setdefault(id, bytes(record))
+        return np.ones(len(ids), bool)
+
+    def get_many(self, ids: Any) -> Any:
+        return self.get(ids)
+
+    def put_many(self, ids: Any, records: Any) -> Any:
+        return self.put(ids, records)
+
+    def drop(self, ids: Any) -> None:
+        for id in ids.tolist():
+            self.records.pop(id, None)
+
+    def close(self) -> None:
+        pass
+
+
+def cache_of(store: Any, *, name: str | None = None, capacity: int = SOME) -> SampleCache:
+    options: dict[str, Any] = {"fingerprint": "data" * 10, "policy": make_policy("minio"), "persist": False}
+    return open_cache(store, COUNT, capacity=capacity, name=name, example=sample(0), **options)
+
+
+def put(cache: SampleCache, *ids: int, uncached: int = 0) -> None:
+    cache.tier.put_many(np.array(ids), [sample(id) for id in ids], uncached)
+    cache.tier.flush()
+
+
+def get(cache: SampleCache, *ids: int) -> list[Any]:
+    return cache.tier.get_many(np.array(ids))  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def source() -> Iterator[ThrottledSource]:
+    """The samples, with counters that all processes share."""
+    with_counters = ThrottledSource(Samples())
+    yield with_counters
+    with_counters.close()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> sf.DiskTier:
+    return sf.DiskTier(tmp_path / "disk", capacity="2MiB")
+
+
+def read_all(loader: Any) -> None:
+    ids = []
+    for bodies, numbers in loader:
+        for body, id in zip(bodies, numbers.tolist(), strict=True):
+            assert is_right(id, (np.asarray(body), id))
+            ids.append(id)
+    assert sorted(ids) == list(range(COUNT))
+
+
+# -- under loaders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("workers", "context"),
+    [(0, None), (2, "fork"), (2, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("capacity", [SOME, pytest.param("200KiB", marks=pytest.mark.slow)])
+def test_after_the_first_epoch_nothing_is_fetched(
+    disk: sf.DiskTier, source: ThrottledSource, workers: int, context: str | None, capacity: Any
+) -> None:
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context, "shuffle": True}
+    with (
+        sf.CachedDataset(source, capacity=capacity, store=disk) as cached,
+        sf.DataLoader(cached, 8, persistent_workers=workers > 0, **options) as loader,
+    ):
+        for _ in range(3):
+            read_all(loader)
+            stats = cached.stats()
+            assert source.requests == stats.storage_reads == COUNT
+        assert loader.stats().hits == stats.hits
+        assert 0 < stats.resident_items < COUNT
+        assert stats.tier_hits >= 2 * (COUNT - stats.resident_items)
+        assert stats.tier_rejected == 0
+
+
+def test_the_loader_of_torch(disk: sf.DiskTier, source: ThrottledSource) -> None:
+    """Its workers end with the epoch, and lose nothing that they had in their queues."""
+    with sf.CachedDataset(source, capacity=SOME, store=disk) as cached:
+        loader = torch.utils.data.DataLoader(cached, 8, shuffle=True, num_workers=2)
+        for _ in range(3):
+            read_all(loader)
+        assert source.requests == COUNT
+
+
+def test_the_next_job_begins_with_what_is_on_the_disk(tmp_path: Path, source: ThrottledSource) -> None:
+    store = sf.DiskTier(tmp_path / "disk", capacity="2MiB", persist=True)
+    for _ in range(2):
+        with sf.CachedDataset(source, capacity=SOME, store=store) as cached:
+            first_look = source.requests
+            read_all(sf.DataLoader(cached, 8))
+    assert source.requests == first_look <= COUNT + 8
+    shutil.rmtree(store.folder)
+
+
+def test_equal_ids_of_a_batch_are_separate_samples(disk: sf.DiskTier) -> None:
+    with sf.CachedDataset(Samples(), capacity=SOME, store=disk) as cached:
+        read_all(sf.DataLoader(cached, 8))
+        id = int(np.flatnonzero(~cached.cache.resident(range(COUNT)))[0])
+        one, other = cached.__getitems__([id, id])
+        one[0][:] = 0
+        assert is_right(id, other)
+
+
+def test_no_memory_in_front(disk: sf.DiskTier) -> None:
+    with sf.CachedDataset(Samples(), capacity=0, store=disk) as cached:
+        for _ in range(2):
+            read_all(sf.DataLoader(cached, 8))
+        stats = cached.stats()
+        assert (stats.resident_items, stats.storage_reads) == (0, COUNT)
+
+
+def test_values_by_key(disk: sf.DiskTier) -> None:
+    with sf.CacheLoader(capacity="200KiB", store=disk, name="keys", policy="lru") as cache:
+        for _ in range(2):
+            for key in range(100):
+                assert is_right(key, cache.get(key, sample))
+        stats = cache.stats()
+        assert stats.storage_reads == 100
+        assert (stats.hits, stats.misses) == (100, 100)
+        assert stats.tier_hits > 50
+        cache.clear()
+        assert 5 not in cache
+
+
+@pytest.mark.parametrize(
+    ("folder", "capacity", "error", "message"),
+    [
+        *[(folder, "1GiB", sf.InputError, "give the path of a folder") for folder in ("memory", "", None, sf.DiskTier)],
+        ("ssd", "much", sf.CapacityError, "capacity"),
+        ("ssd", 3000, sf.CapacityError, r"DiskTier\(.*holds no record.*Give .* or more"),
+        ("file", "1MiB", sf.StorageError, "cannot be made"),
+    ],
+)
+def test_a_disk_that_cannot_be_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, folder: Any, capacity: Any, error: type[Exception], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    with pytest.raises(error, match=message):
+        sf.CachedDataset(Samples(), capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))
+
+
+def test_a_list_of_stores_is_refused(disk: sf.DiskTier) -> None:
+    with pytest.raises(sf.InputError, match="memory has at most one tier behind it"):
+        sf.CachedDataset(Samples(), capacity="1MiB", store=[disk, disk])  # type: ignore[arg-type]
+
+
+# -- tiers that fail --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", ["get", "put"])
+def test_a_tier_that_fails_is_left_alone_for_a_while(
+    at: str, source: ThrottledSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, calls = DictStore(), []
+
+    def fail(*_: Any) -> Any:
+        calls.append(1)
+        raise ZeroDivisionError("its own problem")
+
+    with sf.CachedDataset(source, capacity=SOME, store=store) as cached:
+        setattr(store, at, fail)
+        for _ in range(2):
+            read_all(sf.DataLoader(cached, 8))
+            cached.cache.tier.flush()
+        assert len(calls) == 3
+        assert caplog.text.count("ZeroDivisionError: its own problem") == 3
+        assert "failed 3 times in a row: it is not used for 10 s" in caplog.text
+        stats = cached.stats()
+        if at == "put":
+            assert stats.tier_rejected >= COUNT - 8
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda ids: [],
+        lambda ids: [b"noise"] * len(ids),
+        lambda ids: [("0", sample(0))] * len(ids),
+        lambda ids: [None] * len(ids),
+        lambda ids: [(7, sample(0), 1)] * len(ids),
+        lambda ids: 3,
+    ],
+)
+def test_a_tier_that_returns_something_else(answer: Any) -> None:
+    store = DictStore()
+    with sf.CachedDataset(Samples(), capacity=SOME, store=store) as cached:
+        store.get = answer
+        for _ in range(2):
+            read_all(sf.DataLoader(cached, 8))
+
+
+def test_a_full_tier_rejects(tmp_path: Path, source: ThrottledSource) -> None:
+    store = sf.DiskTier(tmp_path / "disk", capacity=250_000)
+    with sf.CachedDataset(source, capacity=SOME, store=store) as cached:
+        read_all(sf.DataLoader(cached, 8))
+        cached.cache.tier.flush()
+        stored = cached.cache.tier.tier.records.stats().resident_items
+        assert 20 < stored < COUNT
+        assert cached.stats().tier_rejected == COUNT - stored
+
+
+def test_a_damaged_record_comes_from_the_source(tmp_path: Path, source: ThrottledSource) -> None:
+    store = sf.DiskTier(tmp_path / "disk", capacity="2MiB")
+    with sf.CachedDataset(source, capacity=0, store=store) as cached:
+        read_all(sf.DataLoader(cached, 8))
+        cached.cache.tier.flush()
+        (data,) = store.folder.glob("*/*/data")
+        with open(data, "r+b") as file:
+            file.write(bytes(10_000))  # two records and a part of a third
+        for _ in range(2):
+            read_all(sf.DataLoader(cached, 8))
+            assert source.requests == COUNT + 3, "they are stored again"
+
+
+# -- the queue --------------------------------------------------------------------------------------------------------
+
+
+class Gate:
+    """Makes the thread that writes to a tier wait."""
+
+    def __init__(self, store: DictStore) -> None:
+        self.entered, self.open = threading.Event(), threading.Event()
+        self.store = store
+        store.put = self.put
+
+    def put(self, ids: Any, records: Any) -> Any:
+        self.entered.set()
+        assert self.open.wait(60)
+        return self.store.write(ids, records)
+
+
+def test_what_the_queue_has_no_room_for_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tiers, "_QUEUE_BYTES", 3 * SIZE)
+    store = DictStore()
+    with cache_of(store) as cache:
+        gate = Gate(store)
+        ids = np.arange(4)
+        cache.tier.put_many(ids[:1], [sample(0)], 0)
+        assert gate.entered.wait(60)
+        cache.tier.put_many(ids[1:], [sample(id) for id in (1, 2, 3)], 0)
+        assert "samples arrive faster than" in caplog.text
+        assert cache.stats().tier_rejected == 2
+        gate.open.set()
+        cache.tier.flush()
+        put(cache, *range(10, 20))  # an empty queue takes more than its limit
+        assert sorted(store.records) == [0, 1, *range(10, 20)]
+        assert cache.stats().tier_rejected == 2
+
+
+def test_a_sample_may_be_changed_after_it_was_put() -> None:
+    store = DictStore()
+    with cache_of(store) as cache:
+        gate = Gate(store)
+        value = sample(1)
+        cache.tier.put_many(np.array([1]), [value], 0)
+        value[0][:] = 0
+        gate.open.set()
+        cache.tier.flush()
+        assert is_right(1, get(cache, 1)[0])
+
+
+def test_a_sample_in_a_queue_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiers, "_DRAIN_SECONDS", 60.0)
+    store = DictStore()
+    with cache_of(store) as cache:
+        gate = Gate(store)
+        cache.tier.put_many(np.array([1]), [sample(1)], 0)
+        assert gate.entered.wait(60)
+        threading.Timer(0.05, gate.open.set).start()
+        assert is_right(1, get(cache, 1)[0])
+
+
+def test_a_forked_child_has_a_queue_of_its_own(tmp_path: Path, disk: sf.DiskTier) -> None:
+    with cache_of(disk) as cache:
+        put(cache, *range(4))
+
+        def child() -> None:
+            put(cache, *range(4, 8))
+            cache.close()
+
+        assert Child(child).wait() == 0
+        assert all(is_right(id, value) for id, value in enumerate(get(cache, *range(8))))
+        assert cache.tier.known(np.arange(10)).tolist() == [True] * 8 + [False] * 2
+
+
+def test_what_a_killed_process_had_in_its_queue_is_a_miss(disk: sf.DiskTier) -> None:
+    with cache_of(disk) as cache:
+
+        def die() -> None:
+            records = cache.tier.tier.records
+            records.put_many = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            put(cache, 10, 11)
+
+        assert Child(die).wait() == -signal.SIGKILL
+        assert get(cache, 10, 11) == [MISS, MISS]
+        put(cache, 10, 11)
+        assert all(is_right(id, value) for id, value in zip((10, 11), get(cache, 10, 11), strict=True))
+
+
+def test_the_interpreter_ends_when_all_is_written(tmp_path: Path, interpreter: Any) -> None:
+    program = """
+import time
+import numpy as np
+import stallfree as sf
+
+class Rows:
+    def __len__(self):
+        return 50
+
+    def __getitem__(self, id):
+        return np.full(1000, id, np.float32)
+
+cached = sf.CachedDataset(Rows(), capacity=0, name="rows", store=sf.DiskTier({folder!r}, capacity="4MB", persist=True))
+slow = cached.cache.tier.tier.records.put_many
+cached.cache.tier.tier.records.put_many = lambda *given: (time.sleep(0.1), slow(*given))[1]
+list(sf.DataLoader(cached, 10))
+"""
+    done = interpreter.run(program.replace("{folder!r}", repr(str(tmp_path / "disk"))))
+    assert done.code == 0, done.err
+    store = sf.DiskTier(tmp_path / "disk", capacity="4MB", persist=True)
+
+    class Rows(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 50
+
+        def __getitem__(self, id: int) -> Any:
+            return np.full(1000, id, np.float32)
+
+    (folder,) = store.folder.glob("*/rows-tier")
+    data = Meta.load(folder).fingerprint
+    with SampleCache(51, capacity="4MB", store=store.folder, name="rows-tier", fingerprint=data) as disk:
+        assert disk.resident(range(50)).all()
+        assert all((value[1] == id).all() for id, value in enumerate(disk.get_many(range(50))))
+    shutil.rmtree(store.folder)
+
+
+# -- random steps -----------------------------------------------------------------------------------------------------
+
+
+def test_another_host_and_a_later_job_learn_of_a_random_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two caches of different names on one tier are two hosts."""
+    monkeypatch.setattr(tiers, "_FOLLOW_SECONDS", -1.0)
+    store = DictStore()
+    with cache_of(store, name="one") as one, cache_of(store, name="two") as two:
+        put(one, 1, 2, 3)
+        assert get(two, 1)[0][1] == 1
+        one.uncache_steps(2)
+        assert get(one, 1) == [MISS], "it was made with the random step"
+        put(one, 2, 4, uncached=2)
+        assert get(two, 3) == [MISS]
+        assert two.uncached_steps == 2
+        assert is_right(4, get(two, 4)[0])
+        put(two, 1, uncached=2)
+        assert is_right(1, get(one, 1)[0])
+    with cache_of(store, name="three") as three:
+        assert three.uncached_steps == 2
+        assert is_right(4, get(three, 4)[0])

@@ -1,0 +1,41 @@
+"""The example of a tier of one's own passes the contract, and so does `DiskTier`."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stallfree as sf
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "own_tier.py"
+
+
+@pytest.fixture
+def own_tier(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module of the example, which spawned processes can import too."""
+    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE.parent))
+    yield importlib.import_module("own_tier")
+    sys.modules.pop("own_tier")
+
+
+class TestOwnTier(sf.testing.TierContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path, own_tier: Any) -> Any:
+        return own_tier.CompressedFiles(tmp_path / "files")
+
+
+class TestDiskTier(sf.testing.TierContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> sf.DiskTier:
+        return sf.DiskTier(tmp_path / "disk", capacity="1MiB")
+
+
+def test_the_example_runs() -> None:
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=True)
+    assert done.stdout == "64 reads of the data set; 51 of 72 hits came from the files\n"
