@@ -145,7 +145,7 @@ def test_what_no_later_job_would_find(tmp_path: Path) -> None:
     data = Holder(threading.Lock())
     tier = sf.DiskTier(tmp_path, capacity="1MiB", persist=True)
     for options in ({"persist": True}, {"persist": True, "store": tmp_path}, {"store": tier}):
-        with pytest.raises(sf.InputError, match=r"persist=True: no later job would find this cache.*name="):
+        with pytest.raises(sf.InputError, match=r"no other job or node would find these samples.*name="):
             sf.CachedDataset(data, capacity="1MiB", **options)
     with sf.CachedDataset(data, capacity="1MiB", persist=True, store=tmp_path, name="kept") as kept:
         list(kept)
@@ -164,7 +164,7 @@ def test_a_disk(tmp_path: Path, tier: bool) -> None:
 @pytest.mark.skipif(not (shutil.which("valkey-server") or shutil.which("redis-server")), reason="no server")
 def test_nodes_need_a_name() -> None:
     with sf.RedisStore(capacity_per_node="16MiB") as store:
-        with pytest.raises(sf.InputError, match=r"the nodes of the store 'default' need one name.*lock.*name="):
+        with pytest.raises(sf.InputError, match=r"no other job or node would find these samples.*lock.*name="):
             sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store)
         with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store, name="agreed") as data:
             assert len(list(data)) == 8

@@ -1,4 +1,4 @@
-"""`form="reads"` with policies, tiers, groups, importance, resuming, start methods and other libraries."""
+"""`form="reads"` with policies, groups, importance, resuming, start methods and other libraries."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import torch
 import stallfree as sf
 from loader_data import same
 from reads_data import Crops, gone, opens_below, write_arrays
-from redis_servers import needs_server, until
-from stallfree.stores import servers_of
 
 COUNT, SIDE = 40, 32
 
@@ -68,33 +66,6 @@ def test_start_methods(folder: Path, plain: Any, method: str) -> None:
     with cached(folder) as some:
         assert same(epochs(sf.DataLoader(some, num_workers=1, multiprocessing_context=method, **OPTIONS)), plain)
         assert some.stats().storage_reads == COUNT
-
-
-def test_a_disk_behind_memory(folder: Path, tmp_path: Path, plain: Any) -> None:
-    store = sf.DiskTier(tmp_path / "tier", capacity="8MiB")
-    with cached(folder, capacity="80KiB", store=store) as some, sf.DataLoader(some, num_workers=1, **OPTIONS) as loader:
-        found = [list(loader)]
-        with gone(folder):
-            found += [list(loader), list(loader)]
-        stats: Any = some.stats()
-        assert same(found, plain)
-        assert stats.storage_reads == COUNT
-        assert stats.lower_hits > 0
-
-
-@needs_server
-def test_servers(folder: Path, plain: Any) -> None:
-    with (
-        sf.RedisStore(capacity_per_node="16MiB") as store,
-        cached(folder, capacity=0, store=store) as some,
-        sf.DataLoader(some, num_workers=1, **OPTIONS) as loader,
-    ):
-        found = [list(loader)]
-        servers: Any = servers_of(some.cache)
-        until(lambda: servers.stats().resident_items == COUNT, "all records in the server")
-        with gone(folder):
-            found += [list(loader), list(loader)]
-        assert same(found, plain)
 
 
 def test_a_group(folder: Path, plain: Any) -> None:
