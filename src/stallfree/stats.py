@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class CacheStats:
         resident_bytes: their bytes.
         capacity_bytes: the bytes the cache may take, index included.
         used_bytes: the bytes it has taken, index included.
+        tier_hits, tier_misses: samples that the tier was asked for: served, and absent.
+        tier_rejected: writes that the tier rejected.
 
     Example:
         ```python
@@ -44,6 +46,9 @@ class CacheStats:
     resident_bytes: int
     capacity_bytes: int
     used_bytes: int
+    tier_hits: int = field(default=0, kw_only=True)
+    tier_misses: int = field(default=0, kw_only=True)
+    tier_rejected: int = field(default=0, kw_only=True)
 
     @property
     def hit_ratio(self) -> float:

@@ -16,7 +16,7 @@ import pytest
 from cache_tools import make
 from children import Child, Holder
 from stallfree.cache import SampleCache
-from stallfree.cache.counters import Count, Counters
+from stallfree.cache.layout import Count, Counters
 from stallfree.ipc.locks import FileLock
 
 ROUNDS = 10

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from cache_tools import is_signed, problems, signed
 from children import Child
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.memory.index import Field, Index
-from stallfree.cache.memory.layout import Meta
+from stallfree.cache.layout import Field, Index, Meta
 from stallfree.errors import StorageError
 
 NUM_IDS = 40
@@ -101,7 +100,7 @@ def test_only_the_first_to_attach_checks(tmp_path: Path) -> None:
 
     def recoveries(cache: SampleCache) -> int:
         meta = Meta.load(cache.path)
-        index = Index(cache.path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
+        index = Index(cache.path, meta)
         return int(index.header[Field.RECOVERIES])
 
     make_disk(tmp_path, "uniform")
@@ -156,7 +155,7 @@ def test_a_record_in_the_place_of_another_is_no_hit(tmp_path: Path) -> None:
     """The checksum says whose record it is."""
     path = make_disk(tmp_path, "uniform")
     meta = Meta.load(path)
-    index = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
+    index = Index(path, meta)
     index.first[[10, 11]] = index.first[[11, 10]]
     assert index.checksum is not None
     index.checksum[[10, 11]] = index.checksum[[11, 10]]
@@ -202,7 +201,7 @@ def check_garbage(templates: dict[str, Path], tmp_path: Path, kind: str, where: 
             data[place % len(data)] ^= number % 255 + 1
     else:
         meta = Meta.load(path)
-        index = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds)
+        index = Index(path, meta)
         data = getattr(index, where).view(np.uint32)
         for place, number in garbage:
             data[place % len(data)] = number
@@ -288,7 +287,7 @@ def test_a_cache_beyond_repair_that_someone_uses_is_an_error(tmp_path: Path) -> 
 
 
 def test_a_cache_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stallfree.cache.memory import layout
+    from stallfree.cache import layout
 
     path = make_disk(tmp_path, "varied")
     monkeypatch.setattr(layout, "VERSION", 99)

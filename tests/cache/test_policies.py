@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from stallfree.analysis.replay import SimulatedCache
 
 from cache_tools import PAGE, make, problems
 from stallfree.cache import POLICIES, SampleCache
-from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import Victims, make_policy, next_uses
 from stallfree.errors import InputError
 
@@ -269,7 +269,7 @@ def ages_of_victims(batch: int, room: int, evictions: int) -> tuple[np.ndarray, 
     num_ids = 20 * room
     ranks, lives = [], []
     with tempfile.TemporaryDirectory() as folder:
-        keeper = Bookkeeper(Path(folder), num_ids, make_policy("random"), room, None)
+        keeper = SimulatedCache(Path(folder), num_ids, make_policy("random"), room, None)
         there: list[int] = []  # the oldest first
         came: dict[int, int] = {}
         at = 0

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.memory.index import FREE_BLOCK, Field
-from stallfree.cache.memory.layout import plan_layout
-from stallfree.cache.memory.recovery import blocks_of, chains
+from stallfree.cache.layout import FREE_BLOCK, Field, plan_layout
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError
 from stallfree.pipeline.codec import encode, record_size
@@ -80,7 +78,7 @@ def crc(value: Any) -> int:
 
 def problems(cache: SampleCache) -> list[str]:
     """What is wrong with the bookkeeping of a cache, as sentences; none if all is well."""
-    with cache._writer._locked("checking"), cache._writer.space.changing():
+    with cache._changing("checking"):
         pass  # what a killed writer left is put in order
     index, block = cache._index, cache.meta.block
     header = index.header
@@ -88,7 +86,7 @@ def problems(cache: SampleCache) -> list[str]:
     counted = int(header[Field.RESIDENT])
     residents = np.flatnonzero(index.first)
     lengths = index.length[residents].astype(np.int64)
-    used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
+    used = index.chains(index.first[residents].astype(np.int64) - 1, index.blocks_of(lengths))
     free = np.flatnonzero(index.next[:high] == FREE_BLOCK)
     stack = index.free[:stacked]
     times = np.bincount(np.concatenate((used, free)), minlength=high)

@@ -14,7 +14,7 @@ from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified, is_prepared
 from stallfree.cache import MISS, Lends
-from stallfree.cache.memory.records import Borrowed
+from stallfree.cache.records import Borrowed
 from stallfree.errors import CodecError, SampleError
 from stallfree.pipeline.classify.outcomes import StepError
 from stallfree.pipeline.compose import Compose

@@ -186,7 +186,7 @@ class Victims:
     def __init__(self, state: VictimState, span: Array) -> None:
         self._state = state
         self._span = span
-        self._places = np.empty(0, np.int64)
+        self._taken_at = np.empty(0, np.int64)
 
     def clear(self) -> None:
         """Empty the queue."""
@@ -214,8 +214,8 @@ class Victims:
 
     def give_back(self, score: Array, ids: Array) -> None:
         """Return `ids`, the last of those just chosen, to the queue."""
-        if len(ids) <= len(self._places):
-            self._span[0] = self._places[-len(ids)]
+        if len(ids) <= len(self._taken_at):
+            self._span[0] = self._taken_at[-len(ids)]
         else:
             self.entered(score, ids)
 
@@ -243,8 +243,8 @@ class Victims:
                 return np.empty(0, np.int64)
         good[1:] &= keys[1:] != keys[:-1]
         picked = np.flatnonzero(good)[:count]
-        self._places = at + picked
-        self._span[0] = self._places[-1] + 1 if len(picked) == count else stop
+        self._taken_at = at + picked
+        self._span[0] = self._taken_at[-1] + 1 if len(picked) == count else stop
         return ids[picked]
 
     def _insert(self, keys: Array) -> None:

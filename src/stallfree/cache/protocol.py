@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from stallfree.cache.memory.records import Aim, Borrowed
     from stallfree.cache.policies import Policy
+    from stallfree.cache.records import Aim, Borrowed
     from stallfree.pipeline.structure import Structure
     from stallfree.stats import CacheStats
 

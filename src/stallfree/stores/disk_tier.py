@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache import MISS, Policy, SampleCache
-from stallfree.cache.checks import EVERY_STEP
+from stallfree.cache.sample_cache import EVERY_STEP
 from stallfree.cache.tiers.tier_stack import LowerTier
 from stallfree.cache.tiers.tiered import TieredCache
 from stallfree.cache.tiers.write_behind import Record, WriteBehind

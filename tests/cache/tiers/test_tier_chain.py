@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.checks import EVERY_STEP
+from stallfree.cache.sample_cache import EVERY_STEP
 from stallfree.cache.tiers.tier_stack import LowerTier
 from stallfree.stats import CacheStats
 from stallfree.stores import DiskTier, TieredCache

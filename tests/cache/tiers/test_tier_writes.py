@@ -18,7 +18,7 @@ import pytest
 import stallfree as sf
 from children import Child
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.memory.arena import DiskArena
+from stallfree.cache.arena import DiskArena
 from stallfree.cache.tiers import write_behind
 from stallfree.stores import disk_tier
 from stallfree.stores.disk_tier import FAILURES, PAUSE, Health

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from stallfree.cache.memory.index import Field, Index
-from stallfree.cache.memory.layout import META, Meta
+from stallfree.cache.layout import META, Field, Index, Meta
 from stallfree.errors import InputError, StorageError, cache_not_found
 from stallfree.ipc.folders import (
     check_name,
@@ -69,7 +68,7 @@ def _info(path: Path) -> CacheInfo:
     state = {"name": path.name, "path": path, "in_use": in_use(path), "persist": is_persistent(path)}
     try:
         meta = Meta.load(path)
-        header = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).header
+        header = Index(path, meta).header
     except (StorageError, OSError):
         return CacheInfo(**state)  # type: ignore[arg-type]
     return CacheInfo(

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stallfree.cache import capacity as limits
 
 import stallfree as sf
 from cache_tools import PAGE, make, problems
 from children import Child
 from stallfree.cache import MISS, POLICIES, SampleCache
-from stallfree.cache.memory import limits
 from stallfree.errors import CapacityError
 from stallfree.units import format_size
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from stallfree.cache.memory import writer
 
 import stallfree as sf
 from children import Child
 from smart_data import until
-from stallfree.cache.memory import writer
-from stallfree.cache.memory.arena import DiskArena
+from stallfree.cache.arena import DiskArena
 from stallfree.ipc.locks import FileLock
 
 COUNT, SIZE = 300, 64 << 10

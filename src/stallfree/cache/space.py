@@ -1,9 +1,12 @@
-"""Block allocation, admission and eviction.
+"""Block allocation, admission, eviction and recovery.
 
-Everything here except `used` and `has_room` runs under the writer lock. Readers (records.py) and recovery rely on this
+Everything here except `used` and `full` runs under the writer lock. Readers (records.py) and recovery rely on this
 order of stores:
 
     put     data, length, chain -> generation + 1 -> first        evict   first = 0 -> generation + 1 -> blocks are free
+
+`first` is authoritative, because it is written last: an id is resident if and only if its chain of blocks is valid. All
+other data (free blocks, counts, victims) is rebuilt from it after a writer died at any instant, or a disk damaged it.
 """
 
 from __future__ import annotations
@@ -11,23 +14,38 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.counters import Count, Counters
-from stallfree.cache.memory.arena import SEGMENT
-from stallfree.cache.memory.index import FREE_BLOCK, Field, Index, fence
-from stallfree.cache.memory.layout import Meta
-from stallfree.cache.memory.recovery import blocks_of, chains, recover
+from stallfree.cache.arena import SEGMENT
+from stallfree.cache.layout import FREE_BLOCK, Count, Counters, Field, Index, Meta, fence
 from stallfree.cache.policies import Policy, Victims
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
 
 _LARGEST = (1 << 32) - 1  # maximum record bytes in the index
+
+
+@dataclass(frozen=True)
+class Reserved:
+    """Blocks of records that are not visible yet.
+
+    Attributes:
+        at: positions of the records in their batch.
+        counts: number of blocks of each.
+        blocks: the blocks of all, concatenated.
+        recoveries: number of recoveries so far: the next one frees the blocks.
+    """
+
+    at: Array
+    counts: Array
+    blocks: Array
+    recoveries: int
 
 
 class Space:
@@ -52,10 +70,8 @@ class Space:
         path: Path,
         victims: Victims | None = None,
     ) -> None:
-        self._index, self._counters, self._policy, self._allocate = index, counters, policy, allocate
-        self._header = index.header
-        self._block, self._capacity, self._path = meta.block, meta.capacity, path
-        self._index_bytes = meta.index_bytes
+        self._meta, self._index, self._counters, self._policy = meta, index, counters, policy
+        self._allocate, self._path, self._header = allocate, path, index.header
         self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._warned = False
 
@@ -63,99 +79,75 @@ class Space:
     def changing(self) -> Iterator[None]:
         """Context of an index change. Repairs an interrupted change first."""
         if self._header[Field.DIRTY]:
-            recover(self._index, self._block)
+            self.recover()
         self._header[Field.DIRTY] = 1
         yield
         self._header[Field.DIRTY] = 0
 
     @property
-    def limit(self) -> int:
-        """Maximum number of blocks of the cache."""
-        return int(self._header[Field.LIMIT])
-
-    def has_room(self) -> bool:
-        """Whether a block is probably free without an eviction. Does not take the lock."""
+    def full(self) -> bool:
+        """Whether a new record would probably be rejected: no block is free, and the policy does not evict."""
         header = self._header
-        return bool(header[Field.DIRTY] or header[Field.FREE] + header[Field.LIMIT] > header[Field.HIGH])
+        if self._policy.evicts:
+            return not header[Field.LIMIT]
+        return not header[Field.DIRTY] and bool(header[Field.FREE] + header[Field.LIMIT] <= header[Field.HIGH])
 
     # -- records ------------------------------------------------------------------------------------------------------
 
-    def enter(self, ids: Array, lengths: Array, copy: Callable[[int, Array], None] | None) -> int:
-        """Store records in as many blocks each as they need; return how many were not stored.
+    def reserve(self, ids: Array, lengths: Array, at: Array) -> tuple[Reserved, Array]:
+        """Take blocks for new records, after evicting others if the policy admits that.
 
         Args:
-            ids: distinct new ids. If the policy has given scores, the highest come first.
+            ids: the distinct ids of a batch.
             lengths: bytes of their records; 0 for those of the common structure, which take one block.
-            copy: writes the record at a position in `ids` into blocks. May raise `OSError`. None: nothing is written.
+            at: positions of the records that need blocks.
+
+        Returns those of `at` that have got blocks, and those to try again when these are published. The others are
+        rejected.
         """
-        counts = blocks_of(lengths, self._block)
-        left = np.flatnonzero((counts <= self.limit) & (lengths <= _LARGEST))
-        if self._policy.given and self._index.score is not None:
-            left = left[np.argsort(-self._index.score[ids[left]], kind="stable")]
-        if len(left) == 0:
-            return len(ids)
-        need, lowest = int(counts[left].sum()), -np.inf
-        if self._policy.given:
-            together = self.admit(ids[left], counts[left])
+        counts = self._index.blocks_of(lengths[at])
+        fits = (counts <= self._header[Field.LIMIT]) & (lengths[at] <= _LARGEST)
+        at, counts = at[fits], counts[fits]
+        if self._policy.given and len(at):
+            assert self._index.score is not None
+            order = np.argsort(-self._index.score[ids[at]], kind="stable")
+            at, counts = at[order], counts[order]
+            admitted = self._admit(ids[at], counts)
         else:
-            there = self.make_room(need)
+            free = self._make_room(int(counts.sum()))
             if not self._policy.evicts:
-                left = left[counts[left] <= there]
-            together = int(np.searchsorted(np.cumsum(counts[left]), there, "right"))
-        first, left = left[:together], left[together:]
-        stored = self._store(first, ids[first], lengths[first], counts[first], copy)
-        if not self._policy.evicts:
-            left = left[counts[left] <= there - int(counts[first].sum())]
-        elif self._policy.given and len(left):  # the policy did not admit the first record
-            left = left[1:] if counts[left].min() < counts[left[0]] else left[:0]
-            lowest = self._lowest_score() if len(left) else lowest
-        for at in left.tolist():
-            one = slice(at, at + 1)
-            if self._admit_one(ids[one], counts[one], lowest):
-                stored += self._store(np.array([at]), ids[one], lengths[one], counts[one], copy)
-        return len(ids) - stored
+                fits = counts <= free
+                at, counts = at[fits], counts[fits]
+            admitted = int(np.searchsorted(np.cumsum(counts), free, "right"))
+        left = at[admitted:] if admitted else at[counts < counts[:1]]  # the first does not fit, nor do larger ones
+        counts = counts[:admitted]
+        blocks = self._take(int(counts.sum()))
+        return Reserved(at[:admitted], counts, blocks, int(self._header[Field.RECOVERIES])), left
 
-    def _admit_one(self, id: Array, count: Array, lowest: float) -> bool:
-        """Evict for a new record, if the policy admits it. `lowest` is the score of the first victim."""
-        if not self._policy.given:
-            return self.make_room(int(count[0])) == int(count[0])
-        score = self._index.score
-        assert score is not None
-        if score[id[0]] <= lowest and self.available(int(count[0])) < count[0]:  # usual: no search for victims
-            return False
-        return self.admit(id, count) == 1
-
-    def _store(
-        self, at: Array, ids: Array, lengths: Array, counts: Array, copy: Callable[[int, Array], None] | None
-    ) -> int:
-        """Store the records at the positions `at`, for which blocks are free; return how many were stored."""
-        if len(at) == 0:
-            return 0
-        blocks, ends = self.take(int(counts.sum())), np.cumsum(counts)
-        if copy is not None:
-            try:
-                for position, start, end in zip(at.tolist(), (ends - counts).tolist(), ends.tolist(), strict=True):
-                    copy(position, blocks[start:end])
-            except OSError:
-                self.give_back(blocks)
-                return 0
+    def publish(self, ids: Array, lengths: Array, new: Reserved, sums: Array | None = None) -> None:
+        """Make records visible whose data is written. Those that another process has stored meanwhile are given up."""
+        index, header, at, blocks, counts = self._index, self._header, new.at, new.blocks, new.counts
+        absent = index.first[ids[at]] == 0
+        if not absent.all():
+            own = np.repeat(absent, counts)
+            self.give_back(blocks[~own])
+            at, blocks, counts, sums = at[absent], blocks[own], counts[absent], None if sums is None else sums[absent]
+        ids, lengths, ends = ids[at], lengths[at], np.cumsum(counts)
+        if len(ids) == 0:
+            return
         if len(blocks) > len(ids):
             inner = np.ones(len(blocks), bool)
             inner[ends - 1] = False
             links = np.flatnonzero(inner)
-            self._index.next[blocks[links]] = blocks[links + 1]
-        self._publish(ids, blocks[ends - counts], lengths)
-        return len(at)
-
-    def _publish(self, ids: Array, heads: Array, lengths: Array) -> None:
-        """Make records visible after their data and chains are written."""
-        index, header = self._index, self._header
+            index.next[blocks[links]] = blocks[links + 1]
         index.length[ids] = lengths
+        if index.checksum is not None:
+            index.checksum[ids] = sums
         index.generation[ids] += 1
         fence()
         header[Field.RESIDENT] += len(ids)
-        header[Field.RESIDENT_BYTES] += int(np.where(lengths == 0, self._block, lengths).sum())
-        index.first[ids] = heads + 1
+        header[Field.RESIDENT_BYTES] += index.bytes_of(lengths)
+        index.first[ids] = blocks[ends - counts] + 1
         if index.score is not None:
             self._policy.entered(index.score, ids, self._tick(len(ids)), float(index.level[0]))
             self._victims.entered(index.score, ids)
@@ -170,18 +162,13 @@ class Space:
         if len(ids) == 0:
             return
         lengths = index.length[ids]
-        heads = np.minimum(index.first[ids].astype(np.int64) - 1, len(index.next) - 1)
-        if lengths.any():
-            blocks = chains(index, heads, blocks_of(lengths, self._block))
-            size = int(np.where(lengths == 0, self._block, lengths).sum(dtype=np.int64))
-        else:
-            blocks, size = heads, len(ids) * self._block
+        blocks = index.chains(index.first[ids].astype(np.int64) - 1, index.blocks_of(lengths))
         index.first[ids] = 0
         fence()
         index.generation[ids] += 1
         fence()
         header[Field.RESIDENT] -= len(ids)
-        header[Field.RESIDENT_BYTES] -= size
+        header[Field.RESIDENT_BYTES] -= index.bytes_of(lengths)
         self.give_back(blocks)
 
     # -- admission ----------------------------------------------------------------------------------------------------
@@ -199,15 +186,7 @@ class Space:
         index.score[ids] = scores
         self._victims.entered(index.score, ids[index.first[ids] != 0])
 
-    def _lowest_score(self) -> float:
-        """The score of the next victim; infinity if there is none."""
-        score = self._index.score
-        assert score is not None
-        victim = self._victims.choose(1, score)
-        self._victims.give_back(score, victim)
-        return float(score[victim].min(initial=np.inf))
-
-    def admit(self, ids: Array, counts: Array) -> int:
+    def _admit(self, ids: Array, counts: Array) -> int:
         """Evict for new records of descending scores with `counts` blocks each; return how many are admitted, in order.
 
         A record is admitted if its score is above those of all residents that it replaces.
@@ -215,13 +194,13 @@ class Space:
         index = self._index
         assert index.score is not None
         ends = np.cumsum(counts)
-        there = self.available(int(ends[-1]))
-        fit = int(np.searchsorted(ends, there, "right"))
+        free = self._available(int(ends[-1]))
+        fit = int(np.searchsorted(ends, free, "right"))
         if fit == len(ids):
             return fit
-        victims = self._victims.choose(int(ends[-1]) - there, index.score)
-        freed = np.cumsum(blocks_of(index.length[victims], self._block))
-        last = np.searchsorted(freed, ends[fit:] - there)  # the last necessary victim
+        victims = self._victims.choose(int(ends[-1]) - free, index.score)
+        freed = np.cumsum(index.blocks_of(index.length[victims]))
+        last = np.searchsorted(freed, ends[fit:] - free)  # the last necessary victim
         last = last[: np.searchsorted(last, len(victims))]
         above = index.score[ids[fit : fit + len(last)]] > index.score[victims[last]]
         above[1:] |= last[1:] == last[:-1]  # the previous record leaves space
@@ -229,13 +208,13 @@ class Space:
         self._evict_first(victims, int(last[count - 1]) + 1 if count else 0)
         return fit + count
 
-    def make_room(self, need: int) -> int:
+    def _make_room(self, need: int) -> int:
         """Free up to `need` blocks; fewer only if the policy does not evict or the cache is smaller."""
         while True:
-            need = min(need, self.limit)
-            there = self.available(need)
-            if there >= need or not self._policy.evicts or not self._evict(need - there):
-                return min(there, need)
+            need = min(need, int(self._header[Field.LIMIT]))
+            free = self._available(need)
+            if free >= need or not self._policy.evicts or not self._evict(need - free):
+                return min(free, need)
 
     def _evict(self, need: int) -> bool:
         """Evict the records of lowest score until `need` blocks are free, or all; return whether any was evicted."""
@@ -244,7 +223,7 @@ class Space:
         used = int(header[Field.HIGH] - header[Field.FREE])
         per_item = max(1.0, used / max(1, int(header[Field.RESIDENT])))
         victims = self._victims.choose(max(1, int(need / per_item)), index.score)
-        blocks = np.cumsum(blocks_of(index.length[victims], self._block))
+        blocks = np.cumsum(index.blocks_of(index.length[victims]))
         self._evict_first(victims, int(np.searchsorted(blocks, need)) + 1)
         return len(victims) > 0
 
@@ -274,32 +253,32 @@ class Space:
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
-    def available(self, need: int) -> int:
+    def _available(self, need: int) -> int:
         """The number of free blocks; allocates memory for more if fewer than `need` are free."""
         header = self._header
         while True:
             backed, limit = int(header[Field.BACKED]), int(header[Field.LIMIT])
-            there = int(header[Field.FREE]) + backed - int(header[Field.HIGH])
-            if there >= need or backed >= limit:
-                return there
-            step = min(max(1, SEGMENT // self._block), limit - backed)
+            free = int(header[Field.FREE]) + backed - int(header[Field.HIGH])
+            if free >= need or backed >= limit:
+                return free
+            step = min(max(1, SEGMENT // self._meta.block), limit - backed)
             got = self._allocate(backed, step)
             header[Field.BACKED] = backed + got
             if got < step:
                 header[Field.LIMIT] = backed + got
-                self._warn_full(self._index_bytes + (backed + got) * self._block)
+                self._warn_full(self._meta.index_bytes + (backed + got) * self._meta.block)
 
     def _warn_full(self, taken: int) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
                 f"the file system of {self._path} is full: the cache is limited to {format_size(taken)} of the "
-                f"requested {format_size(self._capacity)}",
+                f"requested {format_size(self._meta.capacity)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
-    def take(self, count: int) -> Array:
+    def _take(self, count: int) -> Array:
         """Take `count` free blocks: first freed ones, in LIFO order, then new ones."""
         header, index = self._header, self._index
         reused = min(count, int(header[Field.FREE]))
@@ -335,3 +314,66 @@ class Space:
         some = blocks[: len(index.free) - stacked]
         index.free[stacked : stacked + len(some)] = some
         header[Field.STACKED] = stacked + len(some)
+
+    # -- recovery -----------------------------------------------------------------------------------------------------
+
+    def check_disk(self, backed: int) -> None:
+        """Repair an index found on a disk, whatever its content.
+
+        Only the first process to attach may call this. `backed` is the number of allocated blocks in the arena file.
+        Damaged records with valid chains are detected by their checksums.
+        """
+        index, header = self._index, self._header
+        header[Field.LIMIT] = self._meta.num_blocks  # the disk may have more space now
+        header[Field.BACKED] = min(max(0, int(header[Field.BACKED])), backed)
+        for field in (Field.TICK, Field.RECOVERIES):
+            if not 0 <= header[field] < 1 << 52:
+                header[field] = 0
+        if index.score is not None:
+            index.score[np.isnan(index.score)] = 0
+            index.level[~np.isfinite(index.level)] = 0
+        if not self._meta.common:
+            index.first[(index.first != 0) & (index.length == 0)] = 0
+        self.recover()
+        header[Field.DIRTY] = 0
+
+    def recover(self) -> None:
+        """Rebuild the data that depends on `first`, drop records with invalid chains, and free reserved blocks.
+
+        Idempotent: may be interrupted at any instant and repeated.
+        """
+        index, header = self._index, self._header
+        backed = int(header[Field.BACKED])
+        header[Field.RECOVERIES] += 1
+        # A reader may be reading a record that the dead writer had dropped but not yet marked.
+        index.generation[index.first == 0] += 1
+        residents = np.flatnonzero(index.first)
+        heads = index.first[residents].astype(np.int64) - 1
+        counts = index.blocks_of(index.length[residents])
+        sound = (heads < backed) & (counts <= backed)
+        sound[np.cumsum(np.where(sound, counts, 0)) > backed] = False  # more blocks than allocated: damage
+        bad = residents[~sound]
+        residents, heads, counts = residents[sound], heads[sound], counts[sound]
+        blocks = index.chains(heads, counts)
+        owner = np.repeat(np.arange(len(residents)), counts)
+        clash = blocks >= backed
+        inner = np.ones(len(blocks), bool)
+        inner[np.cumsum(counts) - 1] = False
+        clash[inner] |= index.next[blocks[inner]] >= len(index.next)  # an invalid link
+        clash |= np.bincount(blocks, minlength=len(index.next))[blocks] > 1
+        wrong = np.zeros(len(residents), bool)
+        wrong[owner[clash]] = True
+        bad = np.concatenate((bad, residents[wrong]))
+        index.first[bad] = 0
+        index.generation[bad] += 1
+        kept = blocks[~wrong[owner]]
+        used = np.zeros(len(index.next), bool)
+        used[kept] = True
+        high = int(kept.max(initial=-1)) + 1
+        free = np.flatnonzero(~used[:high])
+        index.next[kept[index.next[kept] == FREE_BLOCK]] = 0
+        index.next[free] = FREE_BLOCK
+        header[Field.FREE], header[Field.STACKED], header[Field.HIGH] = len(free), 0, high
+        header[Field.RESIDENT] = len(residents) - int(wrong.sum())
+        header[Field.RESIDENT_BYTES] = index.bytes_of(index.length[residents[~wrong]])
+        header[Field.VICTIMS_AT] = header[Field.VICTIMS_END] = 0

@@ -17,12 +17,11 @@ import pytest
 
 from cache_tools import is_signed, make, problems, signed
 from children import Child
-from stallfree.cache import MISS, SampleCache, policies
-from stallfree.cache.memory import recovery, space, writer
+from stallfree.cache import MISS, SampleCache, policies, sample_cache, space
 
 NUM_IDS = 64
 EXAMPLE = signed(0, 0)
-WRITING = {module.__file__ for module in (writer, space, recovery, policies)}
+WRITING = {module.__file__ for module in (sample_cache, space, policies)}
 
 
 def verify(cache: SampleCache) -> None:
@@ -126,7 +125,7 @@ def test_recovery_killed_at_lines(every: int) -> None:
             fill(cache, line, VARIED, 3)
             lost = Child(killed_at_line, 8, {space.__file__}, "_free", one_of_each, cache, line, VARIED)
             assert lost.wait() == -signal.SIGKILL
-            child = Child(killed_at_line, line, {recovery.__file__}, "recover", fill, cache, line, VARIED, 1)
+            child = Child(killed_at_line, line, {space.__file__}, "recover", fill, cache, line, VARIED, 1)
             if (code := child.wait()) == 0:
                 break
             assert code == -signal.SIGKILL

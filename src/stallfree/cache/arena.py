@@ -12,7 +12,6 @@ import ctypes
 import mmap
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache.memory.index import DamagedError
-from stallfree.cache.memory.serial import one_thread
-from stallfree.platform import OPEN, allocate, shares_memory
+from stallfree.cache.layout import DamagedError, Meta
+from stallfree.cache.serial import one_thread
+from stallfree.platform import OPEN, allocate
 
 Array = npt.NDArray[Any]
 
@@ -35,23 +34,31 @@ _POPULATE_READ = 22
 _POPULATE_STEP = 32 << 20
 
 
-class Arena(ABC):
-    """`num_blocks` blocks of `block` bytes (a multiple of 64) in `file`."""
+class Arena:
+    """The blocks of a cache: `meta.num_blocks` of `meta.block` bytes (a multiple of 64), in the file `data`.
 
-    def __init__(self, file: Path, block: int, num_blocks: int) -> None:
-        self.block = block
-        self.num_blocks = num_blocks
+    Subclasses have these methods. Unreadable bytes on a disk are zero: the checksum of the record detects them.
+
+    read(blocks, out): copy `blocks` (integers) in order into `out`, (len(blocks), block) bytes.
+    write(blocks, data): copy the rows of `data`, (len(blocks), block) bytes, into `blocks`. May raise `OSError`.
+    aim(offsets, outs): return a target for many calls of `gather`: the bytes of a block from `offsets[k]` on go to a
+        row of `outs[k]`, (number of blocks, bytes). Offsets ascend.
+    gather(blocks, target): copy the parts of each of `blocks` (int64) into one row.
+    """
+
+    def __init__(self, folder: Path, meta: Meta) -> None:
+        self.block, self.num_blocks = meta.block, meta.num_blocks
         try:
-            self._fd = os.open(file, os.O_RDWR | OPEN)
+            self._fd = os.open(folder / "data", os.O_RDWR | OPEN)
         except OSError as error:
-            raise DamagedError(f"the file {file} of a cache cannot be opened: {error}") from error
+            raise DamagedError(f"the file {folder / 'data'} of a cache cannot be opened: {error}") from error
 
     @staticmethod
-    def create(file: Path, block: int, num_blocks: int) -> None:
+    def create(folder: Path, meta: Meta) -> None:
         """Create the sparse file, without allocating memory."""
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
+        fd = os.open(folder / "data", os.O_RDWR | os.O_CREAT | os.O_EXCL | OPEN, 0o600)
         try:
-            os.ftruncate(fd, block * num_blocks)
+            os.ftruncate(fd, meta.block * max(1, meta.num_blocks))  # an empty file cannot be mapped
         finally:
             os.close(fd)
 
@@ -62,10 +69,8 @@ class Arena(ABC):
         """
         if self._allocate(start, count):
             return count
-        if not shares_memory():
-            return 0
-        found = os.fstatvfs(self._fd)
-        space = found.f_bavail * found.f_frsize
+        disk = os.fstatvfs(self._fd)
+        space = disk.f_bavail * disk.f_frsize
         fewer = min(count - 1, (space - space // 16) // self.block)
         return fewer if fewer > 0 and self._allocate(start, fewer) else 0
 
@@ -75,42 +80,6 @@ class Arena(ABC):
         except OSError:
             return False
         return True
-
-    def restore_length(self) -> int:
-        """Set the file to its full length; return its previous number of blocks."""
-        size = os.fstat(self._fd).st_size
-        if size != self.num_blocks * self.block:
-            os.ftruncate(self._fd, self.num_blocks * self.block)
-        return min(size // self.block, self.num_blocks)
-
-    @abstractmethod
-    def read(self, blocks: Array, out: Array) -> None:
-        """Copy `blocks` (integers) in order into `out`, (len(blocks), block) bytes.
-
-        Unreadable bytes on a disk are zero in `out`; the checksum of the record detects them.
-        """
-
-    @abstractmethod
-    def write(self, blocks: Array, data: Array) -> None:
-        """Copy the rows of `data`, (len(blocks), block) bytes, into `blocks`. May raise `OSError`."""
-
-    @abstractmethod
-    def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
-        """Prepare `outs` for calls of `gather`: the bytes of blocks from `offsets[k]` on go to `outs[k]`.
-
-        Args:
-            offsets: ascending, for parts that do not overlap.
-            outs: arrays of shape (number of blocks, bytes).
-        """
-
-    @abstractmethod
-    def gather(self, blocks: Array, target: Any) -> None:
-        """Copy the parts of each block into one row of `target`. Unreadable bytes on a disk are zero.
-
-        Args:
-            blocks: int64.
-            target: returned by `aim`.
-        """
 
     def close(self) -> None:
         """Close the file descriptor."""
@@ -122,18 +91,19 @@ class Arena(ABC):
 class MemoryArena(Arena):
     """Blocks in shared memory, mapped whole."""
 
-    def __init__(self, file: Path, block: int, num_blocks: int) -> None:
-        super().__init__(file, block, num_blocks)
+    def __init__(self, folder: Path, meta: Meta) -> None:
+        super().__init__(folder, meta)
         try:
-            self._map = mmap.mmap(self._fd, block * num_blocks)
+            self._map = mmap.mmap(self._fd, self.block * max(1, self.num_blocks))
         except ValueError as error:
             os.close(self._fd)
-            raise DamagedError(f"the file {file} does not belong to this cache: {error}") from error
+            raise DamagedError(f"the file {folder / 'data'} does not belong to this cache: {error}") from error
         with contextlib.suppress(OSError, AttributeError):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(self._map, np.uint8)
-        self._rows = self._bytes.reshape(num_blocks, block)
-        self._written = np.full(num_blocks, True) if not hasattr(os, "pwrite") else np.zeros(num_blocks, bool)
+        self.rows = self._bytes.reshape(-1, self.block)
+        """Writable views of the blocks."""
+        self._written = np.full(self.num_blocks, not hasattr(os, "pwrite"))
         self._tensor = torch.from_numpy(self._bytes)
         self._words = self._tensor.view(torch.int64)
         self._leaves: dict[tuple[tuple[int, int], bool], torch.Tensor] = {}
@@ -142,67 +112,55 @@ class MemoryArena(Arena):
         self._populated = 0
 
     def read(self, blocks: Array, out: Array) -> None:
-        np.take(self._rows, blocks, axis=0, out=out, mode="clip")
+        """See `Arena`."""
+        np.take(self.rows, blocks, axis=0, out=out, mode="clip")
 
     def write(self, blocks: Array, data: Array) -> None:
+        """See `Arena`."""
         first, count = int(blocks[0]), len(blocks)
-        adjacent = count == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
-        if self.has_written(first) or not adjacent or not self._write_first(first, count, data):
-            self._rows[blocks] = data
+        if not self._written[first] and _adjacent(blocks):
+            # By a system call: storing into memory that this process has not used costs a fault for each page.
+            self._written[first : first + count] = True
+            if os.pwrite(self._fd, data.data, first * self.block) == data.nbytes:
+                return
+        self.rows[blocks] = data
 
-    def _write_first(self, first: int, count: int, data: Array) -> bool:
-        """Write by a system call: storing into memory that this process has not used costs a fault for each page."""
-        self._written[first : first + count] = True
-        return os.pwrite(self._fd, data.data, first * self.block) == data.nbytes
+    def row_for_writing(self, block: int) -> Array | None:
+        """Return a writable view of `block`; None if `write` is faster, because this process has not written it yet."""
+        return self.rows[block] if self._written[block] else None
 
-    def has_written(self, block: int) -> bool:
-        """Whether this process has written `block` before."""
-        return bool(self._written[block])
-
-    def pieces(self, blocks: Array, size: int) -> list[Array]:
-        """Views of the first `size` bytes of the concatenated `blocks`: few arrays of bytes."""
+    def view(self, blocks: Array, size: int) -> Array | None:
+        """Return a view of the first `size` bytes of `blocks`; None if the blocks are not adjacent."""
         start = int(blocks[0]) * self.block
-        if len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all()):
-            return [self._bytes[start : start + size]]
-        pieces = []
-        for first, count, at in _runs(blocks):
-            start = first * self.block
-            pieces.append(self._bytes[start : start + min(count * self.block, size - at * self.block)])
-        return pieces
-
-    def row(self, block: int) -> Array:
-        """A writable view of one block."""
-        return self._rows[block]  # type: ignore[no-any-return]
+        return self._bytes[start : start + size] if _adjacent(blocks) else None
 
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        """See `Arena`."""
         return [((offset, out.shape[1]), *_words(out)) for offset, out in zip(offsets, outs, strict=True)]
 
     def gather(self, blocks: Array, target: Any) -> None:
+        """See `Arena`."""
         index = torch.from_numpy(blocks)
         with one_thread():
             for leaf, wide, out in target:
                 torch.index_select(self._leaf(leaf, wide), 0, index, out=out)
 
     def _leaf(self, leaf: tuple[int, int], wide: bool) -> torch.Tensor:
-        """The bytes of `leaf`, (offset, size), in all blocks: as words of 8 bytes if `wide`."""
-        found = self._leaves.get((leaf, wide))
-        if found is None:
+        """Return the bytes of `leaf`, (offset, size), in all blocks: as words of 8 bytes if `wide`."""
+        tensor = self._leaves.get((leaf, wide))
+        if tensor is None:
             offset, width = leaf
             size = 8 if wide else 1
             shape = (self.num_blocks,) if wide and width == 8 else (self.num_blocks, width // size)
             strides = (self.block // size, 1)[: len(shape)]
-            found = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
-            self._leaves[leaf, wide] = found
-        return found
+            tensor = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
+            self._leaves[leaf, wide] = tensor
+        return tensor
 
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reads cause no page faults."""
         size = blocks * self.block // mmap.PAGESIZE * mmap.PAGESIZE
-        if (
-            not shares_memory()
-            or size <= self._populated
-            or (self._populating is not None and self._populating.is_alive())
-        ):
+        if size <= self._populated or (self._populating is not None and self._populating.is_alive()):
             return
         start, self._populated = self._populated, size
         self._populating = threading.Thread(
@@ -211,7 +169,7 @@ class MemoryArena(Arena):
         self._populating.start()
 
     def _populate(self, start: int, end: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):
+        with contextlib.suppress(OSError, AttributeError, TypeError):  # other systems have no such function
             madvise = ctypes.CDLL(None, use_errno=True).madvise
             base = self._bytes.ctypes.data
             for at in range(start, end, _POPULATE_STEP):
@@ -220,6 +178,7 @@ class MemoryArena(Arena):
                     return
 
     def close(self) -> None:
+        """Stop populating, and close the file descriptor."""
         self._stop.set()
         thread = self._populating
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
@@ -231,11 +190,20 @@ class DiskArena(Arena):
     """Blocks in a file on a disk, read and written by system calls, one per run of adjacent blocks."""
 
     def read(self, blocks: Array, out: Array) -> None:
+        """See `Arena`."""
         for start, count, at in _runs(blocks):
             rows = out[at : at + count]
             self._read([rows.data.cast("B")], start * self.block)
 
+    def restore_length(self) -> int:
+        """Set the file to its full length; return its previous number of blocks."""
+        size = os.fstat(self._fd).st_size
+        if size != self.num_blocks * self.block:
+            os.ftruncate(self._fd, self.num_blocks * self.block)
+        return min(size // self.block, self.num_blocks)
+
     def write(self, blocks: Array, data: Array) -> None:
+        """See `Arena`."""
         for start, count, at in _runs(blocks):
             view = data[at : at + count].data.cast("B")
             done = 0
@@ -243,9 +211,11 @@ class DiskArena(Arena):
                 done += os.pwritev(self._fd, [view[done:]], start * self.block + done)
 
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
+        """See `Arena`."""
         return list(offsets), list(outs)
 
     def gather(self, blocks: Array, target: Any) -> None:
+        """See `Arena`."""
         offsets, outs = target
         if not outs:
             return
@@ -274,6 +244,10 @@ class DiskArena(Arena):
                 got -= len(views.pop(0))
             if got:
                 views[0] = views[0][got:]
+
+
+def _adjacent(blocks: Array) -> bool:
+    return len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
 
 
 def _words(out: Array) -> tuple[bool, torch.Tensor]:

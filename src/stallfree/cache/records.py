@@ -1,0 +1,283 @@
+"""Lock-free reads of records, a whole batch at a time.
+
+A reader loads the generation, then the location, copies the record, and loads the generation again. A nonzero `first`
+implies a complete record. If blocks were reused during the copy, the generation differs and the read is a miss.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from stallfree.cache.arena import DiskArena, MemoryArena
+from stallfree.cache.layout import Index, Meta, fence
+from stallfree.error_types import also_of_type
+from stallfree.errors import CodecError, cache_ids
+from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build
+
+Array = npt.NDArray[Any]
+
+_LARGE = 4 << 10
+"""Mean record bytes from which each record is copied to memory of its own."""
+
+
+class _Miss:
+    def __repr__(self) -> str:
+        return "MISS"
+
+    def __reduce__(self) -> str:
+        return "MISS"
+
+
+MISS = _Miss()
+"""The value of a sample that is not in the cache; None may be a sample."""
+
+
+def checked_ids(ids: Any, num_ids: int) -> Array:
+    """Return `ids` as an array of int64. Raises `InputError` unless they are integers from 0 to `num_ids` - 1."""
+    try:
+        array = np.asarray(ids)
+    except ValueError:
+        array = np.empty((0, 0))
+    if array.ndim != 1 or (array.dtype.kind not in "iu" and array.size):
+        raise cache_ids(f"ids={ids!r:.80}: give a sequence of integers")
+    array = array.astype(np.int64, copy=False)
+    if len(array) and (array.min() < 0 or array.max() >= num_ids):
+        bad = array[(array < 0) | (array >= num_ids)][0]
+        problem = cache_ids(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        raise also_of_type(problem, IndexError())
+    return array
+
+
+def checksum(parts: Sequence[Array], id: int) -> int:
+    """Return the checksum of a record, whole or one part per leaf, as in the index; it includes the id."""
+    digest = xxhash.xxh3_64(seed=id)
+    for part in parts:
+        digest.update(part.data)
+    return digest.intdigest() & 0xFFFFFFFF
+
+
+@dataclass
+class Located:
+    """A batch read: the locations of the records, and later which of them are valid.
+
+    Attributes:
+        ids: the requested ids.
+        generation, first, length, checksum: their index entries before the read.
+        good: which records were read completely.
+        damaged: positions of records that did not change during the read but fail their checksum.
+    """
+
+    ids: Array
+    generation: Array
+    first: Array
+    length: Array
+    checksum: Array | None
+    good: Array
+    damaged: list[int]
+
+    def subset(self, at: Array) -> Located:
+        """Return the same for the positions `at`."""
+        sums = None if self.checksum is None else self.checksum[at]
+        return Located(self.ids[at], self.generation[at], self.first[at], self.length[at], sums, self.good[at], [])
+
+
+@dataclass(frozen=True)
+class Aim:
+    """The target of a gather, created once for memory that is reused.
+
+    Attributes:
+        outs: the memory, an array per leaf that has bytes.
+        target: its arena-specific form.
+    """
+
+    outs: list[Array]
+    target: Any
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """Read-only samples whose arrays are views of the cache, which other processes may change at any time.
+
+    Attributes:
+        values: the samples, `MISS` for absent ones.
+        unchanged: returns whether the sample at a position is unchanged; results computed from it are then valid.
+    """
+
+    values: list[Any]
+    unchanged: Callable[[int], bool]
+
+
+class Records:
+    """Reads the records of a cache.
+
+    Args:
+        meta: the layout of the cache.
+        index, arena: its parts.
+        allow_pickle: whether pickled leaves are loaded, so that the content of the cache is trusted. A record of a
+            class that is not imported here then raises `MissingClassError`; otherwise it is a miss.
+    """
+
+    def __init__(self, meta: Meta, index: Index, arena: MemoryArena | DiskArena, allow_pickle: bool) -> None:
+        self._index, self._arena, self._block, self._num_blocks = index, arena, meta.block, meta.num_blocks
+        self._allow_pickle = allow_pickle
+        self.common = meta.structure()
+        leaves = () if self.common is None else self.common.leaves
+        self._filled = [number for number, leaf in enumerate(leaves) if leaf.nbytes]
+        self._offsets = [] if self.common is None else [self.common.offsets[number] for number in self._filled]
+
+    def locate(self, ids: Array) -> Located:
+        """Return the current locations of the records of `ids`."""
+        index = self._index
+        generation = index.generation[ids]
+        fence()
+        first, length = index.first[ids], index.length[ids]
+        sums = None if index.checksum is None else index.checksum[ids]
+        return Located(ids, generation, first, length, sums, first != 0, [])
+
+    def aim(self, outs: Sequence[Array]) -> Aim:
+        """Prepare to gather the records of the common structure, leaf by leaf, into `outs`."""
+        filled = [outs[number] for number in self._filled]
+        return Aim(filled, self._arena.aim(self._offsets, filled))
+
+    def gather(self, batch: Located, aim: Aim) -> None:
+        """Copy the records of the common structure to `aim`."""
+        batch.good &= batch.length == 0
+        blocks = batch.first.astype(np.int64)
+        blocks -= 1
+        if not batch.good.all():
+            if not batch.good.any():
+                return
+            blocks[~batch.good] = blocks[batch.good.argmax()]  # any allocated block
+        self._arena.gather(blocks, aim.target)
+        self._check_unchanged(batch, slice(None))
+        if batch.checksum is not None:
+            for position in np.flatnonzero(batch.good).tolist():
+                self._check_sum(batch, position, [out[position] for out in aim.outs])
+
+    def read(self, batch: Located, values: list[Any], *, lend: bool = False) -> None:
+        """Put the resident values into `values`, at the positions of their ids.
+
+        With `lend`, their arrays are views of the arena in memory where possible: where a record is in one piece, and
+        needs not be unpickled. Otherwise the caller owns them.
+        """
+        if lend:
+            self._view(batch, values)
+            at = np.flatnonzero(batch.good & (batch.length != 0))
+            at = at[[values[position] is MISS for position in at.tolist()]]
+        else:
+            uniform = batch.good & (batch.length == 0)
+            if uniform.any():
+                self._read_columns(batch, np.flatnonzero(uniform), values)
+            at = np.flatnonzero(batch.good & (batch.length != 0))
+        if len(at):
+            self._read_chains(batch, at, values)
+
+    def borrowed(self, batch: Located, values: list[Any]) -> Borrowed:
+        """Return `values` that were lent, with the check whether they are unchanged."""
+        generation, ids, before = self._index.generation, batch.ids.tolist(), batch.generation.tolist()
+
+        def unchanged(at: int) -> bool:
+            fence()
+            return bool(generation[ids[at]] == before[at])
+
+        return Borrowed(values, unchanged)
+
+    def _view(self, batch: Located, values: list[Any]) -> None:
+        """Put values that are views of the arena into `values`; those of other records remain `MISS`."""
+        arena, common = self._arena, self.common
+        assert isinstance(arena, MemoryArena)
+        at, counts, blocks = self._chains(batch, np.flatnonzero(batch.good))
+        ends = np.cumsum(counts).tolist()
+        for position, count, end in zip(at.tolist(), counts.tolist(), ends, strict=True):
+            length = int(batch.length[position])
+            if not length and common is None:  # a writer is changing the record
+                batch.good[position] = False
+                continue
+            size = length or common.size  # type: ignore[union-attr]
+            record = arena.view(blocks[end - count : end], size)
+            if record is None:
+                continue
+            if not length:
+                values[position] = read_leaves(common, record)  # type: ignore[arg-type]
+                continue
+            with contextlib.suppress(CodecError):  # it is pickled, or being changed
+                values[position] = read_record(record, copy=False)
+
+    def _read_columns(self, batch: Located, at: Array, values: list[Any]) -> None:
+        """Read records of the common structure."""
+        if self.common is None:  # a writer is changing the records
+            batch.good[at] = False
+            return
+        part = batch if len(at) == len(values) else batch.subset(at)
+        columns = [np.empty((len(at), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
+        self.gather(part, self.aim(columns))
+        built = stack_build(self.common, columns, len(at))
+        if part is not batch:
+            batch.good[at] = part.good
+            batch.damaged += at[part.damaged].tolist()
+        elif batch.good.all():
+            values[:] = built
+            return
+        for row in np.flatnonzero(part.good).tolist():
+            values[at[row]] = built[row]
+
+    def _read_chains(self, batch: Located, at: Array, values: list[Any]) -> None:
+        """Read records that describe themselves: all into one block of memory, or large ones into one each."""
+        at, counts, blocks = self._chains(batch, at)
+        ends, block = np.cumsum(counts), self._block
+        parts = [slice(*part) for part in zip((ends - counts).tolist(), ends.tolist(), strict=True)]
+        if len(at) > 1 and batch.length[at].mean() >= _LARGE:
+            records = [np.empty((part.stop - part.start, block), np.uint8) for part in parts]
+            for record, part in zip(records, parts, strict=True):
+                self._arena.read(blocks[part], record)
+        else:
+            data = np.empty((len(blocks), block), np.uint8)
+            self._arena.read(blocks, data)
+            records = [data[part] for part in parts]
+        self._check_unchanged(batch, at)
+        for position, record in zip(at.tolist(), records, strict=True):
+            if not batch.good[position]:
+                continue
+            record = record.reshape(-1)[: int(batch.length[position])]
+            if batch.checksum is not None and not self._check_sum(batch, position, [record]):
+                continue
+            try:
+                values[position] = read_record(record, copy=False, allow_pickle=self._allow_pickle)
+            except MissingClassError:
+                if self._allow_pickle:
+                    raise
+                batch.good[position] = False
+            except CodecError:
+                self._damaged(batch, position)
+
+    def _chains(self, batch: Located, at: Array) -> tuple[Array, Array, Array]:
+        """Return the positions `at` whose length is possible, their numbers of blocks, and all these blocks."""
+        counts = self._index.blocks_of(batch.length[at])
+        fits = counts <= self._num_blocks
+        if not fits.all():  # a writer is changing the record
+            batch.good[at[~fits]] = False
+            at, counts = at[fits], counts[fits]
+        return at, counts, self._index.chains(batch.first[at].astype(np.int64) - 1, counts)
+
+    def _check_unchanged(self, batch: Located, at: Any) -> None:
+        """Mark the records at `at` as not good if their generation has changed."""
+        fence()
+        batch.good[at] &= self._index.generation[batch.ids[at]] == batch.generation[at]
+
+    def _check_sum(self, batch: Located, position: int, parts: Sequence[Array]) -> bool:
+        assert batch.checksum is not None
+        if checksum(parts, int(batch.ids[position])) == batch.checksum[position]:
+            return True
+        self._damaged(batch, position)
+        return False
+
+    def _damaged(self, batch: Located, position: int) -> None:
+        batch.good[position] = False
+        batch.damaged.append(position)
