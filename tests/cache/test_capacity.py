@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import warnings
@@ -65,8 +66,7 @@ def fill(cache: SampleCache, ids: range) -> int:
         (None, "is no size"),
         (1.5, "is no size"),
         (True, "is no size"),
-        (0, r"capacity=0 B holds no record: the index of 10 samples takes .* Give .* or more"),
-        ("20KB", "holds no record"),
+        ("20KB", r"capacity=19.5 KiB holds no record: the index of 10 samples takes .* Give .* or more"),
     ],
 )
 def test_capacities_that_are_none(capacity: Any, message: str, store_root: Path) -> None:
@@ -77,10 +77,39 @@ def test_capacities_that_are_none(capacity: Any, message: str, store_root: Path)
 
 def test_the_capacity_that_the_message_names_is_enough() -> None:
     with pytest.raises(CapacityError) as caught:
-        SampleCache(1000, capacity=0, fingerprint="x", example=SAMPLE)
+        SampleCache(1000, capacity=1, fingerprint="x", example=SAMPLE)
     words = str(caught.value).split("Give ")[1].split()
     with SampleCache(1000, capacity=f"{words[0]}{words[1]}", fingerprint="x", example=SAMPLE) as cache:
-        assert cache.put(0, SAMPLE)
+        assert cache.put_many([0], [SAMPLE]).all()
+
+
+@pytest.mark.parametrize("example", [SAMPLE, b"x", MISS])
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize("policy", ["minio", "lru", "importance"])
+def test_no_capacity_is_an_index_without_samples(policy: str, place: str, example: Any, tmp_path: Path) -> None:
+    """As in front of a store whose samples are elsewhere: scores, counts and uncached steps are still shared."""
+    store = "memory" if place == "memory" else tmp_path
+    with SampleCache(10, capacity=0, fingerprint="x", policy=policy, store=store, example=example) as cache:
+        if policy == "importance":
+            cache.set_scores([1], [5.0])
+        assert not cache.put_many([1, 2], [SAMPLE, b"x"]).any()
+        assert cache.get_many([1, 2]) == [MISS, MISS]
+        outs = [np.empty((2, leaf.nbytes), np.uint8) for leaf in cache.structure.leaves] if cache.structure else []
+        assert not cache.gather([1, 2], outs).any()
+        borrowed = cache.borrow([1, 2])
+        assert borrowed is None or borrowed.values == [MISS, MISS]
+        cache.drop([1])
+        cache.clear()
+        cache.count_fetch(2, 20)
+        cache.count_tier(5, 4, 3)
+        assert cache.uncache_steps(2)
+        with pickle.loads(pickle.dumps(cache)) as other:
+            assert (other.uncached_steps, other.capacity, other.complete, other.full) == (2, 0, False, True)
+            assert not other.resident(range(10)).any()
+            stats = other.stats()
+        assert (stats.rejected, stats.storage_bytes, stats.resident_items, stats.capacity_bytes) == (2, 20, 0, 0)
+        assert (stats.tier_hits, stats.tier_misses, stats.tier_rejected) == (5, 4, 3)
+        assert problems(cache) == []
 
 
 def test_more_than_there_is_says_how_much_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +194,7 @@ def test_an_item_larger_than_the_cache_passes_through_and_costs_nobody_else() ->
     for policy in sorted(POLICIES):
         with make(10, 20, policy=policy, example=b"x" * 300, name=f"large-{policy}") as cache:
             for id in range(3):
-                cache.put(id, b"small")
+                cache.put_many([id], [b"small"])
             assert cache.put_many([3, 4], [bytes(MIB), b"small"]).tolist() == [False, True]
             assert cache.resident(range(5)).tolist() == [True, True, True, False, True]
             assert (cache.stats().rejected, cache.stats().evictions) == (1, 0)

@@ -76,10 +76,14 @@ def crc(value: Any) -> int:
     return zlib.crc32(b"".join([structure.key, *(bytes(array) for array in arrays)]))
 
 
-def problems(cache: SampleCache) -> list[str]:
-    """What is wrong with the bookkeeping of a cache, as sentences; none if all is well."""
-    with cache._changing("checking"):
-        pass  # what a killed writer left is put in order
+def problems(cache: SampleCache, *, killed: bool = False) -> list[str]:
+    """What is wrong with the bookkeeping of a cache, as sentences; none if all is well.
+
+    With `killed`, after what the first process to attach does about blocks that dead processes had reserved on a disk.
+    """
+    with cache._changing("checking"):  # what a killed writer left is put in order
+        if killed:
+            cache._space.recover()
     index, block = cache._index, cache.meta.block
     header = index.header
     high, backed, stacked = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.STACKED))

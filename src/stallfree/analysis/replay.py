@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.capacity import free_memory
-from stallfree.cache.layout import ALIGN, VERSION, Count, Counters, Index, Meta, plan_layout
+from stallfree.cache.layout import ALIGN, VERSION, Count, Index, Meta, plan_layout
 from stallfree.cache.policies import Oracle, Policy, Victims, make_policy, next_uses
 from stallfree.cache.space import Space
 from stallfree.errors import InputError, argument_conflict, run_too_large
@@ -156,7 +156,7 @@ class SimulatedCache:
     def __init__(self, folder: Path, num_ids: int, policy: Policy, capacity: int, sizes: Ids | None) -> None:
         names: dict[str, Any] = {"fingerprint": "", "policy": policy.name, "scored": policy.scored, "on_disk": False}
         if sizes is None:
-            one = {"version": VERSION, "block": ALIGN, "num_blocks": capacity, "common": ""}
+            one: dict[str, Any] = {"version": VERSION, "block": ALIGN, "num_blocks": capacity, "common": ""}
             meta = Meta(num_ids=num_ids, capacity=capacity, **one, **names)
         else:
             meta = plan_layout(num_ids, capacity, structure=None, typical=int(sizes.mean()), **names)
@@ -165,8 +165,7 @@ class SimulatedCache:
         victims = None
         if policy.evicts:  # a longer queue takes more memory and less time, with the same decisions
             victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
-        self._counters = Counters(index.counters)
-        self._space = Space(meta, index, self._counters, policy, lambda start, count: count, folder, victims)
+        self._space = Space(index, policy, lambda start, count: count, victims)
         self._seen = np.zeros(num_ids, np.int64)
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
         self.drop, self.set_scores = self._space.drop, self._space.set_scores
@@ -188,17 +187,17 @@ class SimulatedCache:
             new, left = self._space.reserve(ids, lengths, left)
             self._space.publish(ids, lengths, new)
             rejected -= len(new.at)
-        self._counters.add((Count.REJECTED, rejected))
+        self._index.counters.add((Count.REJECTED, rejected))
 
     @property
     def evictions(self) -> int:
         """Number of evicted records."""
-        return self._counters.totals()[Count.EVICTIONS]
+        return self._index.counters.totals()[Count.EVICTIONS]
 
     @property
     def rejected(self) -> int:
         """Number of rejected records."""
-        return self._counters.totals()[Count.REJECTED]
+        return self._index.counters.totals()[Count.REJECTED]
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return which of `ids` are resident."""

@@ -42,8 +42,8 @@ from stallfree.units import format_size
 Array = npt.NDArray[Any]
 
 META = "meta.json"
-VERSION = 4
-MAGIC = 0x5741_4C4C_4652_0004
+VERSION = 5
+MAGIC = 0x5741_4C4C_4652_0005
 ALIGN = 64
 LARGE_BLOCK = 16 << 10
 SMALL_BLOCK = 256
@@ -80,7 +80,7 @@ class Field(enum.IntEnum):
     VICTIMS_AT = 13
     VICTIMS_END = 14
     STACKED = 15  # free blocks on the stack
-    UNCACHED = 16  # twice the number of uncached steps; odd while old records are being dropped
+    UNCACHED = 16  # number of uncached steps
 
 
 # -- the layout -------------------------------------------------------------------------------------------------------
@@ -263,10 +263,14 @@ class Index:
     """The arrays of the index in `folder`, shared by all processes that map it.
 
     Raises `DamagedError` if the file is not an index of this layout.
+
+    Attributes:
+        folder, meta: as given.
+        counters: of all processes.
+        others: the arrays; `score` and `checksum` may be None.
     """
 
     header: Array
-    counters: Array
     level: Array
     victims_limit: Array
     victims: Array
@@ -277,7 +281,8 @@ class Index:
     free: Array
 
     def __init__(self, folder: Path, meta: Meta) -> None:
-        file, size, self._block = folder / "index", meta.index_bytes, meta.block
+        self.folder, self.meta = folder, meta
+        file, size = folder / "index", meta.index_bytes
         try:
             fd = os.open(file, os.O_RDWR | OPEN)
         except OSError as error:
@@ -293,7 +298,7 @@ class Index:
             for name, (dtype, count, at) in _arrays(meta.num_ids, meta.num_blocks, meta.scored, meta.on_disk).items()
         }
         self.__dict__.update(arrays)
-        self.counters = arrays["counters"].reshape(ROWS, COLUMNS)
+        self.counters = Counters(arrays["counters"].reshape(ROWS, COLUMNS))
         self.score: Array | None = arrays["score"] if meta.scored else None
         self.checksum: Array | None = arrays["checksum"] if meta.on_disk else None
         if self.header[: len(_head(meta))].tolist() != _head(meta):
@@ -322,11 +327,11 @@ class Index:
         """Return the blocks that records of `length` bytes take; 0 is the common structure, which takes one."""
         if not length.any():
             return np.ones(len(length), np.int64)
-        return np.maximum(1, -(-length.astype(np.int64) // self._block))
+        return np.maximum(1, -(-length.astype(np.int64) // self.meta.block))
 
     def bytes_of(self, length: Array) -> int:
         """Return the total bytes of records of `length` bytes, as stored."""
-        return int(np.where(length == 0, self._block, length).sum(dtype=np.int64))
+        return int(np.where(length == 0, self.meta.block, length).sum(dtype=np.int64))
 
     def chains(self, heads: Array, counts: Array) -> Array:
         """Return the blocks of records, concatenated.

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import xxhash
 
 from stallfree.cache.arena import DiskArena, MemoryArena
-from stallfree.cache.layout import Index, Meta, fence
+from stallfree.cache.layout import Index, fence
 from stallfree.error_types import also_of_type
 from stallfree.errors import CodecError, cache_ids
 from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build
@@ -118,16 +118,14 @@ class Records:
     """Reads the records of a cache.
 
     Args:
-        meta: the layout of the cache.
-        index, arena: its parts.
+        index, arena: of the cache.
         allow_pickle: whether pickled leaves are loaded, so that the content of the cache is trusted. A record of a
             class that is not imported here then raises `MissingClassError`; otherwise it is a miss.
     """
 
-    def __init__(self, meta: Meta, index: Index, arena: MemoryArena | DiskArena, allow_pickle: bool) -> None:
-        self._index, self._arena, self._block, self._num_blocks = index, arena, meta.block, meta.num_blocks
-        self._allow_pickle = allow_pickle
-        self.common = meta.structure()
+    def __init__(self, index: Index, arena: MemoryArena | DiskArena, allow_pickle: bool) -> None:
+        self._index, self._arena, self._allow_pickle = index, arena, allow_pickle
+        self.common = index.meta.structure()
         leaves = () if self.common is None else self.common.leaves
         self._filled = [number for number, leaf in enumerate(leaves) if leaf.nbytes]
         self._offsets = [] if self.common is None else [self.common.offsets[number] for number in self._filled]
@@ -231,7 +229,7 @@ class Records:
     def _read_chains(self, batch: Located, at: Array, values: list[Any]) -> None:
         """Read records that describe themselves: all into one block of memory, or large ones into one each."""
         at, counts, blocks = self._chains(batch, at)
-        ends, block = np.cumsum(counts), self._block
+        ends, block = np.cumsum(counts), self._arena.block
         parts = [slice(*part) for part in zip((ends - counts).tolist(), ends.tolist(), strict=True)]
         if len(at) > 1 and batch.length[at].mean() >= _LARGE:
             records = [np.empty((part.stop - part.start, block), np.uint8) for part in parts]
@@ -260,7 +258,7 @@ class Records:
     def _chains(self, batch: Located, at: Array) -> tuple[Array, Array, Array]:
         """Return the positions `at` whose length is possible, their numbers of blocks, and all these blocks."""
         counts = self._index.blocks_of(batch.length[at])
-        fits = counts <= self._num_blocks
+        fits = counts <= self._arena.num_blocks
         if not fits.all():  # a writer is changing the record
             batch.good[at[~fits]] = False
             at, counts = at[fits], counts[fits]

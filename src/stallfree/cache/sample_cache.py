@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
 from stallfree.cache.capacity import allowed_capacity
-from stallfree.cache.layout import Count, Counters, DamagedError, Field, Index, Meta, fence, plan_layout
+from stallfree.cache.layout import Count, DamagedError, Field, Index, Meta, plan_layout
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import MISS, Aim, Borrowed, Located, Records, checked_ids, checksum
 from stallfree.cache.space import Reserved, Space
@@ -158,7 +158,6 @@ class SampleCache:
     ) -> None:
         self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
         self._final_stats: CacheStats | None = None
-        self._patience = LOCK_SECONDS
 
         def create(folder: Path) -> None:
             meta = plan(folder)
@@ -178,9 +177,9 @@ class SampleCache:
             undo.callback(self._arena.close)
             self._lock = FileLock(folder.path / "lock")
             undo.callback(self._lock.close)
-            self._counters = Counters(self._index.counters)
-            self._records = Records(meta, self._index, self._arena, allow_pickle)
-            self._space = Space(meta, self._index, self._counters, policy, self._arena.allocate, folder.path)
+            self._counters = self._index.counters
+            self._records = Records(self._index, self._arena, allow_pickle)
+            self._space = Space(self._index, policy, self._arena.allocate)
             self.structure = self._records.common
             if isinstance(self._arena, DiskArena) and not folder.created:
                 with self._lock.hold(5 * LOCK_SECONDS, f"checking the cache {name!r}"):
@@ -393,8 +392,8 @@ class SampleCache:
         header, left, stored = self._index.header, np.arange(len(ids)), 0
         try:
             while len(left):
-                with self._storing():
-                    if header[Field.UNCACHED] != 2 * uncached:
+                with self._changing("storing in"):
+                    if header[Field.UNCACHED] != uncached:
                         break
                     absent = self._index.first[ids[left]] == 0
                     stored += len(left) - int(absent.sum())
@@ -405,18 +404,16 @@ class SampleCache:
                         stored += len(new.at)
                         continue
                 sums = self._write(ids, records, lengths, new)
-                with self._storing():
+                with self._changing("storing in"):
                     if header[Field.RECOVERIES] != new.recoveries:  # others may have these blocks now
                         left = np.concatenate((new.at, left))
-                    elif sums is None or header[Field.UNCACHED] != 2 * uncached:
+                    elif sums is None or header[Field.UNCACHED] != uncached:
                         self._space.give_back(new.blocks)
                     else:
                         self._space.publish(ids, lengths, new, sums)
                         stored += len(new.at)
         except WaitError as error:
-            if self._patience == LOCK_SECONDS:
-                self._patience /= 100  # a process that is stopped does not delay each batch
-                warnings.warn(f"{text_of(error)}. Samples are rejected meanwhile", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{text_of(error)}. These samples are not stored", RuntimeWarning, stacklevel=4)
         return stored
 
     def _write(self, ids: Array, records: list[Record], lengths: Array, new: Reserved) -> Array | None:
@@ -445,16 +442,9 @@ class SampleCache:
         return np.array(sums, np.uint32)
 
     @contextlib.contextmanager
-    def _storing(self) -> Iterator[None]:
-        with self._changing("storing in", self._patience):
-            self._patience = LOCK_SECONDS
-            yield
-
-    @contextlib.contextmanager
-    def _changing(self, doing: str, seconds: float | None = None) -> Iterator[None]:
+    def _changing(self, doing: str) -> Iterator[None]:
         """Context of a change, under the lock of writers."""
-        seconds = LOCK_SECONDS if seconds is None else seconds
-        with self._lock.hold(seconds, f"{doing} the cache {self.name!r}"), self._space.changing():
+        with self._lock.hold(LOCK_SECONDS, f"{doing} the cache {self.name!r}"), self._space.changing():
             yield
 
     # -- dropping, scores, uncached steps -----------------------------------------------------------------------------
@@ -504,10 +494,7 @@ class SampleCache:
 
         0 initially; increases after a step proved random; see `uncache_steps`.
         """
-        if self._index.header[Field.UNCACHED] & 1:  # a process is dropping the records, or has died
-            with self._changing("dropping from"):
-                self._finish_uncaching()
-        return int(self._index.header[Field.UNCACHED]) >> 1
+        return int(self._index.header[Field.UNCACHED])
 
     def uncache_steps(self, count: int) -> bool:
         """Remove all samples, for all processes, because one of the last `count` cached steps proved random.
@@ -517,19 +504,11 @@ class SampleCache:
         """
         header = self._index.header
         with self._changing("dropping from"):
-            self._finish_uncaching()
-            if header[Field.UNCACHED] >= 2 * count:
+            if header[Field.UNCACHED] >= count:
                 return False
-            header[Field.UNCACHED] = 2 * count + 1
-            fence()
-            self._finish_uncaching()
-        return True
-
-    def _finish_uncaching(self) -> None:
-        if self._index.header[Field.UNCACHED] & 1:
             self._space.drop(np.flatnonzero(self._index.first))
-            fence()
-            self._index.header[Field.UNCACHED] -= 1
+            header[Field.UNCACHED] = count  # last, so that it is true of all that is stored
+        return True
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -582,7 +561,7 @@ class SampleCache:
         return self._counters.totals()[Count.TIER_HITS]
 
 
-_PARTS = ("_index", "_arena", "_counters", "_records", "_space")
+_PARTS = ("_index", "_arena", "_counters", "_records", "_space", "_lock")
 
 EVERY_STEP = 1 << 20
 """More steps than any pipeline has; see `SampleCache.uncached_steps`."""

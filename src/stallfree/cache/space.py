@@ -15,14 +15,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import SEGMENT
-from stallfree.cache.layout import FREE_BLOCK, Count, Counters, Field, Index, Meta, fence
+from stallfree.cache.layout import FREE_BLOCK, Count, Field, Index, fence
 from stallfree.cache.policies import Policy, Victims
 from stallfree.units import format_size
 
@@ -52,26 +51,16 @@ class Space:
     """Allocates blocks to records, and frees them.
 
     Args:
-        meta: the layout of the cache.
-        index, counters: its parts.
+        index: of the cache.
         policy: eviction policy.
         allocate: allocates memory for blocks (`Arena.allocate`).
-        path: the folder of the cache, for messages.
         victims: the eviction queue; that of the index if None.
     """
 
     def __init__(
-        self,
-        meta: Meta,
-        index: Index,
-        counters: Counters,
-        policy: Policy,
-        allocate: Callable[[int, int], int],
-        path: Path,
-        victims: Victims | None = None,
+        self, index: Index, policy: Policy, allocate: Callable[[int, int], int], victims: Victims | None = None
     ) -> None:
-        self._meta, self._index, self._counters, self._policy = meta, index, counters, policy
-        self._allocate, self._path, self._header = allocate, path, index.header
+        self._index, self._header, self._policy, self._allocate = index, index.header, policy, allocate
         self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
         self._warned = False
 
@@ -108,17 +97,11 @@ class Space:
         counts = self._index.blocks_of(lengths[at])
         fits = (counts <= self._header[Field.LIMIT]) & (lengths[at] <= _LARGEST)
         at, counts = at[fits], counts[fits]
-        if self._policy.given and len(at):
+        if self._policy.given:
             assert self._index.score is not None
             order = np.argsort(-self._index.score[ids[at]], kind="stable")
             at, counts = at[order], counts[order]
-            admitted = self._admit(ids[at], counts)
-        else:
-            free = self._make_room(int(counts.sum()))
-            if not self._policy.evicts:
-                fits = counts <= free
-                at, counts = at[fits], counts[fits]
-            admitted = int(np.searchsorted(np.cumsum(counts), free, "right"))
+        admitted = self._admit(ids[at], counts)
         left = at[admitted:] if admitted else at[counts < counts[:1]]  # the first does not fit, nor do larger ones
         counts = counts[:admitted]
         blocks = self._take(int(counts.sum()))
@@ -187,64 +170,44 @@ class Space:
         self._victims.entered(index.score, ids[index.first[ids] != 0])
 
     def _admit(self, ids: Array, counts: Array) -> int:
-        """Evict for new records of descending scores with `counts` blocks each; return how many are admitted, in order.
+        """Make `counts` blocks free for each of the new `ids`, in order; return for how many.
 
-        A record is admitted if its score is above those of all residents that it replaces.
+        Fewer than all may mean that others can be admitted once these are stored; 0 that the first one is rejected. If
+        scores are given, ids are in descending order, and the score of each must be above those of all residents that
+        it replaces.
         """
-        index = self._index
-        assert index.score is not None
-        ends = np.cumsum(counts)
-        free = self._available(int(ends[-1]))
+        index, header, ends = self._index, self._header, np.cumsum(counts)
+        need = int(ends[-1]) if len(ids) else 0
+        free = self._available(need)
         fit = int(np.searchsorted(ends, free, "right"))
-        if fit == len(ids):
+        if fit == len(ids) or not self._policy.evicts:
             return fit
-        victims = self._victims.choose(int(ends[-1]) - free, index.score)
+        assert index.score is not None
+        per_record = max(1.0, int(header[Field.HIGH] - header[Field.FREE]) / max(1, int(header[Field.RESIDENT])))
+        victims = self._victims.choose(max(int(counts[fit]), int((need - free) / per_record)), index.score)
         freed = np.cumsum(index.blocks_of(index.length[victims]))
-        last = np.searchsorted(freed, ends[fit:] - free)  # the last necessary victim
+        last = np.searchsorted(freed, ends[fit:] - free)  # the last necessary victim of each new record
         last = last[: np.searchsorted(last, len(victims))]
-        above = index.score[ids[fit : fit + len(last)]] > index.score[victims[last]]
-        above[1:] |= last[1:] == last[:-1]  # the previous record leaves space
-        count = len(above) if above.all() else int(above.argmin())
-        self._evict_first(victims, int(last[count - 1]) + 1 if count else 0)
+        count = len(last)
+        if self._policy.given:
+            above = index.score[ids[fit : fit + count]] > index.score[victims[last]]
+            above[1:] |= last[1:] == last[:-1]  # the previous record leaves space
+            count = count if above.all() else int(above.argmin())
+        evicted = int(last[count - 1]) + 1 if count else 0
+        if evicted < len(victims):
+            self._victims.give_back(index.score, victims[evicted:])
+        if evicted:
+            index.level[0] = index.score[victims[evicted - 1]]
+            self._free(victims[:evicted])
+            index.counters.add((Count.EVICTIONS, evicted))
         return fit + count
-
-    def _make_room(self, need: int) -> int:
-        """Free up to `need` blocks; fewer only if the policy does not evict or the cache is smaller."""
-        while True:
-            need = min(need, int(self._header[Field.LIMIT]))
-            free = self._available(need)
-            if free >= need or not self._policy.evicts or not self._evict(need - free):
-                return min(free, need)
-
-    def _evict(self, need: int) -> bool:
-        """Evict the records of lowest score until `need` blocks are free, or all; return whether any was evicted."""
-        index, header = self._index, self._header
-        assert index.score is not None
-        used = int(header[Field.HIGH] - header[Field.FREE])
-        per_item = max(1.0, used / max(1, int(header[Field.RESIDENT])))
-        victims = self._victims.choose(max(1, int(need / per_item)), index.score)
-        blocks = np.cumsum(index.blocks_of(index.length[victims]))
-        self._evict_first(victims, int(np.searchsorted(blocks, need)) + 1)
-        return len(victims) > 0
-
-    def _evict_first(self, victims: Array, count: int) -> None:
-        """Drop the first `count` of `victims`, and return the others to the queue."""
-        index = self._index
-        assert index.score is not None
-        if count < len(victims):
-            self._victims.give_back(index.score, victims[count:])
-            victims = victims[:count]
-        if len(victims):
-            index.level[0] = index.score[victims[-1]]
-            self._free(victims)
-            self._counters.add((Count.EVICTIONS, len(victims)))
 
     def evict_one(self, ids: Array) -> None:
         """Evict the record of lowest score among `ids`."""
         score, ids = self._index.score, ids[self._index.first[ids] != 0]
         if score is not None and len(ids):
             self._free(ids[[score[ids].argmin()]])
-            self._counters.add((Count.EVICTIONS, 1))
+            self._index.counters.add((Count.EVICTIONS, 1))
 
     def _tick(self, count: int) -> int:
         tick = int(self._header[Field.TICK])
@@ -261,19 +224,19 @@ class Space:
             free = int(header[Field.FREE]) + backed - int(header[Field.HIGH])
             if free >= need or backed >= limit:
                 return free
-            step = min(max(1, SEGMENT // self._meta.block), limit - backed)
+            step = min(max(1, SEGMENT // self._index.meta.block), limit - backed)
             got = self._allocate(backed, step)
             header[Field.BACKED] = backed + got
             if got < step:
                 header[Field.LIMIT] = backed + got
-                self._warn_full(self._meta.index_bytes + (backed + got) * self._meta.block)
+                self._warn_full(self._index.meta.index_bytes + (backed + got) * self._index.meta.block)
 
     def _warn_full(self, taken: int) -> None:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"the file system of {self._path} is full: the cache is limited to {format_size(taken)} of the "
-                f"requested {format_size(self._meta.capacity)}",
+                f"the file system of {self._index.folder} is full: the cache is limited to {format_size(taken)} of the "
+                f"requested {format_size(self._index.meta.capacity)}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -324,7 +287,7 @@ class Space:
         Damaged records with valid chains are detected by their checksums.
         """
         index, header = self._index, self._header
-        header[Field.LIMIT] = self._meta.num_blocks  # the disk may have more space now
+        header[Field.LIMIT] = self._index.meta.num_blocks  # the disk may have more space now
         header[Field.BACKED] = min(max(0, int(header[Field.BACKED])), backed)
         for field in (Field.TICK, Field.RECOVERIES):
             if not 0 <= header[field] < 1 << 52:
@@ -332,7 +295,7 @@ class Space:
         if index.score is not None:
             index.score[np.isnan(index.score)] = 0
             index.level[~np.isfinite(index.level)] = 0
-        if not self._meta.common:
+        if not self._index.meta.common:
             index.first[(index.first != 0) & (index.length == 0)] = 0
         self.recover()
         header[Field.DIRTY] = 0
