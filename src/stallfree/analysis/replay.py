@@ -228,9 +228,7 @@ def _run(cache: SimulatedCache, ids: Ids, uses: Scores | None, sizes: Ids | None
         hits += len(batch) - len(missed)
         if sizes is not None:
             size += int(sizes[missed].sum())
-    return EpochReplay(
-        len(ids), hits, len(ids) - hits, size, cache.evictions - evictions, cache.rejected - rejected
-    )
+    return EpochReplay(len(ids), hits, len(ids) - hits, size, cache.evictions - evictions, cache.rejected - rejected)
 
 
 def _epochs(given: Any) -> list[Ids]:

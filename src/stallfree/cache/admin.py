@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stallfree.cache.layout import META, Field, Index, Meta
@@ -65,14 +65,14 @@ def _is_cache(path: Path) -> bool:
 
 
 def _info(path: Path) -> CacheInfo:
-    state = {"name": path.name, "path": path, "in_use": in_use(path), "persist": is_persistent(path)}
+    info = CacheInfo(path.name, path, in_use(path), is_persistent(path))
     try:
         meta = Meta.load(path)
         header = Index(path, meta).header
     except (StorageError, OSError):
-        return CacheInfo(**state)  # type: ignore[arg-type]
-    return CacheInfo(
-        **state,  # type: ignore[arg-type]
+        return info
+    return replace(
+        info,
         samples=meta.num_ids,
         resident_items=int(header[Field.RESIDENT]),
         used_bytes=meta.index_bytes + int(header[Field.BACKED]) * meta.block,

@@ -67,19 +67,15 @@ class Arena:
 
         If the file system is nearly full, a 16th of its free space is left free.
         """
-        if self._allocate(start, count):
-            return count
-        disk = os.fstatvfs(self._fd)
-        space = disk.f_bavail * disk.f_frsize
-        fewer = min(count - 1, (space - space // 16) // self.block)
-        return fewer if fewer > 0 and self._allocate(start, fewer) else 0
-
-    def _allocate(self, start: int, count: int) -> bool:
-        try:
-            allocate(self._fd, start * self.block, count * self.block)
-        except OSError:
-            return False
-        return True
+        while count > 0:
+            try:
+                allocate(self._fd, start * self.block, count * self.block)
+                return count
+            except OSError:
+                disk = os.fstatvfs(self._fd)
+                space = disk.f_bavail * disk.f_frsize
+                count = min(count - 1, (space - space // 16) // self.block)
+        return 0
 
     def close(self) -> None:
         """Close the file descriptor."""
@@ -129,10 +125,10 @@ class MemoryArena(Arena):
         """Return a writable view of `block`; None if `write` is faster, because this process has not written it yet."""
         return self.rows[block] if self._written[block] else None
 
-    def view(self, blocks: Array, size: int) -> Array | None:
-        """Return a view of the first `size` bytes of `blocks`; None if the blocks are not adjacent."""
-        start = int(blocks[0]) * self.block
-        return self._bytes[start : start + size] if _adjacent(blocks) else None
+    def view(self, block: int, size: int) -> Array:
+        """Return a view of `size` bytes from the start of `block`."""
+        start = block * self.block
+        return self._bytes[start : start + size]
 
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
         """See `Arena`."""

@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from stallfree.cache.policies import Policy
 from stallfree.cache.protocol import Cache, Fetch, Pool, Reading
-from stallfree.cache.records import MISS, Aim, checked_ids
-from stallfree.cache.sample_cache import checked_scores
+from stallfree.cache.records import MISS, Aim, checked_ids, checked_scores
 from stallfree.pipeline.structure import Structure
 
 if TYPE_CHECKING:

@@ -32,8 +32,9 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.errors import StorageError, capacity_too_small, release_mismatch, storage_full
+from stallfree.errors import FingerprintError, StorageError, capacity_too_small, release_mismatch, storage_full
 from stallfree.ipc.locks import FileLock
+from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.pipeline.structure import Structure, structure_of
 from stallfree.platform import OPEN, allocate, at_fork
 from stallfree.stats import CacheStats
@@ -150,6 +151,18 @@ class Meta:
             f"the cache in {folder} was created by another version of stallfree (its format is {version}, this "
             f"version's is {VERSION}): give another name, or remove it with `stallfree cache rm {folder.name}`"
         )
+
+    def check_same(self, path: Path, **requested: str | int) -> None:
+        """Raise `FingerprintError` unless the cache in the folder `path` has the `requested` values of fields."""
+        for field, value in requested.items():
+            present = getattr(self, field)
+            if present != value:
+                what = "number of samples" if field == "num_ids" else field
+                parts = differing_parts(str(present), str(value)) or f"its {what} is {present}, yours is {value}"
+                raise FingerprintError(
+                    f"the cache {path.name!r} in {path.parent} holds other data: {parts}. "
+                    f"Give another name, or remove it with `stallfree cache rm {path.name}`"
+                )
 
 
 def _check(fields: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ victims by one scan of all scores, so that the cost of an eviction does not depe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -163,14 +163,6 @@ def _uniform(tick: int, count: int) -> Array:
     return uniform
 
 
-class VictimState(Protocol):
-    """The arrays of `Victims`; in a live cache they are in shared memory."""
-
-    victims: Array
-    victims_limit: Array
-    first: Array
-
-
 class Victims:
     """A queue of residents in ascending order of (score, id), which finds the lowest cheaply.
 
@@ -180,10 +172,11 @@ class Victims:
     score has risen is reinserted when it reaches the front. A new record, or a resident whose score has fallen, is
     inserted immediately. An empty queue is refilled. So each choice equals that of sorting all residents again.
 
-    `span` is a pair of integers (position, end) that may be in shared memory. All calls are made under the writer lock.
+    `state` has the arrays `victims`, `victims_limit` and `first` (of an `Index`), and `span` is a pair of integers
+    (position, end): they may be in shared memory. All calls are made under the writer lock.
     """
 
-    def __init__(self, state: VictimState, span: Array) -> None:
+    def __init__(self, state: Any, span: Array) -> None:
         self._state = state
         self._span = span
         self._taken_at = np.empty(0, np.int64)

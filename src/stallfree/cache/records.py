@@ -55,6 +55,27 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     return array
 
 
+def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
+    """Return `ids` as `checked_ids` does. Raises `InputError` also if `values` has another length."""
+    wanted = checked_ids(ids, num_ids)
+    if len(wanted) != len(values):
+        raise cache_ids(f"put_many was given {len(wanted)} ids and {len(values)} values: give one value for each id")
+    return wanted
+
+
+def checked_scores(scores: Any, count: int) -> Array:
+    """Return `scores` as an array of float64. Raises `InputError` unless they are `count` numbers."""
+    try:
+        values = np.asarray(scores, np.float64)
+    except (TypeError, ValueError):
+        values = np.empty((0, 0))
+    if values.shape != (count,) or np.isnan(values).any():
+        raise cache_ids(
+            f"set_scores was given {count} ids and the scores {scores!r:.80}: give one number for each id, and no NaN"
+        )
+    return values
+
+
 def checksum(parts: Sequence[Array], id: int) -> int:
     """Return the checksum of a record, whole or one part per leaf, as in the index; it includes the id."""
     digest = xxhash.xxh3_64(seed=id)
@@ -171,6 +192,9 @@ class Records:
             at = at[[values[position] is MISS for position in at.tolist()]]
         else:
             uniform = batch.good & (batch.length == 0)
+            if uniform.all():
+                self._read_columns(batch, None, values)
+                return
             if uniform.any():
                 self._read_columns(batch, np.flatnonzero(uniform), values)
             at = np.flatnonzero(batch.good & (batch.length != 0))
@@ -192,39 +216,36 @@ class Records:
         arena, common = self._arena, self.common
         assert isinstance(arena, MemoryArena)
         at, counts, blocks = self._chains(batch, np.flatnonzero(batch.good))
-        ends = np.cumsum(counts).tolist()
-        for position, count, end in zip(at.tolist(), counts.tolist(), ends, strict=True):
-            length = int(batch.length[position])
-            if not length and common is None:  # a writer is changing the record
+        starts = np.cumsum(counts) - counts
+        jumps = np.cumsum(np.diff(blocks, prepend=blocks[:1]) != 1)
+        adjacent = jumps[starts + counts - 1] == jumps[starts]
+        columns = (at, blocks[starts], batch.length[at], adjacent)
+        for position, block, length, whole in zip(*(column.tolist() for column in columns), strict=True):
+            if length and whole:
+                with contextlib.suppress(CodecError):  # it is pickled, or being changed
+                    values[position] = read_record(arena.view(block, length), copy=False)
+            elif not length and common is not None:
+                values[position] = read_leaves(common, arena.view(block, common.size))
+            elif not length:  # a writer is changing the record
                 batch.good[position] = False
-                continue
-            size = length or common.size  # type: ignore[union-attr]
-            record = arena.view(blocks[end - count : end], size)
-            if record is None:
-                continue
-            if not length:
-                values[position] = read_leaves(common, record)  # type: ignore[arg-type]
-                continue
-            with contextlib.suppress(CodecError):  # it is pickled, or being changed
-                values[position] = read_record(record, copy=False)
 
-    def _read_columns(self, batch: Located, at: Array, values: list[Any]) -> None:
-        """Read records of the common structure."""
+    def _read_columns(self, batch: Located, at: Array | None, values: list[Any]) -> None:
+        """Read records of the common structure: those at the positions `at`, or all."""
+        part = batch if at is None else batch.subset(at)
         if self.common is None:  # a writer is changing the records
-            batch.good[at] = False
-            return
-        part = batch if len(at) == len(values) else batch.subset(at)
-        columns = [np.empty((len(at), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
-        self.gather(part, self.aim(columns))
-        built = stack_build(self.common, columns, len(at))
-        if part is not batch:
+            part.good[:] = False
+        else:
+            columns = [np.empty((len(part.ids), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
+            self.gather(part, self.aim(columns))
+            built = stack_build(self.common, columns, len(part.ids))
+            if at is None and part.good.all():
+                values[:] = built
+                return
+            for row in np.flatnonzero(part.good).tolist():
+                values[row if at is None else at[row]] = built[row]
+        if at is not None:
             batch.good[at] = part.good
             batch.damaged += at[part.damaged].tolist()
-        elif batch.good.all():
-            values[:] = built
-            return
-        for row in np.flatnonzero(part.good).tolist():
-            values[at[row]] = built[row]
 
     def _read_chains(self, batch: Located, at: Array, values: list[Any]) -> None:
         """Read records that describe themselves: all into one block of memory, or large ones into one each."""

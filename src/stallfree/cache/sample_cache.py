@@ -20,30 +20,37 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
-from stallfree.cache.capacity import allowed_capacity
+from stallfree.cache.capacity import allowed_capacity, warn_of_other_capacity
 from stallfree.cache.layout import Count, DamagedError, Field, Index, Meta, plan_layout
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import MISS, Aim, Borrowed, Located, Records, checked_ids, checksum
+from stallfree.cache.records import (
+    MISS,
+    Aim,
+    Borrowed,
+    Located,
+    Records,
+    checked_ids,
+    checked_pairs,
+    checked_scores,
+    checksum,
+)
 from stallfree.cache.space import Reserved, Space
 from stallfree.errors import (
     FingerprintError,
     WaitError,
-    cache_ids,
     cache_required,
     dataset_empty,
     folder_gone,
     object_closed,
     text_of,
 )
-from stallfree.frames import users_level
 from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size, write_record
-from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.pipeline.structure import Structure
 from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
-from stallfree.units import format_size, parse_size
+from stallfree.units import parse_size
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -145,7 +152,13 @@ class SampleCache:
                 stacklevel=2,
             )
             attach()
-        self._check_same(fingerprint, num_ids, size)
+        try:
+            self.meta.check_same(self.path, fingerprint=fingerprint, num_ids=num_ids, policy=policy.name)
+        except FingerprintError:
+            self.close()
+            raise
+        if size and not self._created:
+            warn_of_other_capacity(name, self.capacity, size)
 
     def _attach_to(
         self,
@@ -190,31 +203,6 @@ class SampleCache:
                 self._counters.claim(self._lock)
             self._detach = weakref.finalize(self, undo.pop_all().close)
         self.populate()
-
-    def _check_same(self, fingerprint: str, num_ids: int, size: int) -> None:
-        """Raise `FingerprintError` if the cache of this name is not the requested one; warn of another capacity."""
-        meta, name = self.meta, self.name
-        for field, present, requested in (
-            ("fingerprint", meta.fingerprint, fingerprint),
-            ("number of samples", meta.num_ids, num_ids),
-            ("policy", meta.policy, self.policy.name),
-        ):
-            if present != requested:
-                self.close()
-                parts = differing_parts(str(present), str(requested))
-                raise FingerprintError(
-                    f"the cache {name!r} in {self._root} holds other data: "
-                    f"{parts or f'its {field} is {present}, yours is {requested}'}. "
-                    f"Give another name, or remove it with `stallfree cache rm {name}`"
-                )
-        if size and not self._created and abs(meta.capacity - size) > size // 16:
-            warnings.warn(
-                f"the cache {name!r} already exists with a capacity of {format_size(meta.capacity)}: the requested "
-                f"{format_size(size)} are ignored. Give another name, or remove it with "
-                f"`stallfree cache rm {name}` when no process uses it",
-                RuntimeWarning,
-                stacklevel=users_level(),
-            )
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -592,24 +580,3 @@ def attach_or_create(
     cache = SampleCache.__new__(SampleCache)
     cache._attach_to(name, root, policy, allow_pickle, plan, False)
     return cache
-
-
-def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
-    """Return `ids` as `checked_ids` does. Raises `InputError` also if `values` has another length."""
-    wanted = checked_ids(ids, num_ids)
-    if len(wanted) != len(values):
-        raise cache_ids(f"put_many was given {len(wanted)} ids and {len(values)} values: give one value for each id")
-    return wanted
-
-
-def checked_scores(scores: Any, count: int) -> Array:
-    """Return `scores` as an array of float64. Raises `InputError` unless they are `count` numbers."""
-    try:
-        values = np.asarray(scores, np.float64)
-    except (TypeError, ValueError):
-        values = np.empty((0, 0))
-    if values.shape != (count,) or np.isnan(values).any():
-        raise cache_ids(
-            f"set_scores was given {count} ids and the scores {scores!r:.80}: give one number for each id, and no NaN"
-        )
-    return values

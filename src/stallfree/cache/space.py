@@ -62,7 +62,6 @@ class Space:
     ) -> None:
         self._index, self._header, self._policy, self._allocate = index, index.header, policy, allocate
         self._victims = victims or Victims(index, index.header[Field.VICTIMS_AT : Field.VICTIMS_END + 1])
-        self._warned = False
 
     @contextmanager
     def changing(self) -> Iterator[None]:
@@ -217,29 +216,25 @@ class Space:
     # -- blocks -------------------------------------------------------------------------------------------------------
 
     def _available(self, need: int) -> int:
-        """The number of free blocks; allocates memory for more if fewer than `need` are free."""
-        header = self._header
+        """Return the number of free blocks; allocates memory for more if fewer than `need` are free."""
+        header, meta = self._header, self._index.meta
         while True:
             backed, limit = int(header[Field.BACKED]), int(header[Field.LIMIT])
             free = int(header[Field.FREE]) + backed - int(header[Field.HIGH])
             if free >= need or backed >= limit:
                 return free
-            step = min(max(1, SEGMENT // self._index.meta.block), limit - backed)
+            step = min(max(1, SEGMENT // meta.block), limit - backed)
             got = self._allocate(backed, step)
             header[Field.BACKED] = backed + got
             if got < step:
                 header[Field.LIMIT] = backed + got
-                self._warn_full(self._index.meta.index_bytes + (backed + got) * self._index.meta.block)
-
-    def _warn_full(self, taken: int) -> None:
-        if not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the file system of {self._index.folder} is full: the cache is limited to {format_size(taken)} of the "
-                f"requested {format_size(self._index.meta.capacity)}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+                taken = meta.index_bytes + (backed + got) * meta.block
+                warnings.warn(
+                    f"the file system of {self._index.folder} is full: the cache is limited to {format_size(taken)} of "
+                    f"the requested {format_size(meta.capacity)}",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
 
     def _take(self, count: int) -> Array:
         """Take `count` free blocks: first freed ones, in LIFO order, then new ones."""

@@ -11,8 +11,7 @@ import numpy.typing as npt
 from stallfree.cache.base import BaseCache
 from stallfree.cache.layout import Count
 from stallfree.cache.protocol import Fetch, Pool, Reading
-from stallfree.cache.records import MISS, checked_ids
-from stallfree.cache.sample_cache import checked_pairs
+from stallfree.cache.records import MISS, checked_ids, checked_pairs
 from stallfree.cache.tiers.reading import TierReading, fill
 from stallfree.pipeline.codec import encode
 from stallfree.stores.redis_tier import RedisTier

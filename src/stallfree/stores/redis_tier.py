@@ -21,8 +21,8 @@ import numpy.typing as npt
 
 from stallfree.cache.layout import Count
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import MISS, checked_ids
-from stallfree.cache.sample_cache import EVERY_STEP, checked_scores
+from stallfree.cache.records import MISS, checked_ids, checked_scores
+from stallfree.cache.sample_cache import EVERY_STEP
 from stallfree.cache.tiers.write_behind import Record, WriteBehind
 from stallfree.errors import dataset_empty, object_closed
 from stallfree.pipeline.codec import record_size

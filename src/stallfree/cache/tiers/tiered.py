@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from stallfree.cache import Aim, BaseCache, Reading, SampleCache
 from stallfree.cache.protocol import Fetch, Pool
-from stallfree.cache.records import checked_ids
-from stallfree.cache.sample_cache import EVERY_STEP, checked_pairs
+from stallfree.cache.records import checked_ids, checked_pairs
+from stallfree.cache.sample_cache import EVERY_STEP
 from stallfree.cache.tiers.reading import TierReading
 from stallfree.cache.tiers.tier_stack import LowerTier, TierStack
 from stallfree.stats import CacheStats, TierStats
