@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stallfree.cache import capacity as limits
 
 import stallfree as sf
 from cache_tools import PAGE, make, problems
 from children import Child
 from stallfree.cache import MISS, POLICIES, SampleCache
+from stallfree.cache import capacity as limits
 from stallfree.errors import CapacityError
 from stallfree.units import format_size
 
@@ -141,21 +141,42 @@ GROUPS = {  # the lines of a control group with a limit of 64 MiB, of which 60 M
 }
 
 
+def control_group(group: str, limit: int, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put this process into a control group whose files are below `tmp_path`; returns its folder."""
+    line, name, limit_file, used_file, _ = GROUPS[group]
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (tmp_path / "own").write_text(f"{line}\n")
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / used_file).write_text(f"{used}\n")
+    monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
+    return folder
+
+
+def test_a_cache_of_2_gib_opens_in_a_container_of_4_of_which_3_5_are_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_available", lambda: 64 * 1024 * MIB)  # of the host
+    monkeypatch.setattr(limits, "free_space", lambda folder: 64 * 1024 * MIB)
+    folder = control_group("version 2", 4096 * MIB, 4000 * MIB, tmp_path, monkeypatch)
+    (folder / "memory.stat").write_text(f"anon {416 * MIB}\nactive_file {MIB}\ninactive_file {3583 * MIB}\n")
+    with SampleCache(10_000, capacity="2GiB", fingerprint="x", example=SAMPLE) as cache:
+        assert cache.put_many([1], [SAMPLE]).all()
+    with pytest.raises(CapacityError, match=r"exceeds the 3.6 GiB of free memory"):
+        SampleCache(10_000, capacity="4GiB", fingerprint="x", example=SAMPLE)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_files_in_the_page_cache_of_a_container_take_no_memory(
     group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass over the data fills the control group with pages that the kernel gives up when memory is asked for."""
-    line, folder, limit, used, stat = GROUPS[group]
-    (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "own").write_text(f"{line}\n")
-    (tmp_path / folder / limit).write_text(f"{64 * MIB}\n")
-    (tmp_path / folder / used).write_text(f"{60 * MIB}\n")
-    monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
+    *_, stat = GROUPS[group]
+    folder = control_group(group, 64 * MIB, 60 * MIB, tmp_path, monkeypatch)
     with pytest.raises(CapacityError, match=r"exceeds the 4.0 MiB of free memory"):
         sf.CachedDataset([1, 2], capacity="8MiB")
-    (tmp_path / folder / "memory.stat").write_text(stat.format(files=50 * MIB, anon=10 * MIB))
+    (folder / "memory.stat").write_text(stat.format(files=50 * MIB, anon=10 * MIB))
     sf.CachedDataset([1, 2], capacity="8MiB").close()
     with pytest.raises(CapacityError, match=r"exceeds the 54.0 MiB of free memory"):
         sf.CachedDataset([1, 2], capacity="60MiB")

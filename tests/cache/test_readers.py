@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stallfree.cache import sample_cache as module
 
 from cache_tools import is_signed, make, problems, signed
 from children import Child
 from stallfree.cache import MISS, SampleCache
+from stallfree.cache import sample_cache as module
 from stallfree.ipc.locks import FileLock
 
 NUM_IDS = 48

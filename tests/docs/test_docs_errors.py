@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 from doc_pages import ROOT
-from stallfree.cache import layout as cache_index
 
 from stallfree import errors
+from stallfree.cache import layout as cache_index
 from stallfree.errors import DOCUMENTATION, StallfreeError
 from stallfree.pipeline import fingerprint, structure
 

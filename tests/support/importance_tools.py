@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from stallfree.analysis.replay import SimulatedCache
 
 import stallfree as sf
+from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
 from stallfree.sampling.plans.probabilities import generator, ranks
 from stallfree.sampling.plans.serving import Serving

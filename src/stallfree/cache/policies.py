@@ -217,7 +217,7 @@ class Victims:
         state = self._state
         at, end = (int(n) for n in self._span)
         stop = min(at + count + count // 2 + 8, end)
-        keys = state.victims[at:stop]
+        keys: Array = state.victims[at:stop]
         ids = keys.imag.astype(np.int64)
         now = score[ids]
         there = state.first[ids] != 0
@@ -250,7 +250,7 @@ class Victims:
             self.clear()
             return
         keys.sort()
-        queue = state.victims[self._span[0] : self._span[1]]
+        queue: Array = state.victims[self._span[0] : self._span[1]]
         queue = np.insert(queue, np.searchsorted(queue, keys), keys)
         if len(queue) > room:
             queue = queue[:room]

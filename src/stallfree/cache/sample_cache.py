@@ -266,10 +266,6 @@ class SampleCache:
         self._record_use(batch)
         return values
 
-    def get(self, id: int) -> Any:
-        """Return one sample, or `MISS`."""
-        return self.get_many([id])[0]
-
     def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any:
         """Return the first value of `ids` that `accept` returns True for, which counts as a hit; else `MISS`."""
         for id in checked_ids(ids, self.num_ids):
@@ -356,10 +352,6 @@ class SampleCache:
     def put_records(self, ids: Any, records: Sequence[Record], *, uncached: int = 0) -> Array:
         """As `put_many`, for samples encoded by `pipeline.codec.encode`."""
         return self._put(ids, records, lambda record: record, uncached)
-
-    def put(self, id: int, value: Any) -> bool:
-        """Store one sample; return whether it is stored now."""
-        return bool(self.put_many([id], [value])[0])
 
     def _put(self, ids: Any, values: Sequence[Any], to_record: Callable[[Any], Record], uncached: int) -> Array:
         self._counters.follow_fork()
