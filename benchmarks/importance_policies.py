@@ -14,9 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from stallfree.analysis.replay import SimulatedCache
 
 from stallfree import ImportanceSampler
+from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
 from stallfree.sampling.plans import make_plan
 from stallfree.sampling.plans.probabilities import generator, ranks

@@ -16,8 +16,7 @@ import torch
 
 import stallfree as sf
 from stallfree.cache import MISS, BaseCache
-from stallfree.cache.records import checked_ids
-from stallfree.cache.records import checked_pairs
+from stallfree.cache.records import checked_ids, checked_pairs
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
 

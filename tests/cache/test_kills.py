@@ -17,11 +17,11 @@ import pytest
 
 from cache_tools import is_signed, make, problems, signed
 from children import Child
-from stallfree.cache import MISS, SampleCache, policies, sample_cache, space
+from stallfree.cache import MISS, SampleCache, policies, records, sample_cache, space
 
 NUM_IDS = 64
 EXAMPLE = signed(0, 0)
-WRITING = {module.__file__ for module in (sample_cache, space, policies)}
+WRITING = {module.__file__ for module in (sample_cache, records, space, policies)}
 
 
 def verify(cache: SampleCache) -> None:

@@ -101,7 +101,7 @@ def stop_while_holding(cache: SampleCache) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def test_a_stopped_writer_costs_puts_but_no_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_writer_costs_puts_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LOCK_SECONDS", 0.05)
     with make(NUM_IDS, 12, policy="lru", example=EXAMPLE) as cache:
         assert cache.put_many([1, 2], [signed(1, 0), signed(2, 0)]).all()
@@ -111,7 +111,7 @@ def test_a_stopped_writer_costs_puts_but_no_reads(monkeypatch: pytest.MonkeyPatc
             warnings.simplefilter("always")
             for id in range(3, 6):
                 assert not cache.put_many([id], [signed(id, 0)]).any()
-        assert len(caught) == 3
+        assert len(caught) == 1
         assert "storing in the cache" in str(caught[0].message)
         assert "another process (stopped?) held" in str(caught[0].message)
         assert is_signed(1, cache.get_many([1])[0])

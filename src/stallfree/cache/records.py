@@ -1,4 +1,4 @@
-"""Lock-free reads of records, a whole batch at a time.
+"""Lock-free reads of records, a whole batch at a time, and writes.
 
 A reader loads the generation, then the location, copies the record, and loads the generation again. A nonzero `first`
 implies a complete record. If blocks were reused during the copy, the generation differs and the read is a miss.
@@ -17,11 +17,15 @@ import xxhash
 
 from stallfree.cache.arena import DiskArena, MemoryArena
 from stallfree.cache.layout import Index, fence
+from stallfree.cache.space import Reserved
 from stallfree.error_types import also_of_type
 from stallfree.errors import CodecError, cache_ids
-from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build
+from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build, write_record
+from stallfree.pipeline.structure import Structure
 
 Array = npt.NDArray[Any]
+Record = tuple[Structure, list[Array]]
+"""The structure of a sample, and the bytes of its leaves (`pipeline.codec.encode`)."""
 
 _LARGE = 4 << 10
 """Mean record bytes from which each record is copied to memory of its own."""
@@ -136,7 +140,7 @@ class Borrowed:
 
 
 class Records:
-    """Reads the records of a cache.
+    """Reads and writes the records of a cache.
 
     Args:
         index, arena: of the cache.
@@ -210,6 +214,31 @@ class Records:
             return bool(generation[ids[at]] == before[at])
 
         return Borrowed(values, unchanged)
+
+    def write(self, ids: Array, records: list[Record], lengths: Array, new: Reserved) -> Array | None:
+        """Write records into the blocks that they have got; return their checksums, or None if the disk fails."""
+        arena, block, sums = self._arena, self._arena.block, []
+        scratch = np.empty(int(new.counts.max(initial=0)) * block, np.uint8)
+        ends = np.cumsum(new.counts).tolist()
+        try:
+            for at, count, end in zip(new.at.tolist(), new.counts.tolist(), ends, strict=True):
+                (structure, arrays), length, blocks = records[at], int(lengths[at]), new.blocks[end - count : end]
+                row = None
+                if not length and isinstance(arena, MemoryArena):
+                    row = arena.row_for_writing(int(blocks[0]))
+                data = scratch[: count * block] if row is None else row
+                if length:
+                    write_record(structure, arrays, data)
+                else:
+                    for offset, array in zip(structure.offsets, arrays, strict=True):
+                        data[offset : offset + len(array)] = array
+                if self._index.checksum is not None:
+                    sums.append(checksum([data[:length]] if length else arrays, int(ids[at])))
+                if row is None:
+                    arena.write(blocks, data.reshape(count, block))
+        except OSError:
+            return None
+        return np.array(sums, np.uint32)
 
     def _view(self, batch: Located, values: list[Any]) -> None:
         """Put values that are views of the arena into `values`; those of other records remain `MISS`."""

@@ -28,13 +28,13 @@ from stallfree.cache.records import (
     Aim,
     Borrowed,
     Located,
+    Record,
     Records,
     checked_ids,
     checked_pairs,
     checked_scores,
-    checksum,
 )
-from stallfree.cache.space import Reserved, Space
+from stallfree.cache.space import Space
 from stallfree.errors import (
     FingerprintError,
     WaitError,
@@ -46,8 +46,7 @@ from stallfree.errors import (
 )
 from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.ipc.locks import FileLock
-from stallfree.pipeline.codec import encode, record_size, write_record
-from stallfree.pipeline.structure import Structure
+from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
@@ -56,10 +55,12 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Array = npt.NDArray[Any]
-Record = tuple[Structure, list[Array]]
 
 LOCK_SECONDS = 2.0
 """Timeout of the writer lock. Samples whose writer times out count as rejected."""
+
+_SHORT = 0.02
+"""The same for samples that are stored after one has timed out, until the lock was free in time."""
 
 _TYPICAL = 128 << 10
 """Assumed bytes of a record without an example."""
@@ -171,6 +172,7 @@ class SampleCache:
     ) -> None:
         self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
         self._final_stats: CacheStats | None = None
+        self._patience = LOCK_SECONDS
 
         def create(folder: Path) -> None:
             meta = plan(folder)
@@ -372,19 +374,19 @@ class SampleCache:
         header, left, stored = self._index.header, np.arange(len(ids)), 0
         try:
             while len(left):
-                with self._changing("storing in"):
+                with self._changing("storing in", self._patience):
                     if header[Field.UNCACHED] != uncached:
                         break
                     absent = self._index.first[ids[left]] == 0
                     stored += len(left) - int(absent.sum())
                     new, left = self._space.reserve(ids, lengths, left[absent])
                     if isinstance(self._arena, MemoryArena):
-                        self._write(ids, records, lengths, new)
+                        self._records.write(ids, records, lengths, new)
                         self._space.publish(ids, lengths, new)
                         stored += len(new.at)
                         continue
-                sums = self._write(ids, records, lengths, new)
-                with self._changing("storing in"):
+                sums = self._records.write(ids, records, lengths, new)
+                with self._changing("storing in", self._patience):
                     if header[Field.RECOVERIES] != new.recoveries:  # others may have these blocks now
                         left = np.concatenate((new.at, left))
                     elif sums is None or header[Field.UNCACHED] != uncached:
@@ -392,39 +394,20 @@ class SampleCache:
                     else:
                         self._space.publish(ids, lengths, new, sums)
                         stored += len(new.at)
+            self._patience = LOCK_SECONDS
         except WaitError as error:
-            warnings.warn(f"{text_of(error)}. These samples are not stored", RuntimeWarning, stacklevel=4)
+            if self._patience == LOCK_SECONDS:
+                warnings.warn(f"{text_of(error)}. Samples are not stored meanwhile", RuntimeWarning, stacklevel=4)
+            self._patience = _SHORT  # a process that is stopped costs hits, but no time
         return stored
 
-    def _write(self, ids: Array, records: list[Record], lengths: Array, new: Reserved) -> Array | None:
-        """Write records into the blocks that they have got; return their checksums, or None if the disk fails."""
-        arena, block, sums = self._arena, self.meta.block, []
-        scratch = np.empty(int(new.counts.max(initial=0)) * block, np.uint8)
-        ends = np.cumsum(new.counts).tolist()
-        try:
-            for at, count, end in zip(new.at.tolist(), new.counts.tolist(), ends, strict=True):
-                (structure, arrays), length, blocks = records[at], int(lengths[at]), new.blocks[end - count : end]
-                row = None
-                if not length and isinstance(arena, MemoryArena):
-                    row = arena.row_for_writing(int(blocks[0]))
-                data = scratch[: count * block] if row is None else row
-                if length:
-                    write_record(structure, arrays, data)
-                else:
-                    for offset, array in zip(structure.offsets, arrays, strict=True):
-                        data[offset : offset + len(array)] = array
-                if self.meta.on_disk:
-                    sums.append(checksum([data[:length]] if length else arrays, int(ids[at])))
-                if row is None:
-                    arena.write(blocks, data.reshape(count, block))
-        except OSError:
-            return None
-        return np.array(sums, np.uint32)
-
     @contextlib.contextmanager
-    def _changing(self, doing: str) -> Iterator[None]:
+    def _changing(self, doing: str, seconds: float | None = None) -> Iterator[None]:
         """Context of a change, under the lock of writers."""
-        with self._lock.hold(LOCK_SECONDS, f"{doing} the cache {self.name!r}"), self._space.changing():
+        with (
+            self._lock.hold(LOCK_SECONDS if seconds is None else seconds, f"{doing} the cache {self.name!r}"),
+            self._space.changing(),
+        ):
             yield
 
     # -- dropping, scores, uncached steps -----------------------------------------------------------------------------
