@@ -18,7 +18,7 @@ from stallfree.batches.reader import Reader
 from stallfree.batches.stream import StreamReader
 from stallfree.batches.stream_recorder import DREW, FAILED, FULL, UNSTORABLE, Recorder, ids_of_streams
 from stallfree.cache import SampleCache
-from stallfree.cache.memory.limits import granted
+from stallfree.cache.capacity import granted
 from stallfree.datasets.private_names import token
 from stallfree.errors import StallfreeError, iterable_unsupported, text_of
 from stallfree.ipc.folders import default_root

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stallfree.cache.memory.layout import Meta, plan_layout
-from stallfree.cache.memory.limits import free_memory
+from stallfree.cache.capacity import free_memory
+from stallfree.cache.layout import Meta, plan_layout
 from stallfree.errors import CapacityError, capacity_too_large, capacity_too_small
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.structure import Structure
