@@ -28,7 +28,7 @@ from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
 
 _REPORTED_SKIPS = 5
 
-_OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
+OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
 
 log = logging.getLogger("stallfree")
 
@@ -92,7 +92,7 @@ class Epoch(_Pass):
         Any interruption other than a timeout ends the iteration.
         """
         if self.closed or self.pool.closed or self._token != self.pool.token:
-            raise iteration_over(_OVER)
+            raise iteration_over(OVER)
         if self._owner != os.getpid():  # its results would be those that the parent awaits
             raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
         try:
@@ -160,8 +160,6 @@ class Epoch(_Pass):
                 self.pool.submit(task, gather=False)
             else:
                 self._results[result.number] = result
-                if result.ended:
-                    self.progress.end_stream(self._tasks[result.number].ids)
         return bool(results)
 
     def _count(self, result: Result) -> None:
@@ -237,10 +235,6 @@ class Epoch(_Pass):
 class DirectEpoch(_Pass):
     """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead."""
 
-    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
-        super().__init__(pool, progress)
-        pool.builder.reader.begin()
-
     def __iter__(self) -> DirectEpoch:
         return self
 
@@ -248,7 +242,7 @@ class DirectEpoch(_Pass):
         pool, progress = self.pool, self.progress
         while True:
             if self.closed or pool.closed:
-                raise iteration_over(_OVER)
+                raise iteration_over(OVER)
             started = time.monotonic()
             try:
                 ids = progress.peek()
@@ -269,8 +263,6 @@ class DirectEpoch(_Pass):
                 self._end()
                 raise
             progress.hand_out()
-            if samples.ended:
-                progress.end_stream(ids)
             now = self._now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:
