@@ -233,7 +233,7 @@ class EpochRunner:
         progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, repeats)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self.deliver(weigh=plan.on_delivered, count=plan.count)
+        deliver = self.deliver(weigh=plan.on_delivered)
         keep, steps = pool is self.pools.kept, prefetcher is None
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)

@@ -14,6 +14,7 @@ import torch
 import torch.utils.data
 
 from stallfree.errors import iteration_over
+from stallfree.ipc.fork_guard import Owner
 from stallfree.loader.epoch import OVER
 from stallfree.loader.epoch_runner import STATE_VERSION, Prefetcher, check_state
 from stallfree.pipeline.randomness import sample_seed
@@ -73,7 +74,7 @@ class IterableRunner:
         self._set: int | None = None  # the epoch that the data set was given
         self._resume: _Progress | None = None
         self._progress: _Progress | None = None
-        self._passes: weakref.WeakSet[_Pass] = weakref.WeakSet()
+        self._passes: list[weakref.ref[_Pass]] = []
         self._prefetcher: weakref.ref[Any] | None = None
         self.adopt(loader)
 
@@ -123,13 +124,13 @@ class IterableRunner:
         progress, self._resume = self._resume or _Progress(self._next), None
         self._next = progress.epoch + 1
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
-            self._end_passes()
+            self._end_passes(stop_workers=False)
         if progress.state is not None:
             self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
         if self.seed is not None:
             self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.epoch, 0))
         one = _Pass(self, iter(self._loader), progress, counts_waits=prefetcher is None)
-        self._passes.add(one)
+        self._passes = [*(each for each in self._passes if each() is not None), weakref.ref(one)]
         self._progress, self._prefetcher = progress, None if prefetcher is None else weakref.ref(prefetcher)
         return one
 
@@ -193,16 +194,16 @@ class IterableRunner:
 
     def close(self) -> None:
         """End all iterations and their workers. More may be started afterwards."""
-        self._end_passes()
+        self._end_passes(stop_workers=True)
         self._torchs = None
 
-    def _end_passes(self) -> None:
-        for one in list(self._passes):
-            one.close()
+    def _end_passes(self, *, stop_workers: bool) -> None:
+        for one in [one for each in self._passes if (one := each()) is not None]:
+            one.close(stop_workers=stop_workers)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iterations."""
-        return {**vars(self), "_torchs": None, "_progress": None, "_prefetcher": None, "_passes": weakref.WeakSet()}
+        return {**vars(self), "_torchs": None, "_progress": None, "_prefetcher": None, "_passes": []}
 
 
 class _Pass(Iterator[Any]):
@@ -220,6 +221,7 @@ class _Pass(Iterator[Any]):
     ) -> None:
         self._runner, self._progress, self._counts_waits = runner, progress, counts_waits
         self._batches: Iterator[Any] | None = batches
+        self._owner = Owner()
 
     def __next__(self) -> Any:
         if self._batches is None:
@@ -243,9 +245,13 @@ class _Pass(Iterator[Any]):
             counts["wait_seconds"] += time.monotonic() - begun
         return batch
 
-    def close(self) -> None:
-        """End this pass, with its workers unless they are persistent. Idempotent."""
-        self._batches = None
+    def close(self, *, stop_workers: bool) -> None:
+        """End this pass. Idempotent."""
+        if self._owner.is_here:
+            shut_down = getattr(self._batches, "_shutdown_workers", None)
+            self._batches = None
+            if stop_workers and shut_down is not None:  # an exception may keep the iterator alive
+                shut_down()
 
 
 def _is_stateful(dataset: Any) -> bool:
