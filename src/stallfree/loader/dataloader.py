@@ -52,9 +52,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     subclass, so that other libraries accept it as a loader; only the names are inherited.
 
     Args:
-        dataset: a `CachedDataset`, a source, any map-style data set, or an `IterableDataset`: each worker iterates over
-            its own copy, and the batches, their order and their randomness are those of torch's loader. Only its start
-            can be resumed. A worker that dies is a `WorkerError`, and ends its stream.
+        dataset: a `CachedDataset`, a source, any map-style data set, or an `IterableDataset`: torch's own loader makes
+            its batches, with these arguments. What needs ids is refused. Resuming drops the batches that were
+            delivered, or uses `load_state_dict` of the data set with `num_workers=0`.
         batch_size: samples per batch; None: single samples, not collated.
         shuffle: use a new order each epoch, a function of (seed, epoch).
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
@@ -77,9 +77,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         pin_memory_device: accepted for compatibility.
         in_order: accepted for compatibility; batches are always in order.
         seed: of order and augmentation. If None, that of the `CachedDataset` or `SmartCacheDataset`; else it is drawn
-            from torch's generator when the first iteration begins, as torch's loader draws it.
-        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`. With an
-            `IterableDataset`, the sample at `position` of worker `w` has the id `position * max(1, num_workers) + w`.
+            from torch's generator when the first iteration begins, as torch's loader draws it. Of an
+            `IterableDataset`, it seeds the workers' generators.
+        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
         on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
@@ -92,9 +92,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             samples are random, the files that it reads are cached. One line says what is cached, how many workers
             there are and what rate to expect; another one, after the second epoch, what was reached. See `decision`
             and `cached`. None: no cache but that of a `CachedDataset`.
-            Of an `IterableDataset`, the first whole iteration is stored; later ones have its samples in a new order, a
-            function of (seed, epoch), and do not read it. It is not stored if it does not fit, if two short iterations
-            over a copy differ, or if it draws random numbers (unless marked with `mark_deterministic`).
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
         transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
@@ -103,8 +100,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             equalize the ranks, the first samples are repeated, or the last ones omitted with `drop_last`. All ranks use
             the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
             samples, without the warning about several ranks.
-        workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with an `IterableDataset`
-            or `cache="auto"`.
+        workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with `cache="auto"`.
         output: "torch", or "numpy": yield arrays instead of tensors, ids and weights included, in the same memory. They
             keep a batch alive as tensors do. Raises `InputError` while iterating for dtypes that NumPy lacks
             (bfloat16).
