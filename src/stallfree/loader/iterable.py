@@ -121,8 +121,7 @@ class IterableRunner:
         return self._begin(prefetcher)
 
     def _begin(self, prefetcher: Prefetcher | None) -> Iterator[Any]:
-        progress, self._resume = self._resume or _Progress(self._next), None
-        self._next = progress.epoch + 1
+        progress = self._resume or _Progress(self._next)
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
             self._end_passes(stop_workers=False)
         if progress.state is not None:
@@ -131,7 +130,8 @@ class IterableRunner:
             self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.epoch, 0))
         one = _Pass(self, iter(self._loader), progress, counts_waits=prefetcher is None)
         self._passes = [*(each for each in self._passes if each() is not None), weakref.ref(one)]
-        self._progress, self._prefetcher = progress, None if prefetcher is None else weakref.ref(prefetcher)
+        self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
+        self._progress, self._resume, self._next = progress, None, progress.epoch + 1
         return one
 
     def finished(self, progress: _Progress) -> None:
@@ -145,9 +145,10 @@ class IterableRunner:
     def position(self) -> dict[str, Any]:
         """The state of the iteration, including batches that a prefetcher has taken ahead."""
         progress = self._progress or self._resume or _Progress(self._next)
-        of_dataset, arguments = progress.state, self._arguments
-        if progress.taken > progress.first and not arguments["num_workers"] and _is_stateful(arguments["dataset"]):
-            of_dataset = copy.deepcopy(arguments["dataset"].state_dict())
+        of_dataset, dataset = progress.state, self._arguments["dataset"]
+        here = progress.taken > progress.first and not self._arguments["num_workers"]
+        if here and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+            of_dataset = copy.deepcopy(dataset.state_dict())
         return {
             "version": STATE_VERSION,
             "epoch": progress.epoch,
@@ -252,7 +253,3 @@ class _Pass(Iterator[Any]):
             self._batches = None
             if stop_workers and shut_down is not None:  # an exception may keep the iterator alive
                 shut_down()
-
-
-def _is_stateful(dataset: Any) -> bool:
-    return hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")

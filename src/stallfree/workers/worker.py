@@ -31,7 +31,7 @@ class WorkerSetup:
         workers: number of workers.
         builder: builds batches.
         dataset: as passed by the user, for `torch.utils.data.get_worker_info()`.
-        seed: of this worker's generators, as under torch's loader; samples that are had by id do not depend on it.
+        seed: of this worker's generators, as under torch's loader; samples do not depend on it.
         worker_init: the user's `worker_init_fn`, or None.
     """
 
