@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import pickle
 import random
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError, StallfreeError
 from stallfree.integrations.accelerate import prepare
-from stream_data import Drawn, Generated, Held, Killed, Range, Sized, Stateful, Stream, divide, drawing
+from stream_data import Drawn, Generated, Held, Range, Sized, Stateful, Stream, divide, drawing
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -195,13 +196,11 @@ def test_errors_are_as_raised() -> None:
     assert found[0] == found[1]
 
 
-def test_a_worker_that_dies(tmp_path: Path) -> None:
-    (tmp_path / "killing").touch()
-    with sf.DataLoader(Killed(str(tmp_path / "killing")), batch_size=2, num_workers=2) as loader:
-        with pytest.raises((RuntimeError, OSError)):  # of torch
-            list(loader)
-        (tmp_path / "killing").unlink()
-        assert sorted(number for batch in loader for number in batch.tolist()) == [*range(10), *range(100, 110)]
+def test_closing_ends_workers_that_an_exception_keeps() -> None:
+    with pytest.raises(FileNotFoundError) as kept, sf.DataLoader(Stream([3], (1,)), num_workers=1) as loader:
+        list(loader)
+    assert not multiprocessing.active_children()
+    assert kept.value.__traceback__ is not None
 
 
 REFUSED: dict[str, Any] = {

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,19 +133,6 @@ class Held(IterableDataset[int]):
                 number += 1
         finally:
             self.end()
-
-
-class Killed(IterableDataset[torch.Tensor]):
-    """Ten numbers; worker 1 is killed at position 5 while `file` exists."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(10):
-            if worker() == 1 and number == 5 and os.path.exists(self.file):
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield torch.tensor(100 * worker() + number)
 
 
 def drawing(samples: list[Any]) -> Any:
