@@ -83,7 +83,7 @@ def test_augmentation_is_a_function_of_seed_epoch_and_sample() -> None:
 def test_each_sample_is_fetched_once_per_stay(tmp_path: Path) -> None:
     log = tmp_path / "fetches"
     with sf.SmartCacheDataset(Rows(20, log=log), cache_num=10, replace_rate=0.2, on_late="wait", seed=3) as data:
-        until(data.window.state.filled_by_others)  # before that, the process that waits prepares as well
+        until(data.window.is_filled)  # before that, the process that waits prepares as well
         with sf.DataLoader(data, batch_size=5, num_workers=2) as loader:
             for _ in range(11):  # a round, and one more
                 ids_of(loader)

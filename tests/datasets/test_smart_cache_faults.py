@@ -19,7 +19,7 @@ from torch.utils.data import DistributedSampler
 import stallfree as sf
 from children import Child
 from smart_data import Rows, ids_of, is_started, until
-from stallfree.sampling.window_source import WindowState
+from stallfree.datasets.window import Window as WindowState
 from unseen import unseen_ids
 
 LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
@@ -47,7 +47,7 @@ def test_a_bad_file_stops_training_with_its_path(kind: str, workers: int, on_lat
         ids_of(loader)
         until(lambda: prepared(data, 1))
         ids_of(loader)  # 2 to 6
-        until(lambda: data.window.state.unkept[7])
+        until(lambda: data.window.failed[7])
         with pytest.raises(Exception, match=r"/data/row-7.bin") as caught:
             ids_of(loader)
         assert "the file is cut short" in str(caught.value)
@@ -84,7 +84,7 @@ def test_late_replacements_follow_later(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     rows = Rows(20, gate=gate)
     with sf.SmartCacheDataset(rows, cache_num=10, replace_rate=0.2, shuffle=False) as data:
-        until(data.window.state.filled_by_others)
+        until(data.window.is_filled)
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         assert data.stats().advice == ""
         for epoch in range(3):  # nothing comes: the window stays, and nobody waits
@@ -107,7 +107,7 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
     ) as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         ids_of(loader)
-        until(data.window.state.filled_by_others)
+        until(data.window.is_filled)
         opening = threading.Timer(0.05, gate.touch)
         opening.start()
         assert sorted(ids_of(loader)) == list(range(2, 12))
@@ -123,7 +123,7 @@ def test_however_late_no_sample_is_passed_over(tmp_path: Path) -> None:
     """The window goes on by no more than its own size."""
     gate = tmp_path / "gate"
     with sf.SmartCacheDataset(Rows(60, gate=gate), cache_num=10, replace_rate=0.5, shuffle=False) as data:
-        until(data.window.state.filled_by_others)
+        until(data.window.is_filled)
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         for _ in range(8):
             assert sorted(ids_of(loader)) == list(range(10))
@@ -231,7 +231,7 @@ def test_without_fill_processes_the_window_moves_as_planned(on_late: str, kind: 
 def test_one_fill_process_does_the_work_of_two() -> None:
     with sf.SmartCacheDataset(Rows(20), cache_num=10, replace_rate=0.4, shuffle=False, num_fill_workers=2) as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5)
-        until(lambda: data.window.state.filled_by_others())
+        until(lambda: data.window.is_filled())
         one, _ = fillers()
         one.kill()
         one.join()
@@ -264,7 +264,7 @@ LARGE = [id for id in unseen_ids(60) if id > 20]
 
 def hold(report: int, method: str) -> None:
     data = sf.SmartCacheDataset(Rows(20), cache_num=10, multiprocessing_context=method)
-    until(data.window.state.filled_by_others)
+    until(data.window.is_filled)
     os.write(report, b" ".join(str(p.pid).encode() for p in fillers()))
     signal.pause()
 

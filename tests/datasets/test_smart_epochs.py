@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import stallfree as sf
 from smart_data import Rows, ids_of, noisy
-from stallfree.sampling.plans.window import WindowPlan
+from stallfree.datasets.window import WindowPlan
 
 
 def window(**arguments: Any) -> sf.SmartCacheDataset:

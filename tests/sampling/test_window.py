@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree import InputError
-from stallfree.sampling.plans.window import WindowPlan, replace_count
+from stallfree.datasets.window import WindowPlan, replace_count
 
 
 @st.composite
