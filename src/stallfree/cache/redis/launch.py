@@ -17,7 +17,6 @@ that goes on after other nodes have lost the server, its port still belongs to i
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import ipaddress
 import json
@@ -39,6 +38,7 @@ from stallfree import errors
 from stallfree.cache.redis.addresses import open_client
 from stallfree.cache.redis.servers import RECORDS, SOCKET, Record, Servers, write_records
 from stallfree.ipc.folders import SharedFolder, short_path
+from stallfree.ipc.fork_guard import Owner
 from stallfree.ipc.locks import FileLock
 
 log = logging.getLogger("stallfree")
@@ -53,14 +53,11 @@ BEAT_SECONDS = 0.5
 _START_SECONDS, _END_SECONDS = 20.0, 5.0
 _SIOCGIFADDR = 0x8915
 _RESERVED_ADDRESS = "192.0.2.1"  # reserved for documentation by RFC 5737: no host has it
-_FREE_PORTS = (0, 0, 0)  # each is another one
 _openings: Counter[str] = Counter()  # of each store by this process
 
 _EXEC = """
-import ctypes, os, resource, sys
+import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
-most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], [sys.argv[2], "-"])
 """
@@ -91,9 +88,8 @@ def find_server() -> str:
         if path:
             return os.path.abspath(path)
     raise errors.server_missing(
-        "neither valkey-server nor redis-server is installed, and a store across hosts needs one of them: "
-        "`apt install redis-server`, `dnf install valkey`, `conda install -c conda-forge redis-server` or "
-        "`brew install valkey`, or give hosts=[...] of running servers"
+        "neither valkey-server nor redis-server is installed: `apt install redis-server`, `dnf install valkey`, `conda "
+        "install -c conda-forge redis-server` or `brew install valkey`, or give hosts=[...] of running servers"
     )
 
 
@@ -247,7 +243,7 @@ class NodeServer:
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._stop, self._lock = threading.Event(), FileLock(folder.path / "starter")
-        self._is_starter = False
+        self._is_starter, self._owner = False, Owner()
         self._servers: Servers | None = None  # known after the first start
         deadline = time.monotonic() + RENDEZVOUS_SECONDS + 2 * _START_SECONDS
         try:
@@ -267,7 +263,8 @@ class NodeServer:
 
     def begin_epoch(self) -> None:
         """Start the server again if it has died, or if the process that started it has. Never raises."""
-        if (self._process is None or self._process.poll() is not None) and self._claim():
+        ended = self._owner.is_here and (self._process is None or self._process.poll() is not None)
+        if ended and self._claim():
             try:
                 self._start()
             except (errors.StallfreeError, OSError) as error:
@@ -291,8 +288,8 @@ class NodeServer:
         self._thread.start()
         own = started.result()
         self._nodes.publish(own)
-        if self._servers is not None:
-            self._servers.confirm(own, answers=True)
+        if (self._folder.path / RECORDS).exists():
+            (self._servers or Servers(self._folder, 1.0)).confirm(own, answers=True)
         else:
             write_records(self._folder.path, self._nodes.gather(own))
 
@@ -318,34 +315,16 @@ class NodeServer:
         process.wait()
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], Record]:
-        program = find_server()
-        problem: OSError | None = None
-        for port in [self._port] if self._port else [self._last_port, *_FREE_PORTS]:
-            try:
-                return self._run(program, port)
-            except errors.StallfreeError:
-                raise
-            except OSError as error:
-                problem = error
-        raise errors.port_unavailable(
-            f"the server of this node cannot listen on port {self._port} of {self._nodes.host}: {problem}. Give "
-            "another port, or port=0 for a free one"
-        )
-
-    def _run(self, program: str, port: int) -> tuple[subprocess.Popen[bytes], Record]:
-        """Start the program. Raises `OSError` if the port is in use, `MissingServerError` for any other failure."""
-        folder, host, password = self._folder.path, self._nodes.host, secrets.token_hex(32)
+        """Start the server. Raises `InputError` if its port is in use, `MissingServerError` for any other failure."""
+        program, folder, host, password = find_server(), self._folder.path, self._nodes.host, secrets.token_hex(32)
         with contextlib.ExitStack() as stack:
-            if host:  # reserve the port until the server binds it
-                bound = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                bound.bind((host, port))
-                port = self._last_port = bound.getsockname()[1]
+            if host:
+                self._last_port = stack.enter_context(self._reserve(host)).getsockname()[1]
             output = stack.enter_context(open(folder / "log", "wb"))
             command = [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), program]
             process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output)
-            values = {"port": port if host else 0, "socket": SOCKET, "password": password, "memory": self._memory}
-            text = _CONFIGURATION.format(host=host or "127.0.0.1", **values)
+            values = {"socket": SOCKET, "password": password, "memory": self._memory}
+            text = _CONFIGURATION.format(host=host or "127.0.0.1", port=self._last_port if host else 0, **values)
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # other users can read a process's arguments
                 process.stdin.write(text.encode())
@@ -354,10 +333,24 @@ class NodeServer:
             while process.poll() is None:
                 with contextlib.suppress(Exception):  # it does not answer yet
                     open_client(address, _START_SECONDS).ping()
-                    return process, {"id": self._nodes.id, "host": host, "port": port, "password": password, "beat": 0}
+                    record = {"id": self._nodes.id, "host": host, "port": self._last_port}
+                    return process, {**record, "password": password, "beat": 0}
                 if time.monotonic() > deadline or self._stop.wait(0.002):
                     process.kill()
         printed = (folder / "log").read_text(errors="replace").strip()[-1000:].replace(password, "...")
-        if "ddress already in use" in printed:
-            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
         raise errors.MissingServerError(f"{program} ended when it was started; its output: {printed or 'none'}")
+
+    def _reserve(self, host: str) -> socket.socket:
+        """Return a socket that keeps a port for the server: the last one, or the given one, or a free one."""
+        for port in (self._last_port, self._port):
+            bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+            try:
+                bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server can bind it too
+                bound.bind((host, port))
+                return bound
+            except OSError as error:
+                bound.close()
+                problem = error
+        raise errors.port_unavailable(
+            f"the server of this node cannot use port {self._port} of {host}: {problem}. Give another, or port=0"
+        )

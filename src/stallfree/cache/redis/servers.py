@@ -55,6 +55,9 @@ _RETRY_AT, _PAUSE, _GENERATION, _BARRED = range(4)
 
 _KEYS = 1000
 
+_inherited: list[Any] = []
+"""Clients of a parent process. They are never used and never freed, as both take locks that no thread may release."""
+
 
 class Server:
     """One standalone server, for all threads of this process and of its forked children.
@@ -73,7 +76,7 @@ class Server:
         self, name: str, find: Callable[[], Address], cells: Any, timeout: float, guarded: bool = False
     ) -> None:
         self.name, self._find, self._cells, self._timeout, self._guarded = name, find, cells, timeout, guarded
-        self._client: tuple[int, Any] = -1, None
+        self._client: tuple[tuple[int, int], Any] = (os.getpid(), -1), None
         self._closed = False
 
     @property
@@ -135,9 +138,16 @@ class Server:
 
     def _connected(self, generation: int) -> Any:
         """Return the client for an address, which has connections of its own."""
-        if self._client[0] != generation:
-            self._client = generation, open_client(self._find(), self._timeout, partial(self._check, generation))
-        return self._client[1]
+        now, (key, client) = (os.getpid(), generation), self._client
+        if key != now:
+            if key[0] != now[0]:
+                _inherited.append(client)
+            client = self._open(generation)
+            self._client = now, client
+        return client
+
+    def _open(self, generation: int) -> Any:
+        return open_client(self._find(), self._timeout, partial(self._check, generation))
 
     def _check(self, generation: int, connection: Any) -> None:
         """Raise an error if a guarded address may belong to a stranger by now."""
@@ -172,8 +182,8 @@ class Server:
 
     def close(self) -> None:
         """Close the connections, and send no more requests."""
-        self._closed = True
-        if self._client[1] is not None:
+        self._closed, self._cells = True, self._cells.copy()  # not shared any more
+        if self._client[1] is not None and self._client[0][0] == os.getpid():
             self._client[1].close()
 
 
@@ -182,16 +192,14 @@ class Cluster(Server):
 
     is_cluster = True
 
-    def _connected(self, generation: int) -> Any:
+    def _open(self, generation: int) -> Any:
         from redis.backoff import NoBackoff
         from redis.cluster import RedisCluster
         from redis.retry import Retry
 
-        if self._client[0] != os.getpid():
-            limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), self._timeout)
-            options = {**limits, "protocol": 2, **self._find()}
-            self._client = os.getpid(), RedisCluster(retry=Retry(NoBackoff(), 1), **options)
-        return self._client[1]
+        limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), self._timeout)
+        options = {**limits, "protocol": 2, **self._find()}
+        return RedisCluster(retry=Retry(NoBackoff(), 1), **options)
 
 
 def _pipelined(client: Any, commands: Sequence[Command]) -> list[Any]:
@@ -238,9 +246,10 @@ class Servers:
         self, folder: SharedFolder, timeout: float, given: Sequence[Address] = (), is_cluster: bool = False
     ) -> None:
         self.folder, self._arguments = folder, (timeout, given, is_cluster)
+        self.is_copy = False  # of the servers of another process
         self.node: Any = None  # the `NodeServer` of this process
         self._directory = os.open(folder.path, os.O_PATH | os.O_CLOEXEC)  # for a short path of the socket
-        weakref.finalize(self, os.close, self._directory)
+        self._release = weakref.finalize(self, os.close, self._directory)
         records = [] if given else read_records(folder.path)
         self.ids = [record["id"] for record in records]
         self.me = None if given else self.ids.index((folder.path / ID).read_text())
@@ -311,9 +320,11 @@ class Servers:
             self.node.begin_epoch()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections, and leave the folder."""
         for server in self.all:
             server.close()
+        self._release()
+        self.folder.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _attached, (self.folder.path, *self._arguments)
@@ -322,5 +333,6 @@ class Servers:
 def _attached(path: Path, *arguments: Any) -> Servers:
     folder = attach(path)
     servers = Servers(folder, *arguments)
+    servers.is_copy = True
     finalize(servers, folder.close)
     return servers

@@ -174,7 +174,6 @@ def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float) -> Server
 
 
 def _finish(servers: Servers) -> None:
-    servers.close()
     if servers.node is not None:
         servers.node.close()
-    servers.folder.close()
+    servers.close()

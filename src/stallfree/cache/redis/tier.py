@@ -184,4 +184,6 @@ class RedisTier:
         return [ServerStatus(server.name, server.lost, *(info.get(name, 0) for name in names)) for server, info in rows]
 
     def close(self) -> None:
-        """Do nothing: connections belong to the store, or end with this object's process."""
+        """Close the connections of a copy in another process; those of this process belong to the store."""
+        if self._servers.is_copy:
+            self._servers.close()
