@@ -85,7 +85,9 @@ def test_data_sets_do_not_touch_each_other(pair: list[Server]) -> None:
     with given(*pair) as store, given(*pair[::-1]) as again:
         tiers = {
             salt: tier_of(store, name, fingerprint)
-            for salt, (name, fingerprint) in enumerate([("a", "f"), ("a", "g"), ("b", "f"), ("a*", "f"), ("a[b]/\n", "f")])
+            for salt, (name, fingerprint) in enumerate(
+                [("a", "f"), ("a", "g"), ("b", "f"), ("a*", "f"), ("a[b]/\n", "f")]
+            )
         }
         with admin(pair[0]) as client:
             client.set("mine", "x")
@@ -303,7 +305,9 @@ def test_an_address_that_cannot_be_used(host: Any, message: str) -> None:
         RedisStore([host])
 
 
-@pytest.mark.parametrize("options", [{}, {"hosts": []}, {"hosts": {"host": "a"}}, {"timeout": 0}, {"port": -1}, {"name": "/"}])
+@pytest.mark.parametrize(
+    "options", [{}, {"hosts": []}, {"hosts": {"host": "a"}}, {"timeout": 0}, {"port": -1}, {"name": "/"}]
+)
 def test_arguments_that_cannot_be_used(options: dict[str, Any]) -> None:
     with pytest.raises(InputError):
         RedisStore(**({"capacity_per_node": "1MiB"} if options else {}) | options)

@@ -63,18 +63,10 @@ if os.getppid() == int(sys.argv[1]):
 """
 """Program of the new process until it becomes the server. A `preexec_fn` would run the hooks of forks."""
 
-_CONFIGURATION = """
-bind {host}
-port {port}
-unixsocket {socket}
-unixsocketperm 700
-requirepass {password}
-maxmemory {memory}
-maxmemory-policy noeviction
-tcp-keepalive 30
-save ""
-loglevel warning
-"""
+_CONFIGURATION = (
+    "bind {host}\nport {port}\nunixsocket {socket}\nunixsocketperm 700\nrequirepass {password}\ntcp-keepalive 30\n"
+    'maxmemory {memory}\nmaxmemory-policy noeviction\nsave ""\nloglevel warning\n'
+)
 
 
 def find_server() -> str:
@@ -104,17 +96,15 @@ def find_node() -> tuple[int, int]:
 
     try:
         rank, world, local = (int(os.environ.get(name) or 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        if distributed.is_available() and distributed.is_initialized():
+            rank, world = distributed.get_rank(), distributed.get_world_size()
+        if not 0 <= rank < (world := world or 1):
+            raise ValueError(f"rank {rank} of {world}")
     except ValueError as error:
-        raise errors.launch_environment(f"RANK, WORLD_SIZE or LOCAL_WORLD_SIZE: {error}. Give whole numbers") from error
-    if distributed.is_available() and distributed.is_initialized():
-        rank, world = distributed.get_rank(), distributed.get_world_size()
-    if not 0 <= rank < max(1, world):
-        raise errors.launch_environment(
-            f"RANK={rank} of WORLD_SIZE={world}: start the job with torchrun, or correct them"
-        )
-    if not world or local < 1 or world % local:
-        local = max(1, world) if _is_loopback(os.environ.get("MASTER_ADDR", "localhost")) else 1
-    return rank // local, max(1, world) // local
+        raise errors.launch_environment(f"RANK, WORLD_SIZE or LOCAL_WORLD_SIZE: {error}. Use torchrun") from error
+    if local < 1 or world % local:
+        local = world if _is_loopback(os.environ.get("MASTER_ADDR", "localhost")) else 1
+    return rank // local, world // local
 
 
 def find_host(interface: str | None, master: str) -> str:
@@ -181,9 +171,8 @@ class Nodes:
             self._store.set(self._keys[number], id)
         except (ValueError, RuntimeError) as error:
             raise errors.nodes_missing(
-                f"the job has {count} nodes, and its key-value store at MASTER_ADDR={master!r}, MASTER_PORT={port!r} "
-                "does not answer: start the job with torchrun, or set both and call "
-                "torch.distributed.init_process_group before creating the store"
+                f"the key-value store of the job's {count} nodes at MASTER_ADDR={master!r}, MASTER_PORT={port!r} does "
+                "not answer: use torchrun, or call torch.distributed.init_process_group before creating the store"
             ) from error
 
     def publish(self, record: Record) -> None:
@@ -212,8 +201,7 @@ class Nodes:
             if time.monotonic() > deadline:
                 missing = ", ".join(str(number) for number, key in enumerate(keys) if not store.check([key]))
                 raise errors.nodes_missing(
-                    f"of the {len(keys)} nodes of the job, number {missing} did not create the store {self.name!r} in "
-                    "time: all nodes must create it at about the same time"
+                    f"of {len(keys)} nodes, number {missing} did not create the store {self.name!r} in time: all must"
                 )
             time.sleep(0.01)
         values: list[bytes] = store.multi_get(keys)
@@ -244,17 +232,16 @@ class NodeServer:
         self._thread: threading.Thread | None = None
         self._stop, self._lock = threading.Event(), FileLock(folder.path / "starter")
         self._is_starter, self._owner = False, Owner()
-        self._servers: Servers | None = None  # known after the first start
+        self.servers: Servers = None  # type: ignore[assignment] # until they are known
         deadline = time.monotonic() + RENDEZVOUS_SECONDS + 2 * _START_SECONDS
         try:
             while not self._claim() and not (folder.path / RECORDS).exists():
-                if time.monotonic() > deadline:
-                    raise errors.lock_held(f"the server in {folder.path} was not started in time by another process")
                 time.sleep(0.005)
+                if time.monotonic() > deadline:
+                    raise errors.lock_held(f"another process has not started the server in {folder.path} in time")
             if self._is_starter:
                 self._start()
-            self.servers = self._servers = Servers(folder, timeout)
-            self.servers.node = self
+            self.servers = Servers(folder, timeout, node=self)
             if self._is_starter:
                 self.servers.check()
         except BaseException:
@@ -289,7 +276,7 @@ class NodeServer:
         own = started.result()
         self._nodes.publish(own)
         if (self._folder.path / RECORDS).exists():
-            (self._servers or Servers(self._folder, 1.0)).confirm(own, answers=True)
+            (self.servers or Servers(self._folder, 1.0)).confirm(own, answers=True)
         else:
             write_records(self._folder.path, self._nodes.gather(own))
 
@@ -305,11 +292,11 @@ class NodeServer:
         lost: dict[str, Record] = {}  # the last record of each server that is lost
         while not self._stop.wait(BEAT_SECONDS) and process.poll() is None:
             self._nodes.publish(record := {**record, "beat": record["beat"] + 1})
-            barred = self._servers.barred() if self._servers is not None else []
+            barred = self.servers.barred() if self.servers else []
             known = {id: found for id in barred if (found := self._nodes.record_of(id)) is not None}
             for id in known.keys() & lost.keys():
-                if known[id] != lost[id] and self._servers is not None:
-                    self._servers.confirm(known.pop(id))
+                if known[id] != lost[id]:
+                    self.servers.confirm(known.pop(id))
             lost = known
         process.kill()
         process.wait()

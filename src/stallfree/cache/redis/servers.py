@@ -116,25 +116,22 @@ class Server:
         return False
 
     def _ping(self) -> None:
-        if self._request(lambda client: client.ping()):
+        if self.request(lambda client: client.ping(), is_ping=True):
             self._cells[_RETRY_AT] = 0
 
-    def request(self, function: Callable[[Any], T]) -> T | None:
+    def request(self, function: Callable[[Any], T], *, is_ping: bool = False) -> T | None:
         """Return `function(client)`, with a client of redis-py. Return None if the server is lost."""
-        if not self.is_usable():
+        if not (is_ping or self.is_usable()):
             return None
-        result = self._request(function)
-        if self._cells[_PAUSE] and not self.lost:
-            self._cells[_PAUSE] = 0
-        return result
-
-    def _request(self, function: Callable[[Any], T]) -> T | None:
         generation = int(self._cells[_GENERATION])
         try:
-            return function(self._connected(generation))
+            result = function(self._connected(generation))
         except Exception as error:  # of the socket, of redis-py, or of a parser on invalid data
             self.lose(error, generation)
             return None
+        if self._cells[_PAUSE] and not is_ping:
+            self._cells[_PAUSE] = 0
+        return result
 
     def _connected(self, generation: int) -> Any:
         """Return the client for an address, which has connections of its own."""
@@ -235,6 +232,7 @@ class Servers:
         timeout: seconds without data after which a server is lost.
         given: their addresses; none for those that the nodes have started.
         is_cluster: whether the first address is a node of a Redis Cluster.
+        node: the `NodeServer` of this process.
 
     Attributes:
         all: the servers.
@@ -243,11 +241,16 @@ class Servers:
     """
 
     def __init__(
-        self, folder: SharedFolder, timeout: float, given: Sequence[Address] = (), is_cluster: bool = False
+        self,
+        folder: SharedFolder,
+        timeout: float,
+        given: Sequence[Address] = (),
+        is_cluster: bool = False,
+        node: Any = None,
     ) -> None:
         self.folder, self._arguments = folder, (timeout, given, is_cluster)
         self.is_copy = False  # of the servers of another process
-        self.node: Any = None  # the `NodeServer` of this process
+        self.node = node
         self._directory = os.open(folder.path, os.O_PATH | os.O_CLOEXEC)  # for a short path of the socket
         self._release = weakref.finalize(self, os.close, self._directory)
         records = [] if given else read_records(folder.path)

@@ -81,7 +81,7 @@ class RedisStore:
         load_client()
         if capacity_per_node is None and hosts is None:
             raise errors.argument_conflict(
-                "RedisStore() without capacity_per_node: give the bytes that each node's server may use"
+                "RedisStore() without capacity_per_node: give the bytes of each node's server"
             )
         self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
