@@ -291,13 +291,10 @@ def test_a_closed_store(pair: list[Server]) -> None:
     ("host", "message"),
     [
         ("localhost:6379", "given as str"),
-        ({"hots": "a"}, "hots="),
-        ({"port": "6379"}, "port="),
-        ({"port": 70000}, "up to 65535"),
-        ({"password": 5}, "password=\\.\\.\\."),
-        ({"host": ""}, "give a name"),
-        ({"path": "/a", "port": 1}, "host or path"),
-        ({"ssl_certfile": "a"}, "ssl=True"),
+        ({"hots": "a"}, "hots"),
+        ({"port": "first"}, "port"),
+        ({"path": "/a", "port": 1}, "path, port"),
+        ({"ssl_certfile": "a"}, "ssl_certfile"),
     ],
 )
 def test_an_address_that_cannot_be_used(host: Any, message: str) -> None:

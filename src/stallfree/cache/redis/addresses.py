@@ -13,10 +13,6 @@ from stallfree.errors import missing_extra, server_address
 
 EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
 
-_KEYS: dict[str, type] = {"port": int, "db": int, "ssl": bool} | dict.fromkeys(
-    ("host", "path", "username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile"), str
-)
-
 _MODULES = ("redis.backoff", "redis.cluster", "redis.connection", "redis.exceptions", "redis.retry", "ssl")
 
 _READ_BYTES = 256 << 10
@@ -26,30 +22,24 @@ _SLOWEST = 4 << 20
 """Minimum bytes sent or received within the time limit; a slower server counts as lost."""
 
 Address = dict[str, Any]
-"""Address and credentials of a server: arguments of redis-py with the names in `_KEYS`."""
+"""Address and credentials of a server: arguments of redis-py's connections, and `ssl`."""
 
 
 def checked_address(given: Mapping[str, Any]) -> Address:
     """Return the address in a dict that a user has given; None counts as missing.
 
-    Raises `InputError` for an unknown name or an invalid value.
+    Raises `InputError` for names and values that redis-py does not accept.
     """
     if not isinstance(given, Mapping):
         raise server_address(f"a host was given as {type(given).__name__}: give a dict such as {EXAMPLE}")
-    address = {name: value for name, value in given.items() if value is not None}
-    for name, value in address.items():
-        if isinstance(value, os.PathLike):
-            value = address[name] = os.fspath(value)
-        if type(value) is not _KEYS.get(name):
-            shown = "..." if name == "password" else repr(value)
-            raise server_address(f"a host was given with {name}={shown:.80}: give a dict such as {EXAMPLE}")
-    tls = any(name.startswith("ssl_") for name in address)
-    if ("path" in address and {"host", "port", "ssl"} & set(address)) or (tls and not address.get("ssl")):
+    items = {name: value for name, value in given.items() if value is not None}
+    address = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in items.items()}
+    try:
+        open_client(address, 1.0).connection_pool.make_connection()
+    except (TypeError, ValueError) as error:
         raise server_address(
-            f"a host was given with {', '.join(address)}: give host or path, and ssl=True with ssl_..."
-        )
-    if not 0 < address.get("port", 1) < 1 << 16 or not address.get("host", "?"):
-        raise server_address(f"a host was given as {shown_address(address)!r}: give a name, and a port up to 65535")
+            f"a host was given with {', '.join(address)}: {error}. Give a dict such as {EXAMPLE}"
+        ) from None
     return address
 
 

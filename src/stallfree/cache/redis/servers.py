@@ -13,6 +13,7 @@ dead process may leave a wrong number, which the next ping or confirmation corre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -224,6 +225,24 @@ def write_records(folder: Path, records: list[Record]) -> None:
     os.replace(new, folder / RECORDS)
 
 
+def node_servers(root: Path) -> list[tuple[str, Address]]:
+    """Return the names of this user's stores below `root` and the addresses of their servers, this node's first."""
+    found = []
+    for folder in sorted(file.parent for file in root.glob(f"redis-*/{RECORDS}")):
+        with contextlib.suppress(OSError):  # it is being removed
+            me = (folder / ID).read_text()
+            for record in sorted(read_records(folder), key=lambda record: bool(record["id"] != me)):
+                address = _address(record, str(folder) if record["id"] == me else "")
+                found.append((folder.name.removeprefix("redis-"), address))
+    return found
+
+
+def _address(record: Record, folder: str) -> Address:
+    """Return the address of a node's server: the socket in `folder` if this is the node."""
+    where = {"path": f"{folder}/{SOCKET}"} if folder else {name: record[name] for name in ("host", "port")}
+    return {**where, "password": record["password"]}
+
+
 class Servers:
     """The servers of a store, as a process uses them. Picklable: another process attaches to the folder.
 
@@ -273,10 +292,8 @@ class Servers:
         """Return the current address of a server."""
         if given := self._arguments[1]:
             return given[index]
-        record = read_records(self.folder.path)[index]
-        if index == self.me:
-            return {"path": f"/proc/self/fd/{self._directory}/{SOCKET}", "password": record["password"]}
-        return {name: record[name] for name in ("host", "port", "password")}
+        folder = f"/proc/self/fd/{self._directory}" if index == self.me else ""
+        return _address(read_records(self.folder.path)[index], folder)
 
     def barred(self) -> list[str]:
         """Return the ids of nodes whose addresses must be confirmed."""

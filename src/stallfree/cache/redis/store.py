@@ -124,7 +124,9 @@ class RedisStore:
                 f"the store {self.name!r} is closed: make a new one, and close it after training"
             )
         limit = self.capacity if self._servers.me is None else None
-        return RedisTier(num_ids, self._servers, name, fingerprint, limit, self.allow_pickle)
+        tier = RedisTier(num_ids, self._servers, name, fingerprint, limit, self.allow_pickle)
+        tier.store = self  # which ends its server when it is collected
+        return tier
 
     @property
     def room(self) -> int:

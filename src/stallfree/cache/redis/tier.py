@@ -78,6 +78,7 @@ class RedisTier:
         self._key, label = data_key(name, fingerprint), re.sub(r"[^0-9A-Za-z._-]", "_", name)
         self._prefix = f"stallfree:{label}-{self._key.hex()[:8]}:".encode()
         self._owner = owners(num_ids, servers.names[: len(servers.all)])
+        self.store: Any = None  # the `RedisStore` of this process
         self._full: dict[int, float] = {}  # time until which a server counts as full
 
     def __reduce__(self) -> tuple[Any, ...]:
