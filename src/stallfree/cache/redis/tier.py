@@ -115,14 +115,18 @@ class RedisTier:
 
     def _read(self, server: Server, ids: list[int], keys: list[bytes], at: list[int], values: list[Any]) -> None:
         commands = [("GET", key) for key in keys] if server.is_cluster else [("MGET", *keys)]
-        found, damaged = [], []
-        for reply in server.send(commands):
+        found = server.send(commands)
+        for reply in found:
             if isinstance(reply, Exception):
                 raise refusal(server, reply)
-            found += reply if isinstance(reply, list) else [reply]
-        if len(found) != len(keys):  # lost, or not a reply to this request
+        if found and not server.is_cluster:
+            (found,) = found
+        if not isinstance(found, list) or len(found) != len(keys):  # lost, or not a reply to this request
             return
-        for id, key, position, value in zip(ids, keys, at, found, strict=True):
+        damaged = []
+        found.reverse()
+        for id, key, position in zip(ids, keys, at, strict=True):
+            value = found.pop()  # its memory is used again for the next sample: fresh pages cost more than the copy
             if isinstance(value, bytes):
                 record = check_value(np.frombuffer(value, np.uint8), self._key, id)
                 if record is None:
