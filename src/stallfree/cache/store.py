@@ -96,15 +96,14 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
     objects: without their fingerprint, nodes could not find each other's samples. Otherwise "memory" and `capacity`,
     with a warning in a job of several nodes.
     """
-    from stallfree.stores.launch.place import find_place
+    from stallfree.cache.redis import RedisStore
+    from stallfree.cache.redis.launch import find_node
 
-    if not shares_memory() or find_place().count == 1:
+    if not shares_memory() or find_node()[1] == 1:
         return "memory", capacity
     try:
         if not unknown:
-            from stallfree.stores import RedisStore
-
-            return RedisStore(capacity_per_node=capacity, name="auto"), 0  # type: ignore[return-value]
+            return RedisStore(capacity_per_node=capacity, name="auto"), 0
         why = f"{unknown[0]} has no fingerprint. To share samples, give name=, another name for each data set"
     except (MissingServerError, MissingExtraError) as error:
         why = text_of(error)

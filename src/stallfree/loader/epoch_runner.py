@@ -244,6 +244,8 @@ class EpochRunner:
         reader = self.options.reader
         reader.follow()
         if reader.cache is not None:
+            if reader.cache.tier is not None:
+                reader.cache.tier.begin_epoch()
             reader.check_settings()
         elif self._tuner is None and reader.settings.changes():
             self.options = replace(self.options, reader=reader_of(self.options.dataset))
