@@ -1,9 +1,9 @@
 """The sample cache in memory shared by all processes of a host, or on a local disk.
 
 Writers hold a lock that the kernel releases when they die. They copy records to memory under it. For a disk they
-reserve blocks under it, write to them without it, and publish under it: a slow disk delays no other process. The next writer
-repairs the incomplete changes of a killed process, and what it had reserved on a disk is free again when a recovery has
-run, at the latest when the first process attaches (space.py). Readers hold no lock (records.py).
+reserve blocks under it, write without it, and publish under it: a slow disk delays no other process. The next writer
+repairs the incomplete changes of a killed process. The blocks that it had reserved on a disk are free again after a
+recovery, at the latest when a first process attaches again (space.py). Readers hold no lock (records.py).
 """
 
 from __future__ import annotations
