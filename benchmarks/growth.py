@@ -234,7 +234,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        inner = Space._evict
+        inner = Space._admit
 
         def evict(space: Space, *arguments: Any) -> int:
             start = time.perf_counter()
@@ -243,7 +243,7 @@ class Stopwatch:
             finally:
                 self.seconds += time.perf_counter() - start
 
-        Space._evict = evict  # type: ignore[assignment, method-assign]
+        Space._admit = evict  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

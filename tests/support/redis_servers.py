@@ -19,8 +19,8 @@ import psutil
 import pytest
 import redis
 
-from stallfree.cache.redis.launch import PROGRAMS, find_server
 from stallfree.cache.redis.addresses import Address
+from stallfree.cache.redis.launch import PROGRAMS, find_server
 
 PATIENCE = 60.0  # seconds until something that should come counts as never coming
 

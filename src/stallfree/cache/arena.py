@@ -29,7 +29,7 @@ Array = npt.NDArray[Any]
 SEGMENT = 64 << 20
 """Bytes per allocation, or one block if that is larger."""
 
-_ROWS = 16  # blocks of a disk that are read before their parts are copied
+_MOST_PARTS = 1024  # buffers per read call
 _POPULATE_READ = 22
 _POPULATE_STEP = 32 << 20
 
@@ -188,7 +188,7 @@ class DiskArena(Arena):
     def read(self, blocks: Array, out: Array) -> None:
         """See `Arena`."""
         for start, count, at in _runs(blocks):
-            self._read(out[at : at + count].data.cast("B"), start * self.block)
+            self._read([out[at : at + count].data.cast("B")], start * self.block)
 
     def restore_length(self) -> int:
         """Set the file to its full length; return its previous number of blocks."""
@@ -207,27 +207,38 @@ class DiskArena(Arena):
 
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
         """See `Arena`."""
-        return list(zip(offsets, outs, strict=True))
+        return list(offsets), list(outs)
 
     def gather(self, blocks: Array, target: Any) -> None:
         """See `Arena`."""
-        rows = np.empty((min(_ROWS, len(blocks)), self.block), np.uint8)
-        for start in range(0, len(blocks), _ROWS):
-            some = blocks[start : start + _ROWS]
-            self.read(some, rows)
-            for offset, out in target:
-                out[start : start + len(some)] = rows[: len(some), offset : offset + out.shape[1]]
+        offsets, outs = target
+        if not outs:
+            return
+        gaps = [
+            memoryview(bytearray(max(0, after - offset - out.shape[1])))
+            for offset, after, out in zip(offsets, (*offsets[1:], 0), outs, strict=True)
+        ]
+        views = [out.data for out in outs]
+        for row, block in enumerate(blocks.tolist()):
+            parts = [part for view, gap in zip(views, gaps, strict=True) for part in (view[row : row + 1], gap)]
+            self._read([part.cast("B") for part in parts if part.nbytes], block * self.block + offsets[0])
 
-    def _read(self, view: memoryview, at: int) -> None:
-        """Fill `view` from offset `at` of the file; with zeros where the read fails or the file ends."""
-        while len(view):
+    def _read(self, views: list[memoryview], at: int) -> None:
+        """Fill `views` from offset `at` of the file; with zeros where the read fails or the file ends."""
+        while views:
             try:
-                got = os.preadv(self._fd, [view], at)
+                got = os.preadv(self._fd, views[:_MOST_PARTS], at)
             except OSError:
                 got = 0
             if got == 0:
-                view[:] = bytes(len(view))
-            view, at = view[got or len(view) :], at + got
+                for view in views:
+                    view[:] = bytes(len(view))
+                return
+            at += got
+            while views and got >= len(views[0]):
+                got -= len(views.pop(0))
+            if got:
+                views[0] = views[0][got:]
 
 
 def _adjacent(blocks: Array) -> bool:

@@ -19,7 +19,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 def free_memory() -> int:
     """Bytes that this process may still use: the kernel's available memory, limited by each cgroup above it."""
-    return max(0, min(_available(), *_cgroup_limits()))
+    return max(0, min([_available(), *_cgroup_limits()]))
 
 
 def free_space(folder: Path) -> int:

@@ -1,9 +1,9 @@
 """The sample cache in memory shared by all processes of a host, or on a local disk.
 
 Writers hold a lock that the kernel releases when they die. They copy records to memory under it. For a disk they
-reserve blocks under it, write to them without it, and publish under it: a slow disk delays nobody. The next writer
-repairs the incomplete changes of a killed process, and what it had reserved on a disk is free again when a recovery has
-run, at the latest when the first process attaches (space.py). Readers hold no lock (records.py).
+reserve blocks under it, write without it, and publish under it: a slow disk delays no other process. The next writer
+repairs the incomplete changes of a killed process. The blocks that it had reserved on a disk are free again after a
+recovery, at the latest when a first process attaches again (space.py). Readers hold no lock (records.py).
 """
 
 from __future__ import annotations
@@ -69,10 +69,8 @@ _TYPICAL = 128 << 10
 class SampleCache:
     """The samples of one data set, by id. Attaches to the cache `name`, and creates it if missing.
 
-    Methods take `ids` as a sequence or an array, which may contain equal ids. Ids that are not integers or are out of
-    range raise `InputError`, which in the latter case is also an `IndexError`. After `close`, reading and storing raise
-    `InputError`. Methods are thread-safe. A forked child uses the object of its parent; a pickled cache attaches to the
-    same samples in another process. A context manager.
+    Methods take `ids` as a sequence or an array, which may contain equal ids. Wrong ids raise `InputError`; those out
+    of range an `IndexError` as well. After `close`, methods raise `InputError`. Thread-safe; may be forked and pickled.
 
     Args:
         num_ids: number of samples of the data set; ids are 0 to `num_ids` - 1.

@@ -10,7 +10,14 @@ from typing import Any
 from stallfree.cache.policies import Policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.tier import TierClient, TierStore
-from stallfree.errors import InputError, MissingExtraError, MissingServerError, argument_conflict, text_of
+from stallfree.errors import (
+    InputError,
+    MissingExtraError,
+    MissingServerError,
+    argument_conflict,
+    capacity_too_small,
+    text_of,
+)
 from stallfree.frames import users_level
 from stallfree.platform import shares_memory
 from stallfree.units import parse_size
@@ -79,9 +86,10 @@ def is_tier(store: Any) -> bool:
 
 def parse_capacity(capacity: Any, store: Store) -> int:
     """Return `capacity` in bytes; 0 only with a tier. Raises `CapacityError`."""
-    if is_tier(store) and not isinstance(capacity, bool) and capacity in (0, "0"):
-        return 0
-    return parse_size(capacity, "capacity")
+    size = parse_size(capacity, "capacity")
+    if not size and not is_tier(store):
+        raise capacity_too_small(f"capacity={capacity!r}: give the bytes of the cache; 0 is for a store with a tier")
+    return size
 
 
 def room_of(store: Store, capacity: int) -> int:
