@@ -34,10 +34,10 @@ def stream_ids(number: int, streams: int, first: int, count: int) -> Ids:
     return np.arange(first, first + count, dtype=np.int64) * streams + number
 
 
-def loader_reader(dataset: Any, workers: int, *, drop_last: bool) -> Reader:
+def loader_reader(dataset: Any, workers: int, *, drop_last: bool, divide: bool) -> Reader:
     """Return a `StreamReader` for an iterable data set, otherwise the result of `reader_of`."""
     if not isinstance(dataset, IterableDataset):
-        return reader_of(dataset)
+        return reader_of(dataset, divide=divide)
     if isinstance(dataset, IterDataPipe):
         raise iterable_unsupported(
             f"{type(dataset).__name__} is an IterDataPipe, whose graph torch's loader changes: use torch's "

@@ -64,7 +64,9 @@ def changed_options(loader: Any, options: Options) -> Options:
         vars(loader)["collate_fn"] = default_convert if options.single else default_collate
     vars(loader)["num_workers"] = as_int(loader.num_workers)
     changed = replace(options, **options_of(loader, single=options.single))
-    streams = options.reader.streams
-    if changed.dataset is options.dataset and (not streams or changed.workers == options.workers):
+    workers, before = changed.workers, options.workers
+    by_workers = workers != before and (options.reader.streams or not (workers and before))
+    if changed.dataset is options.dataset and not by_workers:
         return changed
-    return replace(changed, reader=loader_reader(loader.dataset, loader.num_workers, drop_last=loader.drop_last))
+    divide = workers > 0 or options.remote is not None
+    return replace(changed, reader=loader_reader(loader.dataset, workers, drop_last=loader.drop_last, divide=divide))

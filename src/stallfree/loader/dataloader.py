@@ -303,9 +303,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._adopted = Attributes(self)
 
     def _options(self, context: BaseContext, single: bool) -> Options:
+        divide = self.num_workers > 0 or self.workers is not None
         return Options(
             **{"context": context, **options_of(self, single=single)},
-            reader=loader_reader(self.dataset, self.num_workers, drop_last=self.drop_last),
+            reader=loader_reader(self.dataset, self.num_workers, drop_last=self.drop_last, divide=divide),
             single=single,
             seed=self.seed or 0,
             skip=self.on_error == "skip",
