@@ -217,14 +217,13 @@ def test_worker_init_fn() -> None:
     assert told == []
 
 
-def test_batches_are_the_loops_own() -> None:
-    """A loop may change a batch in place, and the data set stays as it is."""
+def test_cached_batches_are_the_loops_own() -> None:
+    """A loop may change a batch in place, and neither the cache nor the data set changes."""
     data = torch.arange(6)
     with sf.CachedDataset(Made(6, lambda id: data[id]), capacity="32MiB") as cached:
-        for dataset in (Made(6, lambda id: data[id]), cached):
-            for size in (2, None):
-                for batch in sf.DataLoader(dataset, batch_size=size):
-                    batch += 1
+        for size in (2, None):
+            for batch in sf.DataLoader(cached, batch_size=size):
+                batch += 1
         assert data.tolist() == [0, 1, 2, 3, 4, 5]
         assert [int(batch) for batch in sf.DataLoader(cached)] == [0, 1, 2, 3, 4, 5]
 

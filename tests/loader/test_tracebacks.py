@@ -158,8 +158,9 @@ def test_wrong_arguments(call: Callable[[], Any]) -> None:
 
 def test_a_fault_of_this_package_can_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stallfree.batches.batch_builder.collate_default", None)
-    with pytest.raises(TypeError) as caught:
-        list(sf.DataLoader(Made(4, lambda id: "text")))
+    cached = sf.CachedDataset(Made(4, lambda id: "text"), capacity="1MiB")
+    with cached, pytest.raises(TypeError) as caught:
+        list(sf.DataLoader(cached))
     assert [Path(file).name for file in frames(caught.value)][-1] == "batch_builder.py"
 
 

@@ -6,7 +6,7 @@ import logging
 import time
 import traceback
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -58,12 +58,14 @@ class BatchBuilder:
     single: bool
     seed: int
     skip: bool
-    _drawing: Randomness = field(init=False)
     _stacked: Structure | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.reader.single = self.single
-        self._drawing = Randomness(self.collate, lazy=True)
+
+    @cached_property
+    def _drawing(self) -> Randomness:
+        return Randomness(self.collate, lazy=True)
 
     # -- gathers ------------------------------------------------------------------------------------------------------
 

@@ -79,10 +79,13 @@ class Reader(SampleAccess):
                 self._cancel(pending)
 
 
-def reader_of(dataset: Any) -> Reader:
-    """Return the reader of a stallfree data set; for any other data set, a reader without a cache."""
+def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
+    """Return the reader of a stallfree data set; for any other data set, a reader without a cache.
+
+    Without `divide`, it indexes a data set of torchvision or Hugging Face instead of applying its transform itself.
+    """
     reader = getattr(dataset, "reader", None)
     if isinstance(reader, Reader):
         return reader
-    source = as_source(dataset)
+    source = as_source(dataset, divide=divide)
     return Reader(source, None, Compose([]), source.pipeline)

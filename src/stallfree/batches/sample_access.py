@@ -108,6 +108,8 @@ class SampleAccess:
         self._pool: Executor | None = None
         self._pid = -1
         self._ended = ""
+        self._drawing: Callable[[Any], Any] | None = None
+        self._randomness: Randomness | None = None
         self._update_seeding()
 
     def _update_seeding(self) -> None:
@@ -125,7 +127,14 @@ class SampleAccess:
         if self.seeds_fetch:
             drawing = _Drawing(dataset, self.rest)
         self.seeds = drawing is not None
-        self.randomness = Randomness(drawing, [self._dataset, *self._pipeline], lazy=True)
+        self._drawing, self._randomness = drawing, None
+
+    @property
+    def randomness(self) -> Randomness:
+        """Seeds the random draws. Its generators are searched for on first use, in the data set too."""
+        if self._randomness is None:
+            self._randomness = Randomness(self._drawing, [self._dataset, *self._pipeline], lazy=True)
+        return self._randomness
 
     @property
     def deterministic(self) -> Compose:

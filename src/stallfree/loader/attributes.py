@@ -68,6 +68,7 @@ def check_settable(loader: Any, *, single: bool) -> None:
 def changed_options(loader: Any, options: Options) -> Options:
     """`options` with the present attributes of `loader`."""
     changed = replace(options, **options_of(loader, single=options.single))
-    if changed.dataset is options.dataset:
+    workers, before = changed.workers, options.workers
+    if changed.dataset is options.dataset and bool(workers) == bool(before):
         return changed
-    return replace(changed, reader=reader_of(loader.dataset))
+    return replace(changed, reader=reader_of(loader.dataset, divide=workers > 0 or options.remote is not None))

@@ -317,9 +317,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         )
 
     def _options(self, context: BaseContext, single: bool) -> Options:
+        divide = self.num_workers > 0 or self.workers is not None
         return Options(
             **{"context": context, **options_of(self, single=single)},
-            reader=reader_of(self.dataset),
+            reader=reader_of(self.dataset, divide=divide),
             single=single,
             seed=self.seed or 0,
             skip=self.on_error == "skip",

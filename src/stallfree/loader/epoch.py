@@ -237,14 +237,14 @@ class Epoch(_Pass):
 class DirectEpoch(_Pass):
     """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead.
 
-    Without a prefetcher, batches and their random numbers are those of torch's loader.
+    Without a cache and a prefetcher, batches and their random numbers are those of torch's loader.
     """
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
         builder = pool.builder
         self._plain = None
-        if pool.counts_waits:
+        if pool.counts_waits and builder.reader.cache is None:
             collate = builder.collate or (default_convert if builder.single else default_collate)
             self._plain = PlainBatches(builder.reader, collate, builder.single, builder.skip)
 
@@ -286,6 +286,7 @@ class DirectEpoch(_Pass):
             counts["prep_seconds"] += now - started
             if self._log is not None:
                 self._log.built(started, now, number, progress.number)
+            counts["misses"] += len(ids)
             if samples is not None:
                 counts["storage_bytes"] += samples.storage_bytes
                 if samples.skipped:
@@ -294,7 +295,6 @@ class DirectEpoch(_Pass):
                     ids = np.array(samples.ids, np.int64)
                     if not len(ids):
                         continue
-            counts["misses"] += len(ids)
             counts["batches"] += 1
             counts["samples"] += len(ids)
             if now >= self._status.due:
