@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
@@ -311,7 +310,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             skip=self.on_error == "skip",
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
             log=None if self.event_log is None else EventLog(self.event_log),
-            begun=time.monotonic(),
             remote=self.workers,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
@@ -238,7 +237,6 @@ class SharedLoader(Generic[BatchT_co]):
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
-            begun=time.monotonic(),
             remote=workers,
         )
         self._samples = len(options.reader.source)
