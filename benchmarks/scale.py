@@ -282,7 +282,7 @@ def memory(found: Json) -> list[list[str]]:
         return [words, *(_size(size(samples)) for samples, _ in STEPS)]
 
     return [
-        row("index of the memory tier (12 bytes per sample, whatever the capacity)", _index),
+        row("index of the cache in memory (12 bytes per sample, whatever the capacity)", _index),
         row("shared state of the servers' data set", lambda samples: found["state"]["bytes"] * samples),
         row(f"counts of `CachedDataset`, {RANKS} ranks", lambda samples: RANKS * found["counts"]["bytes"] * samples),
         *(

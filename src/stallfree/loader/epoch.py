@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch.utils.data import default_collate, default_convert
 
+from stallfree.batches.direct import PlainBatches
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.errors import (
     StallfreeError,
@@ -219,11 +221,19 @@ class Epoch(_Pass):
 
 
 class DirectEpoch(_Pass):
-    """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead."""
+    """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead.
+
+    Without a prefetcher, batches and their random numbers are those of torch's loader.
+    """
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
-        pool.builder.reader.begin()
+        builder = pool.builder
+        builder.reader.begin()
+        self._plain = None
+        if pool.counts_waits and not builder.reader.streams:
+            collate = builder.collate or (default_convert if builder.single else default_collate)
+            self._plain = PlainBatches(builder.reader, collate, builder.single, builder.skip)
 
     def __iter__(self) -> DirectEpoch:
         return self
@@ -243,7 +253,10 @@ class DirectEpoch(_Pass):
                 raise progress.take_problem() or StopIteration
             number, _, repeat = progress.start()
             try:
-                data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids, repeat))
+                if self._plain is not None:
+                    data, samples = self._plain.make(ids.tolist())
+                else:
+                    data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids, repeat))
             except Exception as error:
                 progress.hand_out()
                 if isinstance(error, StopIteration):
@@ -253,23 +266,27 @@ class DirectEpoch(_Pass):
                 self._end()
                 raise
             progress.hand_out()
-            if samples.ended:
+            if samples is not None and samples.ended:
                 progress.end_stream(ids)
             now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:
                 counts["wait_seconds"] += now - started
-            counts["misses"] += samples.misses
-            counts["storage_bytes"] += samples.storage_bytes
             counts["prep_seconds"] += now - started
             if self._log is not None:
                 self._log.built(started, now, number, progress.number)
-            if samples.skipped:
-                _report_skips(counts, samples.skipped)
-            if samples.ids or len(ids) == 0:  # else all were left out
-                counts["batches"] += 1
-                counts["samples"] += len(samples.ids)
-                return data, ids if len(samples.ids) == len(ids) else np.array(samples.ids, np.int64)
+            if samples is not None:
+                counts["storage_bytes"] += samples.storage_bytes
+                if samples.skipped:
+                    _report_skips(counts, samples.skipped)
+                if len(samples.ids) < len(ids):
+                    ids = np.array(samples.ids, np.int64)
+                    if not len(ids):
+                        continue
+            counts["misses"] += len(ids)
+            counts["batches"] += 1
+            counts["samples"] += len(ids)
+            return data, ids
 
     def _end(self) -> None:
         """End the iteration after an interruption."""
