@@ -11,7 +11,6 @@ from torch.utils.data import IterableDataset
 
 from stallfree.batches.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.loader.output import check_output
 from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
 from stallfree.units import parse_room, parse_whole
@@ -52,7 +51,6 @@ def check_arguments(
     check_sampling(sampler=sampler, batch_sampler=batch_sampler, **of("batch_size", "shuffle", "drop_last"))
     check_functions(**of("collate_fn", "worker_init_fn", "on_error"))
     check_ranked(others["ranks"], sampler, batch_sampler)
-    check_output(**of("output", "pin_memory", "device"))
     return room
 
 
