@@ -15,8 +15,8 @@ import torch
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, say, scratch_folder
 from stallfree.cache import SampleCache
-from stallfree.cache.memory.limits import free_memory
-from stallfree.cache.memory.space import Space
+from stallfree.cache.capacity import free_memory
+from stallfree.cache.space import Space
 
 NAME = "growth"
 QUESTION = "Does anything get worse as the cache grows?"

@@ -30,7 +30,7 @@ import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.shared_team import Meet, Team, TeamError
 from benchmarks.store_records import make_noise, make_record
-from stallfree.cache.memory.layout import plan_layout
+from stallfree.cache.layout import plan_layout
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.sources import BaseSource
 from stallfree.stores import RedisCache

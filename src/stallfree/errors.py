@@ -172,7 +172,7 @@ class SampleError(StallfreeError):
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died on one batch or on their stream, or cannot start.
+    """Worker processes died on one batch, or cannot start.
 
     It is also a `RuntimeError`, as in torch's loader.
 

@@ -49,7 +49,7 @@ def test_no_caches(store_root: Path, arguments: tuple[str, ...]) -> None:
 def test_ls_shows_what_is_there(arguments: tuple[str, ...]) -> None:
     """With --watch it does so once, because the output is no terminal."""
     with closing(make_cache("pictures")) as cache:
-        cache.put(7, b"seven")
+        cache.put_many([7], [b"seven"])
         cache.get_many([7, 7, 8])
         row = row_of("pictures", run("ls", *arguments).output)
     assert row[:8] == ["pictures", "minio", "in", "use", "2", "1", "1", "100"]
@@ -125,7 +125,7 @@ def test_rm_leaves_a_cache_in_use_alone() -> None:
     with closing(make_cache("busy")) as cache:
         with pytest.raises(InputError, match=r"busy.*in use"):
             run("rm", "busy")
-        cache.put(1, b"still works")
+        cache.put_many([1], [b"still works"])
         assert cache.get_many([1]) == [b"still works"]
 
 

@@ -15,7 +15,7 @@ import pytest
 import stallfree as sf
 from children import Child
 from stallfree.cache import SampleCache
-from stallfree.cache.memory.admin import caches_root, collect_garbage, list_caches, remove
+from stallfree.cache.admin import caches_root, collect_garbage, list_caches, remove
 from stallfree.errors import FingerprintError
 from stallfree.ipc import owned
 from stallfree.ipc.folders import default_root, prepare_root, user_root

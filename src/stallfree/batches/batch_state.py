@@ -38,7 +38,6 @@ class Samples:
         storage_bytes: bytes fetched from the source.
         fetch_seconds: seconds spent waiting for fetches.
         skipped: errors of the skipped samples.
-        ended: whether the stream of an iterable data set has ended.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -48,7 +47,6 @@ class Samples:
     storage_bytes: int = 0
     fetch_seconds: float = 0.0
     skipped: list[SampleError] = field(default_factory=list)
-    ended: bool = False
     whole: bool = False
 
     def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:

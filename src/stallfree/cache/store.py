@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stallfree.cache.memory.sample_cache import SampleCache
 from stallfree.cache.policies import Policy
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.tier import TierClient, TierStore
 from stallfree.errors import InputError, MissingExtraError, MissingServerError, argument_conflict, text_of
 from stallfree.frames import users_level

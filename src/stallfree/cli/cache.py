@@ -18,7 +18,7 @@ from stallfree.errors import StorageError, cache_not_found
 from stallfree.units import format_size
 
 if TYPE_CHECKING:
-    from stallfree.cache.memory.admin import CacheInfo
+    from stallfree.cache.admin import CacheInfo
 
 app = typer.Typer(help="List or remove the caches of this user.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -79,20 +79,17 @@ def _figures(counts: list[int | None], used: int, capacity: int) -> list[str]:
 
 
 def _caches(root: Path) -> list[CacheInfo]:
-    from stallfree.cache.memory.admin import list_caches
+    from stallfree.cache.admin import list_caches
 
     return list_caches(root)
 
 
 def _requests(path: Path) -> dict[str, int | None]:
     """Return the hits and misses of all processes, current and past; None if the cache cannot be read."""
-    from stallfree.cache.counters import Count, Counters
-    from stallfree.cache.memory.index import Index
-    from stallfree.cache.memory.layout import Meta
+    from stallfree.cache.layout import Count, Index, Meta
 
     try:
-        meta = Meta.load(path)
-        totals = Counters(Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).counters).totals()
+        totals = Index(path, Meta.load(path)).counters.totals()
     except (StorageError, OSError):
         return {"hits": None, "misses": None}
     return {"hits": totals[Count.HITS], "misses": totals[Count.MISSES]}
@@ -108,7 +105,7 @@ def rm(
 
     Example: stallfree cache rm train
     """
-    from stallfree.cache.memory.admin import remove
+    from stallfree.cache.admin import remove
 
     root = _root(store)
     for name in names:
@@ -127,7 +124,7 @@ def gc(store: Store = "memory", json: JsonFlag = False) -> None:
 
     Example: stallfree cache gc
     """
-    from stallfree.cache.memory.admin import collect_garbage
+    from stallfree.cache.admin import collect_garbage
 
     removed = collect_garbage(_root(store))
     if json:
@@ -137,7 +134,7 @@ def gc(store: Store = "memory", json: JsonFlag = False) -> None:
 
 
 def _root(store: str) -> Path:
-    from stallfree.cache.memory.admin import caches_root
+    from stallfree.cache.admin import caches_root
 
     root = caches_root(store)
     if store != "memory" and not Path(store).expanduser().is_dir():

@@ -30,7 +30,7 @@ from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
 
 _REPORTED_SKIPS = 5
 
-_OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
+OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
 
 log = logging.getLogger("stallfree")
 
@@ -85,7 +85,7 @@ class Epoch(_Pass):
         Any interruption other than a timeout ends the iteration.
         """
         if self.closed or self.pool.closed or self._token != self.pool.token:
-            raise iteration_over(_OVER)
+            raise iteration_over(OVER)
         if self._owner != os.getpid():  # its results would be those that the parent awaits
             raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
         try:
@@ -149,8 +149,6 @@ class Epoch(_Pass):
                 self.pool.submit(task, gather=False)
             else:
                 self._results[result.number] = result
-                if result.ended:
-                    self.progress.end_stream(self._tasks[result.number].ids)
         return bool(results)
 
     def _count(self, result: Result) -> None:
@@ -229,9 +227,8 @@ class DirectEpoch(_Pass):
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
         builder = pool.builder
-        builder.reader.begin()
         self._plain = None
-        if pool.counts_waits and not builder.reader.streams:
+        if pool.counts_waits:
             collate = builder.collate or (default_convert if builder.single else default_collate)
             self._plain = PlainBatches(builder.reader, collate, builder.single, builder.skip)
 
@@ -242,7 +239,7 @@ class DirectEpoch(_Pass):
         pool, progress = self.pool, self.progress
         while True:
             if self.closed or pool.closed:
-                raise iteration_over(_OVER)
+                raise iteration_over(OVER)
             started = time.monotonic()
             try:
                 ids = progress.peek()
@@ -266,8 +263,6 @@ class DirectEpoch(_Pass):
                 self._end()
                 raise
             progress.hand_out()
-            if samples is not None and samples.ended:
-                progress.end_stream(ids)
             now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:

@@ -45,7 +45,6 @@ def delivery(
     *,
     with_ids: bool,
     weigh: Callable[[Ids], torch.Tensor] | None,
-    count: Callable[[Ids], None] | None,
     pin: bool,
 ) -> Callable[[Any, Ids], Any] | None:
     """The function that converts a batch and its ids to the delivered object; None if that is the batch itself.
@@ -53,16 +52,13 @@ def delivery(
     Args:
         with_ids: return a `Batch`.
         weigh: returns the weights of ids, and implies a `Batch`; or None.
-        count: called with the ids of each batch; or None.
         pin: copy tensors to pinned memory, if there is an accelerator.
     """
     pin = pin and torch.cuda.is_available()
-    if not (with_ids or weigh or count or pin):
+    if not (with_ids or weigh or pin):
         return None
 
     def deliver(data: Any, ids: Ids) -> Any:
-        if count is not None:
-            count(ids)
         if with_ids or weigh is not None:
             data = Batch(data, torch.from_numpy(ids.copy()), None if weigh is None else weigh(ids))
         return pinned(data) if pin else data

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.counters import Count, Counters
+from stallfree.cache.layout import Count, Counters
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.locks import CLAIMS, FileLock
 from stallfree.ipc.shared_array import shared_array

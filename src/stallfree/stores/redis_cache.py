@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.base import BaseCache
-from stallfree.cache.checks import MISS, checked_ids, checked_pairs
-from stallfree.cache.counters import Count
+from stallfree.cache.layout import Count
 from stallfree.cache.protocol import Fetch, Pool, Reading
+from stallfree.cache.records import MISS, checked_ids, checked_pairs
 from stallfree.cache.tiers.reading import TierReading, fill
 from stallfree.pipeline.codec import encode
 from stallfree.stores.redis_tier import RedisTier

@@ -19,9 +19,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.checks import EVERY_STEP, MISS, checked_ids, checked_scores
-from stallfree.cache.counters import Count
+from stallfree.cache.layout import Count
 from stallfree.cache.policies import Policy, make_policy
+from stallfree.cache.records import MISS, checked_ids, checked_scores
+from stallfree.cache.sample_cache import EVERY_STEP
 from stallfree.cache.tiers.write_behind import Record, WriteBehind
 from stallfree.errors import dataset_empty, object_closed
 from stallfree.pipeline.codec import record_size

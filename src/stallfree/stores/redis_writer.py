@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.counters import Count
+from stallfree.cache.layout import Count
 from stallfree.cache.policies import Policy
 from stallfree.cache.tiers.write_behind import Record
 from stallfree.pipeline.codec import record_size

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stallfree.cache.memory.limits import check_free_memory
+from stallfree.cache.capacity import check_free_memory
 from stallfree.errors import (
     InputError,
     MissingServerError,

@@ -8,7 +8,7 @@ import pytest
 
 from children import Holder
 from stallfree.cache import SampleCache, collect_garbage, list_caches, remove
-from stallfree.cache.memory.admin import caches_root
+from stallfree.cache.admin import caches_root
 from stallfree.errors import InputError
 from stallfree.ipc.folders import default_root, user_root
 

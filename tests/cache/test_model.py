@@ -120,7 +120,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 1), id=ids)
     def a_hit_is_the_callers_own(self, which: int, id: int) -> None:
-        value = self.pick(which).get(id)
+        value = self.pick(which).get_many([id])[0]
         if isinstance(value, tuple) and len(value) == 2:
             value[0].fill_(251)
 

@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 from stallfree.errors import capacity_too_large
+from stallfree.frames import users_level
 from stallfree.units import format_size
 
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -18,8 +19,7 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 def free_memory() -> int:
     """Bytes that this process may still use: the kernel's available memory, limited by each cgroup above it."""
-    limits = [_available(), *_cgroup_limits()]
-    return max(0, min(limits))
+    return max(0, min(_available(), *_cgroup_limits()))
 
 
 def free_space(folder: Path) -> int:
@@ -62,6 +62,18 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
         stacklevel=2,
     )
     return room
+
+
+def warn_of_other_capacity(name: str, capacity: int, requested: int) -> None:
+    """Warn if the existing cache `name` has another capacity than requested."""
+    if abs(capacity - requested) > requested // 16:
+        warnings.warn(
+            f"the cache {name!r} already exists with a capacity of {format_size(capacity)}: the requested "
+            f"{format_size(requested)} are ignored. Give another name, or remove it with `stallfree cache rm {name}` "
+            "when no process uses it",
+            RuntimeWarning,
+            stacklevel=users_level(),
+        )
 
 
 def check_free_memory(size: int, what: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import warnings
@@ -17,7 +18,7 @@ import stallfree as sf
 from cache_tools import PAGE, make, problems
 from children import Child
 from stallfree.cache import MISS, POLICIES, SampleCache
-from stallfree.cache.memory import limits
+from stallfree.cache import capacity as limits
 from stallfree.errors import CapacityError
 from stallfree.units import format_size
 
@@ -65,8 +66,7 @@ def fill(cache: SampleCache, ids: range) -> int:
         (None, "is no size"),
         (1.5, "is no size"),
         (True, "is no size"),
-        (0, r"capacity=0 B holds no record: the index of 10 samples takes .* Give .* or more"),
-        ("20KB", "holds no record"),
+        ("20KB", r"capacity=19.5 KiB holds no record: the index of 10 samples takes .* Give .* or more"),
     ],
 )
 def test_capacities_that_are_none(capacity: Any, message: str, store_root: Path) -> None:
@@ -77,10 +77,39 @@ def test_capacities_that_are_none(capacity: Any, message: str, store_root: Path)
 
 def test_the_capacity_that_the_message_names_is_enough() -> None:
     with pytest.raises(CapacityError) as caught:
-        SampleCache(1000, capacity=0, fingerprint="x", example=SAMPLE)
+        SampleCache(1000, capacity=1, fingerprint="x", example=SAMPLE)
     words = str(caught.value).split("Give ")[1].split()
     with SampleCache(1000, capacity=f"{words[0]}{words[1]}", fingerprint="x", example=SAMPLE) as cache:
-        assert cache.put(0, SAMPLE)
+        assert cache.put_many([0], [SAMPLE]).all()
+
+
+@pytest.mark.parametrize("example", [SAMPLE, b"x", MISS])
+@pytest.mark.parametrize("place", ["memory", "disk"])
+@pytest.mark.parametrize("policy", ["minio", "lru", "importance"])
+def test_no_capacity_is_an_index_without_samples(policy: str, place: str, example: Any, tmp_path: Path) -> None:
+    """As in front of a store whose samples are elsewhere: scores, counts and uncached steps are still shared."""
+    store = "memory" if place == "memory" else tmp_path
+    with SampleCache(10, capacity=0, fingerprint="x", policy=policy, store=store, example=example) as cache:
+        if policy == "importance":
+            cache.set_scores([1], [5.0])
+        assert not cache.put_many([1, 2], [SAMPLE, b"x"]).any()
+        assert cache.get_many([1, 2]) == [MISS, MISS]
+        outs = [np.empty((2, leaf.nbytes), np.uint8) for leaf in cache.structure.leaves] if cache.structure else []
+        assert not cache.gather([1, 2], outs).any()
+        borrowed = cache.borrow([1, 2])
+        assert borrowed is None or borrowed.values == [MISS, MISS]
+        cache.drop([1])
+        cache.clear()
+        cache.count_fetch(2, 20)
+        cache.count_tier(5, 3)
+        assert cache.uncache_steps(2)
+        with pickle.loads(pickle.dumps(cache)) as other:
+            assert (other.uncached_steps, other.capacity, other.complete, other.full) == (2, 0, False, True)
+            assert not other.resident(range(10)).any()
+            stats = other.stats()
+        assert (stats.rejected, stats.storage_bytes, stats.resident_items, stats.capacity_bytes) == (2, 20, 0, 0)
+        assert (stats.tier_hits, stats.tier_rejected) == (5, 3)
+        assert problems(cache) == []
 
 
 def test_more_than_there_is_says_how_much_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,21 +141,42 @@ GROUPS = {  # the lines of a control group with a limit of 64 MiB, of which 60 M
 }
 
 
+def control_group(group: str, limit: int, used: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put this process into a control group whose files are below `tmp_path`; returns its folder."""
+    line, name, limit_file, used_file, _ = GROUPS[group]
+    folder = tmp_path / name
+    folder.mkdir(parents=True)
+    (tmp_path / "own").write_text(f"{line}\n")
+    (folder / limit_file).write_text(f"{limit}\n")
+    (folder / used_file).write_text(f"{used}\n")
+    monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
+    return folder
+
+
+def test_a_cache_of_2_gib_opens_in_a_container_of_4_of_which_3_5_are_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "_available", lambda: 64 * 1024 * MIB)  # of the host
+    monkeypatch.setattr(limits, "free_space", lambda folder: 64 * 1024 * MIB)
+    folder = control_group("version 2", 4096 * MIB, 4000 * MIB, tmp_path, monkeypatch)
+    (folder / "memory.stat").write_text(f"anon {416 * MIB}\nactive_file {MIB}\ninactive_file {3583 * MIB}\n")
+    with SampleCache(10_000, capacity="2GiB", fingerprint="x", example=SAMPLE) as cache:
+        assert cache.put_many([1], [SAMPLE]).all()
+    with pytest.raises(CapacityError, match=r"exceeds the 3.6 GiB of free memory"):
+        SampleCache(10_000, capacity="4GiB", fingerprint="x", example=SAMPLE)
+
+
 @pytest.mark.parametrize("group", GROUPS)
 def test_files_in_the_page_cache_of_a_container_take_no_memory(
     group: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A pass over the data fills the control group with pages that the kernel gives up when memory is asked for."""
-    line, folder, limit, used, stat = GROUPS[group]
-    (tmp_path / folder).mkdir(parents=True)
-    (tmp_path / "own").write_text(f"{line}\n")
-    (tmp_path / folder / limit).write_text(f"{64 * MIB}\n")
-    (tmp_path / folder / used).write_text(f"{60 * MIB}\n")
-    monkeypatch.setattr(limits, "_OWN_GROUPS", tmp_path / "own")
-    monkeypatch.setattr(limits, "_GROUPS", tmp_path)
+    *_, stat = GROUPS[group]
+    folder = control_group(group, 64 * MIB, 60 * MIB, tmp_path, monkeypatch)
     with pytest.raises(CapacityError, match=r"exceeds the 4.0 MiB of free memory"):
         sf.CachedDataset([1, 2], capacity="8MiB")
-    (tmp_path / folder / "memory.stat").write_text(stat.format(files=50 * MIB, anon=10 * MIB))
+    (folder / "memory.stat").write_text(stat.format(files=50 * MIB, anon=10 * MIB))
     sf.CachedDataset([1, 2], capacity="8MiB").close()
     with pytest.raises(CapacityError, match=r"exceeds the 54.0 MiB of free memory"):
         sf.CachedDataset([1, 2], capacity="60MiB")
@@ -165,7 +215,7 @@ def test_an_item_larger_than_the_cache_passes_through_and_costs_nobody_else() ->
     for policy in sorted(POLICIES):
         with make(10, 20, policy=policy, example=b"x" * 300, name=f"large-{policy}") as cache:
             for id in range(3):
-                cache.put(id, b"small")
+                cache.put_many([id], [b"small"])
             assert cache.put_many([3, 4], [bytes(MIB), b"small"]).tolist() == [False, True]
             assert cache.resident(range(5)).tolist() == [True, True, True, False, True]
             assert (cache.stats().rejected, cache.stats().evictions) == (1, 0)

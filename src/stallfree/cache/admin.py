@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from stallfree.cache.memory.index import Field, Index
-from stallfree.cache.memory.layout import META, Meta
+from stallfree.cache.layout import META, Field, Index, Meta
 from stallfree.errors import InputError, StorageError, cache_not_found
 from stallfree.ipc.folders import (
     check_name,
@@ -66,14 +65,14 @@ def _is_cache(path: Path) -> bool:
 
 
 def _info(path: Path) -> CacheInfo:
-    state = {"name": path.name, "path": path, "in_use": in_use(path), "persist": is_persistent(path)}
+    info = CacheInfo(path.name, path, in_use(path), is_persistent(path))
     try:
         meta = Meta.load(path)
-        header = Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).header
+        header = Index(path, meta).header
     except (StorageError, OSError):
-        return CacheInfo(**state)  # type: ignore[arg-type]
-    return CacheInfo(
-        **state,  # type: ignore[arg-type]
+        return info
+    return replace(
+        info,
         samples=meta.num_ids,
         resident_items=int(header[Field.RESIDENT]),
         used_bytes=meta.index_bytes + int(header[Field.BACKED]) * meta.block,
