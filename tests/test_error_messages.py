@@ -103,7 +103,6 @@ WRONG: list[tuple[Callable[..., object], str, tuple[Any, ...]]] = [
     (loaded, "seed", ("1", 1.5, math.nan, True, [])),
     (loaded, "prefetch_factor", (0, -1, 1.5, "2", True)),
     (loaded, "on_error", (None, "ignore", 1)),
-    (loaded, "output", (None, "jax", 1)),
     (cached, "store", ("redis://localhost:6379", "rediss://cache:6379/0", Path("redis://a"), "localhost:6379")),
     (tiered, "folder", (None, "", 5, [], b"/tmp", "a\0b", "redis://localhost:6379")),
     (tiered, "capacity", (None, "much", -1, 1.5, True)),

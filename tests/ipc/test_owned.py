@@ -20,7 +20,6 @@ from stallfree.errors import FingerprintError
 from stallfree.ipc import owned
 from stallfree.ipc.folders import default_root, prepare_root, user_root
 from stallfree.ipc.shared_counts import SharedCounts
-from stallfree.workers.status import running_loaders
 
 STRANGER = 12345
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
@@ -51,7 +50,6 @@ IN_MEMORY: dict[str, Callable[[], Any]] = {
     "loader": lambda: list(sf.DataLoader([0] * 8, num_workers=1)),
     "counts": lambda: SharedCounts(1),
     "list": lambda: list_caches(default_root()),
-    "status": lambda: running_loaders(default_root()),
 }
 
 

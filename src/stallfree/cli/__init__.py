@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from stallfree.cli import analyze, cache, predict, replay, run, simulate, top
+from stallfree.cli import analyze, cache, predict, replay, run, simulate
 from stallfree.errors import StallfreeError
 
 __all__ = ["app", "main"]
@@ -32,7 +32,6 @@ app.command("analyze")(analyze.analyze)
 app.command("predict")(predict.predict)
 app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)
-app.command("top")(top.top)
 app.add_typer(cache.app, name="cache")
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +26,7 @@ from stallfree.errors import CodecError, InputError, argument_conflict
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_counts import SharedCounts
-from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
@@ -35,7 +35,7 @@ from stallfree.sampling.sources import order_of
 from stallfree.sources import as_source
 from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import CacheStats
-from stallfree.typevars import MapStyle, SampleT_co
+from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
 
 _FORMAT = "records-1"
@@ -123,36 +123,6 @@ class CachedDataset(Dataset[SampleT_co]):
         ```
     """
 
-    @overload
-    def __init__(
-        self,
-        dataset: MapStyle[SampleT_co],
-        *,
-        capacity: int | str,
-        policy: str | Policy = "minio",
-        store: Store = "memory",
-        form: str | float = "auto",
-        name: str | None = None,
-        persist: bool = False,
-        transform: None = None,
-        seed: int | None = None,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: MapStyle[Any],
-        *,
-        capacity: int | str,
-        policy: str | Policy = "minio",
-        store: Store = "memory",
-        form: str | float = "auto",
-        name: str | None = None,
-        persist: bool = False,
-        transform: Callable[[Any], SampleT_co],
-        seed: int | None = None,
-    ) -> None: ...
-
     @short_traceback
     def __init__(
         self,
@@ -164,7 +134,7 @@ class CachedDataset(Dataset[SampleT_co]):
         form: str | float = "auto",
         name: str | None = None,
         persist: bool = False,
-        transform: Transform | None = None,
+        transform: Callable[[Any], SampleT_co] | None = None,
         seed: int | None = None,
     ) -> None:
         _check_form(form)

@@ -21,6 +21,15 @@ SETTABLE = frozenset(
 )
 """Arguments whose attributes torch's loader allows to be set. They apply from the next iteration on."""
 
+FIXED = frozenset(
+    {
+        *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "persistent_workers"),
+        *("seed", "with_ids", "on_error", "staging", "device", "cache", "capacity", "transform", "event_log"),
+        *("ranks", "workers"),
+    }
+)
+"""All others."""
+
 _ORDER = ("dataset", "sampler", "batch_sampler")
 """Those that it does not, but that subclasses replace nevertheless, to repeat a sampler."""
 

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import Any, Generic
 
 import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
 from stallfree.autotune.auto_cache import AutoCache
 from stallfree.batches.reader import reader_of
@@ -23,10 +21,10 @@ from stallfree.errors import argument_conflict
 from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
-from stallfree.loader.attributes import SETTABLE, Attributes, changed_options, check_settable, options_of
+from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
 from stallfree.loader.iterable import IterableRunner
-from stallfree.loader.output import Batch, delivery
+from stallfree.loader.output import delivery
 from stallfree.loader.shown import shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
@@ -39,10 +37,6 @@ from stallfree.units import parse_size, parse_whole
 from stallfree.workers.event_log import EventLog
 from stallfree.workers.ray_workers import RayWorkers
 from stallfree.workers.worker_pool import Counts, Options, new_counts
-
-if TYPE_CHECKING:
-    from stallfree.loader.signature import LoaderArguments, LoaderKeywords
-    from stallfree.sampling.plans import ImportanceSampler
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -101,9 +95,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
             samples, without the warning about several ranks.
         workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with `cache="auto"`.
-        output: "torch", or "numpy": yield arrays instead of tensors, ids and weights included, in the same memory. They
-            keep a batch alive as tensors do. Raises `InputError` while iterating for dtypes that NumPy lacks
-            (bfloat16).
         event_log: file that receives a line per event, for `stallfree simulate` to draw (see `stallfree.events`): the
             time and process of each fetch, prep and gather of a batch, and of its use in the training loop. It is
             overwritten here, and complete whenever no iteration is active. With a `device` it has no steps.
@@ -130,92 +121,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
     __initialized = False
-
-    # Arguments under their names in torch's loader: other libraries read them to recreate a loader.
-    shuffle: bool
-    seed: int | None
-    on_error: str
-    staging: int | str | None
-    device: torch.device | None
-    event_log: str | os.PathLike[str] | None
-    ranks: tuple[int, int] | str | None
-    workers: RayWorkers | None
-    with_ids: bool
-    output: str
-
-    @overload
-    def __init__(
-        self: DataLoader[Batch[Any]],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        *,
-        with_ids: Literal[True],
-        output: Literal["torch"] = "torch",
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: DataLoader[Batch[Any]],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        *,
-        sampler: ImportanceSampler,
-        with_ids: bool = False,
-        output: Literal["torch"] = "torch",
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
-        num_workers: int | None = None,
-        collate_fn: Callable[[Any], BatchT_co] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: str | BaseContext | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        with_ids: Literal[False] = False,
-        output: Literal["torch"] = "torch",
-        **others: Unpack[LoaderKeywords],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: DataLoader[Any],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        *,
-        with_ids: bool,
-        output: str = "torch",
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: DataLoader[Any],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        *,
-        with_ids: bool = False,
-        output: str,
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
 
     @short_traceback
     def __init__(
@@ -247,17 +152,29 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         capacity: int | str | None = None,
         transform: Transform | None = None,
         event_log: str | os.PathLike[str] | None = None,
-        output: str = "torch",
         ranks: tuple[int, int] | str | None = None,
         workers: RayWorkers | None = None,
     ) -> None:
-        given = dict(locals())
-        del given["self"]
-        room = check_arguments(**given)
-        self.__dict__.update(given)
+        # All arguments are attributes: other libraries read them to recreate a loader.
+        self.dataset, self.shuffle, self.drop_last, self.generator = dataset, bool(shuffle), drop_last, generator
+        self.pin_memory, self.pin_memory_device, self.in_order = pin_memory, pin_memory_device, in_order
+        self.timeout, self.worker_init_fn, self.persistent_workers = timeout, worker_init_fn, persistent_workers
+        self.with_ids, self.on_error, self.staging, self.event_log = with_ids, on_error, staging, event_log
+        self.cache, self.capacity, self.transform = cache, capacity, transform
+        self.ranks, self.workers = ranks, workers
+        self.device: Any = device
+        room = check_arguments(
+            **vars(self),
+            batch_size=batch_size,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            prefetch_factor=prefetch_factor,
+        )
         batch_size, num_workers, self.prefetch_factor = map(as_int, (batch_size, num_workers, prefetch_factor))
         single = batch_size is None and batch_sampler is None
-        self.batch_size, self.shuffle = (batch_size if batch_sampler is None else None), bool(shuffle)
+        self.batch_size = batch_size if batch_sampler is None else None
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
         context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
         self.multiprocessing_context = None if multiprocessing_context is None else context
@@ -270,8 +187,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             self._runner = IterableRunner(self, self._counts)
             self.sampler, self.batch_sampler = self._runner.samplers
         else:
-            seed_of_data = seed is None and self.seed is not None
-            self._runner = self._epoch_runner(self._options(context, single), seed_of_data=seed_of_data)
+            options, seed_of_data = self._options(context, single), seed is None and self.seed is not None
+            source = self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data)
+            self._runner = self._epoch_runner(options, source)
             self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
         self._adopted = Attributes(self)
         self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
@@ -281,8 +199,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     @short_traceback
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
-        chosen = name == "num_workers" and vars(self).get("_auto") is not None
-        if self.__initialized and name in _ARGUMENTS and (chosen or name not in SETTABLE):
+        if self.__initialized and (name in FIXED or (name == "num_workers" and self._auto is not None)):
             raise argument_conflict(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
         if name == "multiprocessing_context" and value is not None:
             value = context_of(value)
@@ -306,12 +223,11 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             runner.adopt(options, source, self.generator, partial(runner.deliver, pin=pin))
         self._adopted = Attributes(self)
 
-    def _epoch_runner(self, options: Options, *, seed_of_data: bool) -> EpochRunner:
-        source = self._source(options, self.sampler, self.batch_sampler, seed_of_data=seed_of_data)
+    def _epoch_runner(self, options: Options, source: EpochSource) -> EpochRunner:
         name = f"{len(options.reader.source)}-{self.batch_size}"
         seeds = Seeds(self.seed, self.generator, self.shuffle, self.ranks, name)
-        pin, arrays = self.pin_memory and self.device is None, self.output == "numpy"
-        deliver = partial(delivery, with_ids=self.with_ids, pin=pin, arrays=arrays)
+        pin = self.pin_memory and self.device is None
+        deliver = partial(delivery, with_ids=self.with_ids, pin=pin)
         return EpochRunner(
             source, options, seeds, self._counts, deliver, persistent=self.persistent_workers, tuner=self._auto
         )
@@ -326,7 +242,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             skip=self.on_error == "skip",
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
             log=None if self.event_log is None else EventLog(self.event_log),
-            begun=time.monotonic(),
             remote=self.workers,
         )
 
@@ -508,7 +423,3 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
 def _has_cache(auto: Any) -> bool:
     return auto is not None and auto.cached is not None
-
-
-_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}
-"""Names of the arguments, which are attributes too."""

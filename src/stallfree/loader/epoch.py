@@ -54,14 +54,7 @@ class _Pass:
         self.closed = False
         self._owner = os.getpid()
         self._token = pool.begin()
-        self._status = pool.status
         self._log = pool.log
-        self._now = time.monotonic()
-        if self._now >= self._status.due:
-            self._publish()
-
-    def _publish(self, waiting: float = 0.0) -> None:
-        self._status.publish(self._now, self.progress.number, self.pool.counts, waiting)
 
 
 class Epoch(_Pass):
@@ -83,8 +76,6 @@ class Epoch(_Pass):
                 raise self.progress.take_problem() or StopIteration
             self._count(result)
             batch = self._hand_out(result)
-            if self._now >= self._status.due:
-                self._publish()
             if batch is not None:
                 return batch
 
@@ -108,9 +99,8 @@ class Epoch(_Pass):
                 self._start_more()
             while number not in self._results:
                 self._wait(started, self._tasks[number])
-            self._now = time.monotonic()
             if self.pool.counts_waits:
-                self.pool.counts["wait_seconds"] += self._now - started
+                self.pool.counts["wait_seconds"] += time.monotonic() - started
             self._start_more(handing_out=1)  # now, not after the next training step
             return self._results.pop(number)
         except WaitError:
@@ -133,11 +123,8 @@ class Epoch(_Pass):
         """Wait until `task` or any other task has progressed."""
         if self._collect(task) and (task is None or task.number in self._results):
             return
-        self._now = time.monotonic()
-        left = self.pool.seconds - (self._now - started)
+        left = self.pool.seconds - (time.monotonic() - started)
         if left > 0:
-            if self._now >= self._status.due:
-                self._publish(self._now - started)
             self.pool.wait(left)
         elif task is None:
             raise batch_timeout(
@@ -229,9 +216,6 @@ class Epoch(_Pass):
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
             self.pool.counts["queue_depth"] = 0
-            self._now = time.monotonic()
-            if self._status.made:
-                self._publish()
 
 
 class DirectEpoch(_Pass):
@@ -279,7 +263,7 @@ class DirectEpoch(_Pass):
                 self._end()
                 raise
             progress.hand_out()
-            now = self._now = time.monotonic()
+            now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:
                 counts["wait_seconds"] += now - started
@@ -297,8 +281,6 @@ class DirectEpoch(_Pass):
                         continue
             counts["batches"] += 1
             counts["samples"] += len(ids)
-            if now >= self._status.due:
-                self._publish()
             return data, ids
 
     def _end(self) -> None:
@@ -311,9 +293,6 @@ class DirectEpoch(_Pass):
         if not self.closed and os.getpid() == self._owner:
             self.closed = True
             if not self.pool.closed and self._token == self.pool.token:
-                self._now = time.monotonic()
-                if self._status.made:
-                    self._publish()
                 self.pool.rest()
 
 

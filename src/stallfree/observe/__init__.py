@@ -1,4 +1,4 @@
-"""Observation of running training: scripts from outside, jobs of this host, metrics for other tools."""
+"""Observation of running training: scripts from outside, metrics for other tools."""
 
 from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 

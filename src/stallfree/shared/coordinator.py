@@ -97,7 +97,6 @@ class Coordinator:
                 self._begin_when_all_are_back()
             if self._started_serving:
                 preparation.start_more()
-            preparation.publish()
             self._wait()
             for answer in preparation.collect():
                 self._send(answer)

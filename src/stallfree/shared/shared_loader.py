@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import Any, Generic
 
 from torch.utils.data import default_collate
-from typing_extensions import Self, Unpack
+from typing_extensions import Self
 
 from stallfree.batches.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
@@ -31,7 +30,6 @@ from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
-from stallfree.loader.output import Batch
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
@@ -50,9 +48,6 @@ from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
 from stallfree.workers.ray_workers import GroupTerms, RayWorkers
 from stallfree.workers.worker_pool import Options
-
-if TYPE_CHECKING:
-    from stallfree.loader.signature import SharedArguments
 
 _STATE_VERSION = 1
 
@@ -139,54 +134,6 @@ class SharedLoader(Generic[BatchT_co]):
         ```
     """
 
-    @overload
-    def __init__(
-        self: SharedLoader[Batch[Any]],
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: Literal[True],
-        collate_fn: Callable[[Any], Any] | None = None,
-        job_transform: Callable[[Any], Any] | None = None,
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: Literal[False] = False,
-        collate_fn: Callable[[Any], BatchT_co] | None = None,
-        job_transform: None = None,
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: Literal[False] = False,
-        collate_fn: Callable[[Any], Any] | None = None,
-        job_transform: Callable[[Any], BatchT_co],
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: SharedLoader[Any],
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: bool,
-        collate_fn: Callable[[Any], Any] | None = None,
-        job_transform: Callable[[Any], Any] | None = None,
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
     @short_traceback
     def __init__(
         self,
@@ -238,7 +185,6 @@ class SharedLoader(Generic[BatchT_co]):
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
-            begun=time.monotonic(),
             remote=workers,
         )
         self._samples = len(options.reader.source)

@@ -27,7 +27,6 @@ from stallfree.workers.event_log import EventLog
 from stallfree.workers.executors import Executor, GatherThreads, TrainingProcess
 from stallfree.workers.ray_executor import RayExecutor
 from stallfree.workers.ray_workers import DEPTH, GroupTerms, RayWorkers
-from stallfree.workers.status import Status
 from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses, wait
 
@@ -65,7 +64,6 @@ class Options:
         log: the event log, or None.
         remote: Ray workers beside the worker processes, or None.
         group: the group over hosts that shares the Ray workers, or None.
-        begun: creation time of the loader, in seconds of `time.monotonic`.
     """
 
     reader: Reader
@@ -81,7 +79,6 @@ class Options:
     seconds: float
     staging: int | None
     log: EventLog | None
-    begun: float
     remote: RayWorkers | None = None
     group: GroupTerms | None = None
 
@@ -115,8 +112,6 @@ class WorkerPool:
         most = options.ahead if options.remote is None else options.ahead + DEPTH * options.remote.most
         self.ring = Ring(slots or most + KEPT, options.staging)
         self.log = options.log
-        self._shown = options.dataset, options.begun, options.workers > 0
-        self.status = self._new_status()
         self.builder = BatchBuilder(
             reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
         )
@@ -137,14 +132,9 @@ class WorkerPool:
         self._main: Executor = self._workers or TrainingProcess(self.builder, options.seconds)
         self._executors.append(self._main)
         self._ahead = options.ahead
-        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
         if reader.cache is not None:
             reader.cache.populate()
-
-    def _new_status(self) -> Status:
-        slots = self.ring.slots  # no reference to this pool, which stops when it is freed
-        dataset, begun, at_once = self._shown
-        return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
 
     def _setup(self, options: Options, base_seed: int) -> WorkerSetup:
         workers = options.workers + (0 if options.remote is None else options.remote.most)
@@ -156,12 +146,8 @@ class WorkerPool:
         return self._ahead if self._remote is None else self._remote.ahead
 
     def rest(self) -> None:
-        """End the iteration with no batches in flight: publish no status, and empty the ring."""
+        """End the iteration with no batches in flight: empty the ring."""
         self.counts["staging_bytes"] = self.ring.bytes
-        if self.status.made:
-            self.status.close()
-            self.status = self._new_status()
-        self.status.postpone()
         self.ring.clear()
 
     def begin(self) -> int:
@@ -264,11 +250,10 @@ def _warn_of_workers(workers: int) -> None:
     )
 
 
-def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, status: Status, counts: Counts) -> None:
+def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:
     if os.getpid() != owner:
         return  # a forked child: the workers and the ring belong to its parent
     counts["staging_bytes"] = ring.bytes
-    status.close()
     with contextlib.ExitStack() as ending:
         ending.callback(ring.close)
         ending.callback(reader.close)
