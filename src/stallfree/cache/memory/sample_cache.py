@@ -12,11 +12,10 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from typing_extensions import Self
 
 from stallfree.cache.checks import (
     MISS,
