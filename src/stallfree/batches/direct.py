@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import SampleAccess
-from stallfree.pipeline.protocol import sample_error
+from stallfree.notes import note_sample, note_samples
 from stallfree.sources.mapped import MapSource
 
 
@@ -43,12 +43,8 @@ def _index_all(
     try:
         found = several(ids)
     except Exception as error:
-        try:
-            _index_each(reader, ids, seed, epochs, False)
-        except Exception as single:
-            if isinstance(single, type(error)):  # it names the sample that fails
-                raise
-        raise_from(sample_error(error, source, ids[0], "fetching the batch of"), error)
+        note_samples(error, ids, "fetching")
+        raise
     reader.whole = reader.whole or not isinstance(found, list) or len(found) != len(ids)
     if reader.whole:
         return Samples(ids, found, whole=True)
@@ -60,7 +56,8 @@ def _index_plainly(source: MapSource, ids: list[int]) -> list[Any]:
     try:
         return [dataset[id] for id in left]
     except Exception as error:
-        raise_from(sample_error(error, source, ids[-1 - operator.length_hint(left)], "fetching"), error)
+        note_sample(error, source, ids[-1 - operator.length_hint(left)], "fetching")
+        raise
 
 
 def _index_each(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:

@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.memory.layout import Meta
-from stallfree.error_types import also_of_type
-from stallfree.errors import FingerprintError, cache_ids, object_closed
+from stallfree.errors import FingerprintError, IdError, cache_ids, object_closed
 from stallfree.frames import users_level
 from stallfree.pipeline.fingerprint import differing_parts
 from stallfree.units import format_size
@@ -64,7 +63,7 @@ def warn_of_capacity(meta: Meta, path: Path, size: int) -> None:
 
 
 def checked_ids(ids: Any, num_ids: int) -> Array:
-    """`ids` as an array of int64. Raises `InputError` unless they are integers from 0 to `num_ids` - 1."""
+    """`ids` as an array of int64. Raises `InputError` unless they are integers, `IdError` unless 0 to `num_ids` - 1."""
     try:
         array = np.asarray(ids)
     except ValueError:
@@ -74,8 +73,7 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
-        problem = cache_ids(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
-        raise also_of_type(problem, IndexError())
+        raise IdError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
     return array
 
 

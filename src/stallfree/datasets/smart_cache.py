@@ -10,20 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing import current_process, get_context
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import Dataset, DistributedSampler
-from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
 from stallfree.cache import SampleCache
 from stallfree.datasets.cached_dataset import checked_ids
 from stallfree.datasets.dataset_probe import look
 from stallfree.datasets.private_names import window_name
-from stallfree.errors import InputError, argument_conflict, ranks_conflict, state_mismatch, text_of
-from stallfree.frames import short_traceback
+from stallfree.errors import InputError, argument_conflict, ranks_conflict, state_mismatch
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
+from stallfree.notes import described
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
@@ -87,7 +86,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
             are, and the rest in later epochs; "wait" waits for them. Without a running fill process, all are replaced,
             and prepared as they are asked for.
-        on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
+        on_error: "raise" the error of a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
         full_epoch: an epoch is all samples: those of the window first, the others after them, both in an order of their
@@ -105,7 +104,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         window: where the window is in each epoch.
 
     Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for a window that the machine's
-    free memory does not hold, `SampleError` when none of the first samples can be had.
+    free memory does not hold, the error of a sample when none of the first ones can be had.
 
     Example:
         ```python
@@ -117,7 +116,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         ```
     """
 
-    @short_traceback
     def __init__(
         self,
         data: MapStyle[Any],
@@ -222,7 +220,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         shuffle = setup.shuffle and not self.full_epoch  # which has an order of its own
         return WindowSource(self, order_of(replace(setup, samples=len(self), shuffle=shuffle)))
 
-    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples.
 
@@ -233,7 +230,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    @short_traceback
     def __getitem__(self, position: int) -> SampleT_co:
         wanted = checked_ids([position], self.window.positions)
         return self._samples(wanted, skip=False)[0]
@@ -241,11 +237,10 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))
 
-    @short_traceback
     def __getitems__(self, positions: Sequence[int]) -> list[SampleT_co]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
 
-        Raises `SampleError` for one that cannot be had, and with "skip" if none can; `IndexError`.
+        Raises the error of one that cannot be had, and with "skip" if none can; `IdError`.
         """
         return self._samples(checked_ids(positions, self.window.positions), skip=self.on_error == "skip")
 
@@ -256,7 +251,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         if samples.skipped:
             self.window.state.count(Field.SKIPPED, len(samples.skipped))
             for error in samples.skipped:
-                log.warning("left out a sample: %s", text_of(error).replace("\n", " "))
+                log.warning("left out a sample: %s", described(error))
             if not samples.values:
                 raise samples.skipped[0]
         return samples.values

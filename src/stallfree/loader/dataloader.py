@@ -8,19 +8,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, Self, Unpack, overload
 
 import torch
 import torch.utils.data
 from torch.utils.data import IterableDataset, default_collate, default_convert
-from typing_extensions import Self, Unpack
 
 from stallfree.autotune.stream_cache import auto_cache
 from stallfree.batches.stream import loader_reader
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import argument_conflict
-from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
 from stallfree.loader.attributes import SETTABLE, Attributes, changed_options, options_of
@@ -78,7 +76,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             from torch's generator when the first iteration begins, as torch's loader draws it.
         with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`. With an
             `IterableDataset`, the sample at `position` of worker `w` has the id `position * max(1, num_workers) + w`.
-        on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
+        on_error: "raise" the error of a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
             in flight, and three that may be kept. A batch that does not fit is delivered as a copy.
@@ -116,7 +114,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         decision: the decision of `cache="auto"` in one line, with all measured rates; "" before the first iteration.
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
-    for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
+    for invalid arguments; while iterating the errors of the user's code, `WorkerError` and `WaitError`.
 
     Example:
         ```python
@@ -217,7 +215,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         **others: Unpack[LoaderArguments],
     ) -> None: ...
 
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -278,7 +275,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
-    @short_traceback
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
         chosen = name == "num_workers" and vars(self).get("_auto") is not None
@@ -355,7 +351,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """
         self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         self._adopt()
         return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
@@ -452,7 +447,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._runner.load_state_dict(state)
         self.__dict__["seed"] = self._runner.seed
 
-    @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Pass the losses of a batch to the `ImportanceSampler`.
 

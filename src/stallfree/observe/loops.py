@@ -30,7 +30,6 @@ _WATCHED = {
     "stallfree.loader.dataloader": [
         ("stallfree.loader.iteration", "Iteration"),
         ("stallfree.device.prefetcher", "_Iteration"),  # with a device
-        ("stallfree.frames", "ShortTracebacks"),  # with a device without streams
     ],
 }
 """Module of a class `DataLoader`, and modules and names of the classes of its iterators."""
