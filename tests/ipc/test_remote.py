@@ -15,6 +15,8 @@ import stallfree as sf
 from stallfree.errors import lock_held
 from stallfree.ipc.remote import pack_error, unpack_error
 
+WHY = "(an error of a class that cannot be sent from one process to another)"
+
 
 class Missing(FileNotFoundError):
     """Takes other arguments than an exception does, and holds more."""
@@ -155,14 +157,14 @@ def test_a_group_keeps_its_members() -> None:
     assert type(back) is ExceptionGroup
     first, second = back.exceptions
     assert (type(first), first.tries) == (Missing, 2)
-    assert (type(second), second.args) == (sf.BatchError, ("Hidden: seen",))
+    assert (type(second), second.args) == (sf.BatchError, (f"Hidden: seen {WHY}",))
 
 
 def test_a_class_that_no_other_process_finds() -> None:
     back = sent(raised(local(), ValueError("cause")))
     assert type(back) is sf.BatchError
     assert isinstance(back, RuntimeError)
-    assert back.args == ("Hidden: seen",)
+    assert back.args == (f"Hidden: seen {WHY}",)
     assert "in raised" in back.__notes__[0]
     assert repr(back.__cause__) == "ValueError('cause')"
 
@@ -171,7 +173,7 @@ def test_a_class_that_is_missing_here(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = pack_error(raised(Wants(3)))
     monkeypatch.delitem(globals(), "Wants")
     back = unpack_error(packed)
-    assert (type(back), back.args) == (sf.BatchError, ("Wants: 3",))
+    assert (type(back), back.args) == (sf.BatchError, (f"Wants: 3 {WHY}",))
 
 
 def test_an_error_whose_text_cannot_be_made() -> None:

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import stallfree as sf
-from stallfree.errors import InputError, text_of
-from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.errors import InputError
+from stallfree.pipeline.protocol import Source
 from stallfree.sources import ImageFolder, MapSource, ThrottledSource, as_source
 
 
@@ -147,16 +147,6 @@ def test_what_is_no_data_set(dataset: Any, message: str) -> None:
     for make in (as_source, ThrottledSource):
         with pytest.raises(InputError, match=message):
             make(dataset)
-
-
-def test_sample_error_names_the_place_when_there_is_one(image_root: Path) -> None:
-    folder = ImageFolder(image_root)
-    error = sample_error(ValueError("why"), folder, 1, "preparing")
-    assert text_of(error) == f"preparing sample 1 ({image_root}/cat/2.jpg) failed: ValueError: why"
-    assert (error.id, error.where) == (1, f"{image_root}/cat/2.jpg")
-    assert sample_error(error, folder, 2, "fetching") is error
-    assert sample_error(ValueError("why"), Squares(), 1, "fetching").where == ""
-    assert sample_error(ValueError("why"), folder, 99, "fetching").where == ""
 
 
 class _Anything:

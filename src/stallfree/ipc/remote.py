@@ -36,7 +36,7 @@ def unpack_error(packed: bytes | bytearray | memoryview) -> BaseException:
     try:
         return pickle.loads(data)  # type: ignore[no-any-return]
     except Exception:
-        return BatchError(text)
+        return _stand_in(text)
 
 
 class _Pickler(pickle.Pickler):
@@ -48,7 +48,7 @@ class _Pickler(pickle.Pickler):
             return NotImplemented
         notes, links = _notes(value), (value.__cause__, value.__context__, value.__suppress_context__)
         if not _has_pickle(type(value)):
-            return _create, (BatchError, (_text(value),)), ({"__notes__": notes}, links), None, None, _restore
+            return _stand_in, (_text(value),), ({"__notes__": notes}, links), None, None, _restore
         _, arguments, *state = _builtin(type(value)).__reduce__(value)
         attributes = dict[str, Any](state[0] or {}) if state else {}
         own = object.__getstate__(value)
@@ -75,6 +75,10 @@ def _create(kind: type[BaseException], arguments: tuple[Any, ...]) -> BaseExcept
     made: BaseException = builtin.__new__(kind, *arguments)
     builtin.__init__(made, *arguments)
     return made
+
+
+def _stand_in(text: str) -> BatchError:
+    return BatchError(f"{text} (an error of a class that cannot be sent from one process to another)")
 
 
 def _restore(made: BaseException, state: tuple[dict[str, Any], tuple[Any, Any, bool]]) -> None:
