@@ -46,19 +46,23 @@ def note_samples(error: BaseException, ids: Sequence[int], doing: str) -> None:
 
 
 def described(error: BaseException) -> str:
-    """An error in one line: its type, its text, and what was being done."""
-    notes = [note.removeprefix(PREFIX) for note in notes_of(error) if note.startswith(PREFIX)]
-    doing = f"{notes[0]} failed: " if notes else ""
+    """Return an error in one line: its type, its text, and what was being done."""
+    doing = next((f"{note.removeprefix(PREFIX)} failed: " for note in notes_of(error) if note.startswith(PREFIX)), "")
     return f"{doing}{type(error).__name__}: {text_of(error)}".replace("\n", " ")
 
 
+def is_users(error: BaseException) -> bool:
+    """Return whether an error has such a note, and so was raised by the user's code."""
+    return any(note.startswith(PREFIX) for note in notes_of(error))
+
+
 def notes_of(error: BaseException) -> list[str]:
-    """The notes of an error."""
+    """Return the notes of an error."""
     return [str(note) for note in getattr(error, "__notes__", ())]
 
 
 def raisable(error: E) -> E | BatchError:
-    """`error`; a `BatchError` with its notes in place of a `StopIteration`."""
+    """Return `error`; a `BatchError` with its notes in place of a `StopIteration`."""
     if not isinstance(error, StopIteration):
         return error
     stopped: BatchError = stop_iteration(

@@ -13,7 +13,7 @@ import pickle
 import traceback
 from typing import Any
 
-from stallfree.errors import BatchError, text_of
+from stallfree.errors import BatchError, StallfreeError, text_of
 from stallfree.notes import notes_of
 
 
@@ -89,8 +89,8 @@ def _restore(made: BaseException, state: tuple[dict[str, Any], tuple[Any, Any, b
 
 
 def _notes(error: BaseException) -> list[str]:
-    """The notes of an error, and its traceback in this process."""
-    if error.__traceback__ is None:
+    """The notes of an error, and its traceback in this process; a stallfree error describes itself."""
+    if error.__traceback__ is None or isinstance(error, StallfreeError):
         return notes_of(error)
     lines = "".join(traceback.format_tb(error.__traceback__)).rstrip()
     return [*notes_of(error), f"Traceback in process {os.getpid()} (most recent call last):\n{lines}"]
