@@ -15,8 +15,8 @@ import torch
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, say, scratch_folder
 from stallfree.cache import SampleCache
-from stallfree.cache.memory.limits import free_memory
-from stallfree.cache.memory.space import Space
+from stallfree.cache.capacity import free_memory
+from stallfree.cache.space import Space
 
 NAME = "growth"
 QUESTION = "Does anything get worse as the cache grows?"
@@ -234,7 +234,7 @@ class Stopwatch:
 
     def __init__(self) -> None:
         self.seconds = 0.0
-        inner = Space._evict
+        inner = Space._admit
 
         def evict(space: Space, *arguments: Any) -> int:
             start = time.perf_counter()
@@ -243,7 +243,7 @@ class Stopwatch:
             finally:
                 self.seconds += time.perf_counter() - start
 
-        Space._evict = evict  # type: ignore[assignment, method-assign]
+        Space._admit = evict  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

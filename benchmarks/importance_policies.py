@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree import ImportanceSampler
-from stallfree.cache.memory.bookkeeper import Bookkeeper
+from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
 from stallfree.sampling.plans import make_plan
 from stallfree.sampling.plans.probabilities import generator, ranks
@@ -83,7 +83,7 @@ class CountedCache:
     def __init__(self, samples: int, room: int, policy: str, folder: Path) -> None:
         self.num_ids = samples
         self.policy = make_policy(policy)
-        self._keeper = Bookkeeper(folder, samples, self.policy, room, None)
+        self._keeper = SimulatedCache(folder, samples, self.policy, room, None)
 
     def resident(self, ids: Array) -> Array:
         return self._keeper.holds(ids)

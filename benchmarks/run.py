@@ -24,7 +24,6 @@ NAMES = (
     "cold_storage",
     "end_to_end",
     "real_programs",
-    "streams",
     "tiers",
     "lru_formula",
     "bound",

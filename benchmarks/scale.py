@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from stallfree.stores.node_state import NodeState
+from stallfree.stores.partitioning import owners
+from stallfree.stores.values import data_key
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 
@@ -28,13 +31,10 @@ from benchmarks.shared_team import Meet
 from benchmarks.store_records import make_noise, make_record, time_reads
 from benchmarks.store_team import Nodes
 from stallfree.analysis.model import Loading, Rates, law, sustained
-from stallfree.cache.memory.index import index_bytes
+from stallfree.cache.layout import index_bytes
 from stallfree.ipc.shared_counts import SharedCounts
 from stallfree.sampling.plans.plan import local_shares, make_plan
 from stallfree.sampling.ranks import deal
-from stallfree.stores.node_state import NodeState
-from stallfree.stores.partitioning import owners
-from stallfree.stores.values import data_key
 
 NAME = "scale"
 QUESTION = (
@@ -282,7 +282,7 @@ def memory(found: Json) -> list[list[str]]:
         return [words, *(_size(size(samples)) for samples, _ in STEPS)]
 
     return [
-        row("index of the memory tier (12 bytes per sample, whatever the capacity)", _index),
+        row("index of the cache in memory (12 bytes per sample, whatever the capacity)", _index),
         row("shared state of the servers' data set", lambda samples: found["state"]["bytes"] * samples),
         row(f"counts of `CachedDataset`, {RANKS} ranks", lambda samples: RANKS * found["counts"]["bytes"] * samples),
         *(

@@ -45,9 +45,7 @@ def main() -> None:
                     assert (pictures[:, 0, 0, 0] == ids % 256).all()
                 now = dataset.stats()
                 reads, hits = now.storage_reads - before.storage_reads, now.hits - before.hits
-                assert isinstance(now, sf.TierStats)
-                assert isinstance(before, sf.TierStats)
-                servers = now.lower_hits - before.lower_hits
+                servers = now.tier_hits - before.tier_hits
                 print(f"epoch {epoch}: {reads} samples from storage, {hits} hits, {servers} of them in servers")
         if ranks > 1:  # a node that ends earlier takes its server along
             torch.distributed.barrier()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import stallfree as sf
+from redis_servers import needs_server
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "own_tier.py"
 
@@ -34,6 +37,14 @@ class TestDiskTier(sf.testing.TierContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> sf.DiskTier:
         return sf.DiskTier(tmp_path / "disk", capacity="1MiB")
+
+
+@needs_server
+class TestRedisStore(sf.testing.TierContract):
+    @pytest.fixture
+    def store(self) -> Iterator[sf.RedisStore]:
+        with sf.RedisStore(capacity_per_node="16MiB", name=f"contract-{os.getpid()}") as store:
+            yield store
 
 
 def test_the_example_runs() -> None:

@@ -22,12 +22,11 @@ IMPORTS = {
     "ray": "ray.tune",
     "redis": "hiredis, redis, xxhash",
     "training": "torch, tensorflow, ffcv.loader",
-    "streams": "datasets, litdata, streaming, webdataset",
     "programs": "torchvision, timm, torchaudio, datasets, transformers, monai, nibabel, h5py, albumentations, cv2",
 }
 LIBRARIES = dict.fromkeys(("ffcv", "training"), ("opencv4", "libturbojpeg"))
 """What pkg-config must find before the build."""
-WITH_STALLFREE = ("programs", "ray", "streams", "training")
+WITH_STALLFREE = ("programs", "ray", "training")
 """Where stallfree runs under another library: it is installed there from this working copy."""
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from stallfree.analysis import Prediction, Replay, Report, analyze
     from stallfree.analysis.replay import replay
     from stallfree.cache.disk_tier import DiskTier
+    from stallfree.cache.redis import RedisStore
     from stallfree.datasets import CachedDataset, CacheLoader, LocalSampler, SmartCacheDataset
     from stallfree.device import DevicePrefetcher, ProcessPrefetcher
     from stallfree.loader import Batch, DataLoader, measure_benefit
@@ -35,7 +36,6 @@ if TYPE_CHECKING:
     from stallfree.shared import SharedLoader
     from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset, cut
     from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
-    from stallfree.stores import RedisStore
     from stallfree.vision import DecodeRandomResizedCrop
     from stallfree.workers.ray_workers import RayWorkers
 
@@ -51,7 +51,7 @@ _PLACES = {
     "sources": "DecodeImage FileDataset ImageFolder TarDataset cut",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
     "cache.disk_tier": "DiskTier",
-    "stores": "RedisStore",
+    "cache.redis": "RedisStore",
     "vision": "DecodeRandomResizedCrop",
     "workers.ray_workers": "RayWorkers",
 }

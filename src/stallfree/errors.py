@@ -183,7 +183,7 @@ class BatchError(StallfreeError, RuntimeError):
 
 
 class WorkerError(StallfreeError, RuntimeError):
-    """Worker processes died on one batch or on their stream, or cannot start.
+    """Worker processes died on one batch, or cannot start.
 
     It is also a `RuntimeError`, as in torch's loader.
 

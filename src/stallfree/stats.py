@@ -102,7 +102,7 @@ class LoaderStats:
 
     Attributes:
         batches: batches handed out.
-        samples: samples in them.
+        samples: samples in them. With an iterable data set, only batches, waits and workers are counted.
         hits: samples that came from a sample cache.
         misses: samples that were fetched.
         storage_bytes: bytes that the fetches brought.

@@ -166,7 +166,7 @@ def test_what_is_changed_while_it_is_read_comes_from_the_source() -> None:
             part = empty(out, (2, 2, 3))
             if self.calls == 3 and caches:
                 caches[0].drop([2])
-                caches[0].put(2, (np.zeros_like(pixels), 77))
+                caches[0].put_many([2], [(np.zeros_like(pixels), 77)])
                 pixels = np.full_like(pixels, 9)  # as it would look by now
             part[...] = pixels[:2, :2]
             return part

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -14,9 +13,9 @@ import numpy as np
 import pytest
 
 from cache_tools import make
-from children import Child, Holder
+from children import Child
 from stallfree.cache import SampleCache
-from stallfree.cache.counters import Count, Counters
+from stallfree.cache.layout import Count, Counters
 from stallfree.ipc.locks import FileLock
 
 ROUNDS = 10
@@ -27,7 +26,7 @@ def work(cache: SampleCache, rounds: int = ROUNDS) -> None:
     for _ in range(rounds):
         cache.get_many([0, 9, 1])
         cache.count_fetch(1, 10)
-        cache.put(9, bytes(1 << 20))
+        cache.put_many([9], [bytes(1 << 20)])
 
 
 def counts(cache: SampleCache) -> tuple[int, ...]:
@@ -74,15 +73,6 @@ def test_processes_that_attach_by_name_or_by_a_pickle() -> None:
         assert counts(cache) == expected(4 * ROUNDS)
 
 
-@pytest.mark.slow
-def test_a_spawned_process() -> None:
-    with cache_of("counts") as cache:
-        process = multiprocessing.get_context("spawn").Process(target=work_and_die, args=(cache,))
-        process.start()
-        process.join()
-        assert counts(cache) == expected(ROUNDS)
-
-
 def test_two_objects_and_threads_of_one_process() -> None:
     with cache_of("counts") as cache, cache_of("counts") as other:
         threads = [threading.Thread(target=work, args=(one,)) for one in (cache, other, cache, other)]
@@ -102,16 +92,3 @@ def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
         one.add((Count.HITS, 1), (Count.MISSES, 2))
     assert counters[0].totals()[:3] == [4, 8, 0]
     lock.close()
-
-
-def test_holders_of_rows_do_not_share_them() -> None:
-    with cache_of("counts") as cache:
-
-        def begin() -> Callable[[], None]:
-            work(cache)
-            return lambda: work(cache)
-
-        holders = [Holder(begin) for _ in range(3)]
-        for holder in holders:
-            holder.end()
-        assert counts(cache) == expected(6 * ROUNDS)

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_tools import PAGE, make, problems
+from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache import POLICIES, SampleCache
-from stallfree.cache.memory.bookkeeper import Bookkeeper
 from stallfree.cache.policies import Victims, make_policy, next_uses
 from stallfree.errors import InputError
 
@@ -51,9 +51,9 @@ def test_by_hand(policy: str) -> None:
     with small(policy, 3) as cache:
         for step, (id, expected) in enumerate(BY_HAND[policy]):
             if residents(cache).count(id):
-                cache.get(id)
+                cache.get_many([id])[0]
             else:
-                cache.put(id, record(id))
+                cache.put_many([id], [record(id)])
             assert residents(cache) == expected, f"step {step}"
         came = {id for _, there in BY_HAND[policy] for id in there}
         assert cache.stats().evictions >= len(came) - 3
@@ -62,7 +62,7 @@ def test_by_hand(policy: str) -> None:
 def test_minio_rejects_and_counts_what_does_not_fit() -> None:
     with small("minio", 3) as cache:
         assert cache.put_many(range(5), [record(id) for id in range(5)]).tolist() == [True] * 3 + [False] * 2
-        assert not cache.put(7, record(7))
+        assert not cache.put_many([7], [record(7)]).any()
         assert (cache.stats().rejected, cache.stats().evictions) == (3, 0)
 
 
@@ -70,11 +70,11 @@ def test_importance_by_hand() -> None:
     with small("importance", 3) as cache:
         cache.set_scores([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 2.5, 1.0, 9.0])  # all before they come
         assert cache.put_many([1, 2, 3], [record(id) for id in (1, 2, 3)]).all()
-        assert not cache.put(5, record(5))  # as important as the least important: not above it
-        assert cache.put(4, record(4))
+        assert not cache.put_many([5], [record(5)]).any()  # as important as the least important: not above it
+        assert cache.put_many([4], [record(4)]).all()
         assert residents(cache) == [2, 3, 4]
         cache.set_scores([3, 5], [0.5, 2.25])  # one falls, one that is not there rises
-        assert cache.put(5, record(5))
+        assert cache.put_many([5], [record(5)]).all()
         assert residents(cache) == [2, 4, 5]
         cache.set_scores([2], [7.0])
         assert cache.put_many([7, 1, 6], [record(id) for id in (7, 1, 6)]).tolist() == [False, False, True]
@@ -91,10 +91,10 @@ def test_a_large_newcomer_must_be_above_all_whose_place_it_takes() -> None:
         cache.set_scores(range(20), np.arange(20.0))
         assert cache.put_many(range(1, room + 1), [one] * room).all()
         cache.set_scores([0], [2.5])
-        assert not cache.put(0, three)  # 1 and 2 are below, 3 is not, so none is evicted in vain
+        assert not cache.put_many([0], [three]).any()  # 1 and 2 are below, 3 is not, so none is evicted in vain
         assert residents(cache) == list(range(1, room + 1))
         cache.set_scores([0], [3.5])
-        assert cache.put(0, three)
+        assert cache.put_many([0], [three]).all()
         assert residents(cache) == [0, *range(4, room + 1)]
         assert problems(cache) == []
 
@@ -103,7 +103,7 @@ def test_scores_that_go_to_and_fro() -> None:
     with small("importance", 40) as cache:
         cache.set_scores(range(100), np.arange(100.0))
         cache.put_many(range(10, 50), [record(id) for id in range(10, 50)])
-        assert cache.put(50, record(50))  # from now on the next to go are queued
+        assert cache.put_many([50], [record(50)]).all()  # from now on the next to go are queued
         for _ in range(40):
             cache.set_scores([13, 13], [5.0, 13.0])
             cache.set_scores([13], [5.0])
@@ -140,20 +140,7 @@ def test_any_process_may_give_scores() -> None:
             finally:
                 os._exit(0)
         assert os.wait()[1] == 0
-        assert cache.put(3, record(3))
-        assert residents(cache) == [1, 3]
-
-
-def test_scores_stay_with_a_cache_on_a_disk(tmp_path: Path) -> None:
-    def attach() -> SampleCache:
-        example = np.zeros(PAGE, np.uint8)
-        return make(100, 2, policy="importance", example=example, store=tmp_path, name="kept", persist=True)
-
-    with attach() as cache:
-        cache.set_scores([1, 2, 3], [-1.0, -np.inf, -2.0])
-        cache.put_many([1, 2], [record(1), record(2)])
-    with attach() as cache:
-        assert cache.put(3, record(3))
+        assert cache.put_many([3], [record(3)]).all()
         assert residents(cache) == [1, 3]
 
 
@@ -248,7 +235,7 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
                     naive.give(id, score)
             elif chance < 0.6:
                 size = int(rng.integers(1, 7)) if varied else 1
-                cache.put(ids[0], b"x" * (size * 256 - 100) if varied else record(ids[0]))
+                cache.put_many([ids[0]], [b"x" * (size * 256 - 100) if varied else record(ids[0])])
                 naive.put(ids[0], size)
             elif chance < 0.75 and policy == "importance":
                 cache.put_many(ids, [b"x" * 100 if varied else record(id) for id in ids])
@@ -269,7 +256,7 @@ def ages_of_victims(batch: int, room: int, evictions: int) -> tuple[np.ndarray, 
     num_ids = 20 * room
     ranks, lives = [], []
     with tempfile.TemporaryDirectory() as folder:
-        keeper = Bookkeeper(Path(folder), num_ids, make_policy("random"), room, None)
+        keeper = SimulatedCache(Path(folder), num_ids, make_policy("random"), room, None)
         there: list[int] = []  # the oldest first
         came: dict[int, int] = {}
         at = 0

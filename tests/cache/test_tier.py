@@ -18,7 +18,7 @@ import stallfree as sf
 from children import Child
 from stallfree.cache import MISS, SampleCache, decode
 from stallfree.cache import tier as tiers
-from stallfree.cache.memory.layout import Meta
+from stallfree.cache.layout import Meta
 from stallfree.cache.policies import make_policy
 from stallfree.cache.store import open_cache
 from stallfree.testing import ThrottledSource

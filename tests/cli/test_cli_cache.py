@@ -31,7 +31,7 @@ def test_no_caches(store_root: Path) -> None:
 
 def test_ls_shows_what_is_there() -> None:
     with closing(make_cache("pictures")) as cache:
-        cache.put(7, b"seven")
+        cache.put_many([7], [b"seven"])
         row = next(line for line in run("ls").output.splitlines() if "pictures" in line)
     assert row.split()[:6] == ["pictures", "minio", "in", "use", "1", "100"]
     assert "4.0 MiB" in row
@@ -51,7 +51,7 @@ def test_rm_leaves_a_cache_in_use_alone() -> None:
     with closing(make_cache("busy")) as cache:
         with pytest.raises(InputError, match=r"busy.*in use"):
             run("rm", "busy")
-        cache.put(1, b"still works")
+        cache.put_many([1], [b"still works"])
         assert cache.get_many([1]) == [b"still works"]
 
 

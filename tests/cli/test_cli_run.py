@@ -208,6 +208,19 @@ def test_loaders_with_a_device_are_timed(tmp_path: Path) -> None:
     assert counts(json.loads((tmp_path / "out.json").read_text())) == [("range", 3, 9, 30)]
 
 
+def test_a_loader_of_an_iterable_data_set_is_one_row(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(
+        "import stallfree as sf, torch\n"
+        "class Stream(torch.utils.data.IterableDataset):\n"
+        "    def __iter__(self): return iter(range(10))\n"
+        "loaders = [sf.DataLoader(Stream(), batch_size=4, device=device) for device in (None, 'cpu')]\n"
+        "for loader in loaders:\n"
+        "    for batch in loader: pass\n"
+    )
+    start(tmp_path, watching_script(tmp_path))
+    assert counts(json.loads((tmp_path / "out.json").read_text())) == [("Stream", 1, 3, None)] * 2
+
+
 # -- one script of many loops -----------------------------------------------------------------------------------------
 
 MANY = """

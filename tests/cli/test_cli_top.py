@@ -52,7 +52,7 @@ def test_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py"])
     loader = sf.DataLoader(list(torch.arange(20)), 4, num_workers=1)
     with closing(make_cache()) as cache:
-        cache.put(1, b"one")
+        cache.put_many([1], [b"one"])
         cache.get_many([1, 1, 1, 2])
         iterator = iter(loader)
         next(iterator)

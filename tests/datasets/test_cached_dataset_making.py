@@ -108,7 +108,7 @@ def test_what_the_first_look_reads_is_not_read_again() -> None:
 def test_the_steps_do_not_touch_the_record_of_the_first_look() -> None:
     for form in ("fetched", "prepared"):
         with sf.CachedDataset(Numbers(3, [sf.mark_deterministic(zeroed)]), capacity="1MiB", form=form) as data:
-            held = [data.cache.get(id)[0].tolist() for id in (0, 2)]
+            held = [data.cache.get_many([id])[0][0].tolist() for id in (0, 2)]
             assert held == ([[7] * 16, [7] * 16] if form == "prepared" else [[0] * 16, [2] * 16])
 
 

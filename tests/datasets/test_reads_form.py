@@ -23,7 +23,7 @@ import stallfree as sf
 from cached_data import Numbers
 from loader_data import same
 from reads_data import Crops, KeepsArchive, OwnGenerator, gone, opens_below, write_arrays
-from stallfree.cache.memory.records import Borrowed
+from stallfree.cache.records import Borrowed
 from stallfree.errors import InputError
 from stallfree.sources import ThrottledSource
 from stallfree.sources.reads import recorded as records

@@ -5,6 +5,8 @@ These samples are not among those of the first look, and no name in the code sho
 
 from __future__ import annotations
 
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,9 +22,11 @@ from torch.utils.data import Dataset
 
 import stallfree as sf
 from cache_tools import problems
+from children import Child
 from lazy_rows import Calls
 from stallfree import StallfreeWarning
 from stallfree.cache import MISS, SampleCache
+from stallfree.cache.space import Space
 from unseen import fraction, integer, own_fractions, unseen_ids
 
 COUNT = 24
@@ -218,7 +222,7 @@ def test_other_processes_follow(tmp_path: Path, store: str) -> None:
     second = sf.CachedDataset(Signals(), transform=fresh_step(), **options)
     with first, second, warnings.catch_warnings():
         warnings.simplefilter("ignore", StallfreeWarning)
-        assert second.cache.get(0) is not MISS
+        assert second.cache.get_many([0])[0] is not MISS
         alone = [second[0] for _ in range(2)]
         first.__getitems__(range(COUNT))
         epochs = [np.stack(second.__getitems__(range(COUNT))) for _ in range(3)]
@@ -227,12 +231,24 @@ def test_other_processes_follow(tmp_path: Path, store: str) -> None:
         assert (one != two).any(axis=1).sum() > len(DRAWN) // 2
 
 
-def test_a_process_that_dies_while_it_drops(tmp_path: Path) -> None:
+def test_a_process_that_dies_while_it_drops(monkeypatch: pytest.MonkeyPatch) -> None:
+    drop = Space.drop
+
+    def drop_and_die(space: Space, ids: Any) -> None:
+        drop(space, ids[:2])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def uncache() -> None:
+        monkeypatch.setattr(Space, "drop", drop_and_die)
+        cache.uncache_steps(1)
+
     cache = sf.CachedDataset(Signals(), capacity="1MiB", transform=padded_or_cut).cache
     try:
         cache.put_many(range(4), [np.zeros(LENGTH, np.float32)] * 4)
-        cache._index.header[16] = 3  # as it is between the two stores of `uncache_steps`
-        assert cache.uncached_steps == 1
+        assert Child(uncache).wait() == -signal.SIGKILL
+        assert cache.uncached_steps == 0, "it is found again"
+        assert problems(cache) == []
+        assert cache.uncache_steps(1)
         assert not cache.resident(range(COUNT)).any()
         assert not cache.put_many([2], [np.zeros(LENGTH, np.float32)], uncached=0).any(), "made by other steps"
         assert cache.put_many([2], [np.zeros(LENGTH, np.float32)], uncached=1).all()

@@ -13,7 +13,7 @@ import pytest
 from doc_pages import ROOT
 
 from stallfree import errors
-from stallfree.cache.memory import index as cache_index
+from stallfree.cache import layout as cache_index
 from stallfree.errors import DOCUMENTATION, StallfreeError
 from stallfree.pipeline import fingerprint, structure
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from stallfree.ipc.shared_array import shared_array
-from stallfree.sampling.window_source import WindowState
 
 
 @pytest.fixture
@@ -34,9 +33,3 @@ def test_without_room_it_is_private_unless_it_is_required(tmp_path: Path) -> Non
     assert other.tolist() == [0]
     with pytest.raises(OSError, match="no space left"):
         shared_array(tmp_path / "file", np.int64, 1, required=True)
-
-
-@pytest.mark.usefixtures("full")
-def test_a_window_that_cannot_be_shared_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OSError, match="no space left"):
-        WindowState(tmp_path, 4, 2, 10, 20, 0)

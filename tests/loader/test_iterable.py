@@ -1,10 +1,10 @@
-"""Iterable data sets: batches, their order, their randomness and their errors are those of torch's loader."""
+"""Iterable data sets: torch's own loader makes the batches; states, epochs and counts are beside it."""
 
 from __future__ import annotations
 
-import os
+import multiprocessing
+import pickle
 import random
-import warnings
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,15 +16,14 @@ import torch
 import torch.utils.data
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ChainDataset, IterableDataset
+from torch.utils.data import ChainDataset
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stallfree as sf
 from loader_data import same
-from stallfree import StallfreeWarning
-from stallfree.batches import stream
-from stallfree.errors import InputError, SampleError, StallfreeError, WorkerError
+from stallfree.errors import InputError, StallfreeError
 from stallfree.integrations.accelerate import prepare
-from stream_data import Generated, Held, Killed, Range, Sized, Stream, divide, drawing, refuse, stops
+from stream_data import Drawn, Generated, Held, Range, Sized, Stateful, Stream, divide, drawing
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -93,8 +92,7 @@ def test_streams(
 
 
 @pytest.mark.parametrize("most", [1, 5])
-def test_workers_that_persist_do_the_batches_of_an_iteration_that_ended_early(most: int) -> None:
-    """So the generators of the workers stand where they would under torch."""
+def test_persistent_workers_after_an_iteration_that_ended_early(most: int) -> None:
     check(Stream([30, 20]), 3, most=most, batch_size=2, num_workers=2, persistent_workers=True)
 
 
@@ -103,13 +101,24 @@ def test_a_collate_fn_draws_as_under_torch() -> None:
         check(Stream([5, 4]), batch_size=2, num_workers=workers, collate_fn=drawing)
 
 
-def test_worker_init_fn_divides_the_copy_that_is_iterated() -> None:
-    with sf.DataLoader(Range(3, 14), batch_size=3, num_workers=2, worker_init_fn=divide) as loader:
-        assert [batch.tolist() for batch in loader] == [[3, 4, 5], [9, 10, 11], [6, 7, 8], [12, 13]]
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_worker_init_fn_and_start_method(method: str) -> None:
+    arguments = {"worker_init_fn": divide, "multiprocessing_context": method, "timeout": 60}
+    [batches] = check(Range(3, 14), batch_size=3, num_workers=2, **arguments)
+    assert [batch.tolist() for batch in batches] == [[3, 4, 5], [9, 10, 11], [6, 7, 8], [12, 13]]
 
 
-def test_chained_streams() -> None:
+def test_a_generator_is_handed_on() -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
+        loader = kind(Drawn(), 4, num_workers=1, generator=torch.Generator().manual_seed(5))
+        found.append([list(loader) for _ in range(2)])
+    assert same(*found)
+
+
+def test_data_sets_of_torch() -> None:
     check(ChainDataset([Sized(5), Sized(3)]), batch_size=3, num_workers=2)
+    check(IterableWrapper(list(range(7))), batch_size=3)
 
 
 def test_shards_of_webdataset(tmp_path: Path) -> None:
@@ -119,15 +128,9 @@ def test_shards_of_webdataset(tmp_path: Path) -> None:
             picture = np.full((2, 2), number, np.uint8)
             writer.write({"__key__": f"{number:06}", "npy": picture, "cls": number})
     shards = sorted(map(str, tmp_path.glob("*.tar")))
-
-    def pipeline() -> Any:
-        return webdataset.WebDataset(shards, shardshuffle=False).decode().to_tuple("npy", "cls")
-
-    for workers in (0, 2):
-        [batches] = check(pipeline(), batch_size=4, num_workers=workers)
-        assert sorted(label for _, labels in batches for label in labels.tolist()) == list(range(23))
-    check(pipeline().compose(webdataset.detshuffle(10)), 2, batch_size=4, num_workers=2)
-    check(pipeline().batched(4), batch_size=None, num_workers=2)
+    pipeline = webdataset.WebDataset(shards, shardshuffle=False).decode().to_tuple("npy", "cls")
+    [batches] = check(pipeline, batch_size=4, num_workers=2)
+    assert sorted(label for _, labels in batches for label in labels.tolist()) == list(range(23))
 
 
 def test_two_iterations_at_once() -> None:
@@ -136,148 +139,97 @@ def test_two_iterations_at_once() -> None:
     assert pairs == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4, 5], [4, 5])]
 
 
-def test_the_stream_of_the_training_process_begins_with_the_iteration() -> None:
-    dataset = Stream([4])
-    with sf.DataLoader(dataset, batch_size=2) as loader:
-        iterator = iter(loader)
-        assert dataset.begun == 1
-        assert len(list(iterator)) == 2
-        assert dataset.begun == 1
-
-
-def test_a_stream_that_is_not_read_to_its_end_is_closed() -> None:
-    ends: list[str] = []
-    dataset = Held(lambda: ends.append("end"))
-    with sf.DataLoader(dataset, batch_size=2) as loader:
-        assert [batch.tolist() for batch in islice(loader, 2)] == [[0, 1], [2, 3]]
-    assert ends == ["end"]
-
-
-def test_workers_of_an_endless_stream(tmp_path: Path) -> None:
-    """They end in their own way, so that files are closed."""
-    with sf.DataLoader(Held((tmp_path / "ended").touch), batch_size=2, num_workers=2) as loader:
-        found = [batch.tolist() for batch in islice(loader, 5)]
-    assert found == [[0, 1], [0, 1], [2, 3], [2, 3], [4, 5]]
+@pytest.mark.parametrize("workers", [0, 2])
+def test_closing_ends_an_endless_stream(workers: int, tmp_path: Path) -> None:
+    loader = sf.DataLoader(Held((tmp_path / "ended").touch), batch_size=2, num_workers=workers)
+    iterator = iter(loader)
+    assert next(iterator).tolist() == [0, 1]
+    loader.close()
     assert (tmp_path / "ended").exists()
+    with pytest.raises(StallfreeError, match="Begin a new one"):
+        next(iterator)
+    assert next(iter(loader)).tolist() == [0, 1]  # a temporary iterator ends as well
+    loader.close()
 
 
-def test_batches_that_are_kept_stay_valid() -> None:
-    class Large(IterableDataset[torch.Tensor]):
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            return (torch.full((400, 400), float(number)) for number in range(20))
-
-    for workers in (0, 1):
-        with sf.DataLoader(Large(), batch_size=2, num_workers=workers) as loader:
-            kept = list(loader)
-        assert [batch[:, 0, 0].tolist() for batch in kept] == [[number, number + 1] for number in range(0, 20, 2)]
-        assert all((batch == batch[:, :1, :1]).all() for batch in kept)
-
-
-def test_ids_say_the_stream_and_the_position() -> None:
-    with sf.DataLoader(Stream([3, 2]), batch_size=2, num_workers=2, with_ids=True) as loader:
-        batches = list(loader)
-    assert [batch.ids.tolist() for batch in batches] == [[0, 2], [1, 3], [4]]
-    for batch in batches:
-        assert [(id % 2, id // 2) for id in batch.ids.tolist()] == [tuple(at) for at in batch.data["at"].tolist()]
+def test_a_temporary_loader_lives_as_long_as_its_iterator() -> None:
+    assert [batch.tolist() for batch in sf.DataLoader(Sized(3), batch_size=2, num_workers=1)] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_outputs(workers: int) -> None:
-    expected = [[0, 1], [0, 1], [2], [2]] if workers else [[0, 1], [2]]
-    for arguments in ({"output": "numpy"}, {"device": "cpu"}):
-        with sf.DataLoader(Sized(3), batch_size=2, num_workers=workers, **arguments) as loader:
-            for _ in range(2):
-                assert [batch.tolist() for batch in loader] == expected
+def test_batches_on_a_device(workers: int) -> None:
+    with sf.DataLoader(Sized(3), batch_size=2, num_workers=workers, device="cpu") as loader:
+        for _ in range(2):
+            expected = [[0, 1], [0, 1], [2], [2]] if workers else [[0, 1], [2]]
+            assert [batch.tolist() for batch in loader] == expected
+    assert loader.stats().batches == 2 * len(expected)
+    assert loader.stats().wait_seconds > 0
+
+
+def test_stats() -> None:
+    with sf.DataLoader(Sized(5), batch_size=2, num_workers=1) as loader:
+        list(loader)
+    stats = loader.stats()
+    assert (stats.batches, stats.num_workers) == (3, 1)
+    assert stats.wait_seconds > 0
+
+
+def test_attributes_that_are_set_later() -> None:
+    loader = sf.DataLoader(Sized(3), batch_size=2)
+    loader.num_workers, loader.collate_fn = 1, len
+    assert list(loader) == [2, 1]
+    assert loader.stats().num_workers == 1
+    loader.num_workers = -1
+    with pytest.raises(InputError, match="num_workers=-1"):
+        list(loader)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_an_error_names_the_position(workers: int) -> None:
-    with (
-        sf.DataLoader(Stream([3, 3], (1,)), batch_size=2, num_workers=workers) as loader,
-        pytest.raises(SampleError, match=r"position 1 of the stream of worker 0\) failed: FileNotFoundError") as error,
-    ):
+def test_errors_are_as_raised() -> None:
+    found = []
+    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
+        with pytest.raises(FileNotFoundError) as error:
+            list(kind(Stream([3], (1,)), batch_size=2))
+        found.append((type(error.value), error.value.args, error.value.filename))
+    assert found[0] == found[1]
+
+
+def test_closing_ends_workers_that_an_exception_keeps() -> None:
+    with pytest.raises(FileNotFoundError) as kept, sf.DataLoader(Stream([3], (1,)), num_workers=1) as loader:
         list(loader)
-    assert isinstance(error.value, FileNotFoundError)
+    assert not multiprocessing.active_children()
+    assert kept.value.__traceback__ is not None
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_samples_that_fail_are_left_out(workers: int) -> None:
-    arguments: dict[str, Any] = {"batch_size": 2, "num_workers": workers, "drop_last": True, "on_error": "skip"}
-    with sf.DataLoader(Stream([5, 4], (0, 2, 3)), **arguments) as loader:
-        found = [batch["at"].tolist() for batch in loader]
-    assert found == ([[[0, 1]], [[1, 1]]] if workers else [[[0, 1]]])
-    assert loader.stats().skips == (6 if workers else 3)
-
-
-def test_an_iterator_that_always_fails_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "FAILURES", 10)
-    with (
-        sf.DataLoader(Stream([50], tuple(range(50))), batch_size=2, on_error="skip") as loader,
-        pytest.raises(FileNotFoundError, match="sample 9 "),
-    ):
-        list(loader)
-
-
-def test_a_worker_that_cannot_start() -> None:
-    with sf.DataLoader(Sized(5), num_workers=2, worker_init_fn=refuse) as loader:
-        iterator = iter(loader)
-        for number in range(2):
-            with pytest.raises(PermissionError, match=f"worker {number} may not"):
-                next(iterator)
-        assert list(iterator) == []
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("factor", [1, 3])
-def test_a_worker_that_dies_ends_its_stream(factor: int, persistent: bool, tmp_path: Path) -> None:
-    (tmp_path / "killing").touch()
-    arguments: dict[str, Any] = {"batch_size": 2, "prefetch_factor": factor, "persistent_workers": persistent}
-    with sf.DataLoader(Killed(str(tmp_path / "killing")), num_workers=2, **arguments) as loader:
-        iterator = iter(loader)
-        found = [next(iterator).tolist() for _ in range(5)]
-        with pytest.raises(WorkerError, match=r"worker process 1 died on batch 5 of epoch 0: .*SIGKILL") as error:
-            next(iterator)
-        assert isinstance(error.value, RuntimeError)
-        assert [id // 2 for id in error.value.ids] == [4, 5]
-        found += [batch.tolist() for batch in iterator]
-        assert found == [[0, 1], [100, 101], [2, 3], [102, 103], [4, 5], [6, 7], [8, 9]]
-        os.remove(tmp_path / "killing")
-        assert sorted(number for batch in loader for number in batch.tolist()) == [*range(10), *range(100, 110)]
-
-
-def test_stop_iteration_of_a_collate_fn_is_an_error() -> None:
-    for workers in (0, 1):
-        with (
-            sf.DataLoader(Sized(3), num_workers=workers, collate_fn=stops) as loader,
-            pytest.raises(StallfreeError, match="raised StopIteration"),
-        ):
-            list(loader)
-
-
-WRONG: dict[str, Any] = {
+REFUSED: dict[str, Any] = {
     "shuffle": True,
-    "sampler": [0, 1],
+    "sampler": torch.arange(2),
     "batch_sampler": [[0], [1]],
+    "ranks": "auto",
+    "cache": "auto",
+    "capacity": "1MiB",
+    "transform": len,
+    "workers": sf.RayWorkers(1),
+    "with_ids": True,
+    "staging": 0,
+    "on_error": "skip",
+    "output": "numpy",
+    "event_log": "log",
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_arguments_that_torch_refuses(name: str) -> None:
-    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
-        with pytest.raises(ValueError, match=name):
-            kind(Sized(5), **{name: WRONG[name]})
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_without_meaning(name: str) -> None:
+    with pytest.raises(InputError, match=f"{name}=.* and an IterableDataset, .*leave out {name}") as error:
+        sf.DataLoader(Sized(5), **{name: REFUSED[name]})
+    assert ("stallfree.TarDataset" in str(error.value)) == (name in ("cache", "capacity", "transform"))
 
 
-def test_other_arguments_and_data_sets() -> None:
-    with pytest.raises(InputError, match=r"ranks=.*leave out ranks"):
-        sf.DataLoader(Sized(5), ranks="auto")
+def test_it_is_not_prepared_for_accelerate() -> None:
     with pytest.raises(InputError, match="prepare was given a loader of an IterableDataset"):
         prepare(None, sf.DataLoader(Sized(5)))
-    with pytest.raises(InputError, match="IterDataPipe"):
-        sf.DataLoader(torch.utils.data.datapipes.iter.IterableWrapper([1]))
 
 
 # -- length, epochs, state --------------------------------------------------------------------------------------------
@@ -291,34 +243,92 @@ def test_length() -> None:
         len(sf.DataLoader(Stream([3])))
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_more_samples_than_the_length(workers: int) -> None:
-    with sf.DataLoader(Sized(5, 3), num_workers=workers) as loader:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings(
-                "ignore", "This process", DeprecationWarning
-            )  # Python 3.12 and later, of every fork
-            assert len([0 for _ in loader]) == 5 * (workers or 1)  # nobody has asked for the length
-        assert len(loader) == 3
-        with pytest.warns(StallfreeWarning, match=r"length of Sized is 3, and more.*get_worker_info") as seen:
-            list(loader)
-        assert [warning.filename for warning in seen if warning.category is not DeprecationWarning] == [__file__]
+def test_more_samples_than_the_length() -> None:
+    loader = sf.DataLoader(Sized(5, 3))
+    assert len(loader) == 3
+    with pytest.warns(UserWarning, match="Length of IterableDataset .* was reported to be 3"):
+        assert len(list(loader)) == 5
 
 
-def test_epochs_and_states() -> None:
-    dataset = Sized(3)
-    with sf.DataLoader(dataset, batch_size=2) as loader:
+def test_epochs() -> None:
+    with sf.DataLoader(Sized(3), batch_size=2) as loader:
         assert [loader.state_dict()["epoch"], len(list(loader)), loader.state_dict()["epoch"]] == [0, 2, 1]
         loader.set_epoch(7)
-        iterator = iter(loader)
-        assert next(iterator).tolist() == [7000, 7001]
+        assert next(iter(loader)).tolist() == [7000, 7001]
+        assert loader.state_dict()["epoch"] == 7
+
+
+@pytest.mark.parametrize("arguments", [{}, {"num_workers": 2}, {"device": "cpu"}, {"num_workers": 1, "device": "cpu"}])
+@pytest.mark.parametrize("kind", [Sized, Stateful])
+def test_a_state_resumes_at_every_step(kind: Any, arguments: dict[str, Any]) -> None:
+    def loader(count: int = 7) -> Any:
+        return sf.DataLoader(kind(count), batch_size=2, **arguments)
+
+    one = loader()
+    one.set_epoch(3)
+    whole = [batch.tolist() for batch in one]
+    one.set_epoch(3)
+    batches = iter(one)
+    for taken in range(len(whole) + 1):
+        state = pickle.loads(pickle.dumps(one.state_dict()))
+        other = loader()
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        rest = [batch.tolist() for batch in other]
+        assert rest == (whole[taken:] or whole)  # after the last batch, the next epoch is due
+        if kind is Stateful and not other.num_workers and taken < len(whole):
+            assert other.dataset.made == 7 - 2 * taken  # nothing was made again
+        assert other.state_dict()["epoch"] == (4 if taken < len(whole) else 5)
+        other.close()
+        next(batches, None)
+        if taken == len(whole) - 1:
+            assert next(batches, None) is None
+    one.close()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_state_resumes_after_a_batch_that_failed(workers: int) -> None:
+    one, other = (sf.DataLoader(Stream([8], (3,)), batch_size=2, num_workers=workers) for _ in range(2))
+    with one, other:
+        batches = outcomes(iter(one))
+        assert [type(next(batches)), next(batches)] == [dict, FileNotFoundError]
+        other.load_state_dict(one.state_dict())
+        rest = [batch["at"].tolist() for batch in outcomes(iter(other)) if batch is not FileNotFoundError]
+        assert rest == [batch["at"].tolist() for batch in batches]
+
+
+def test_a_seed_is_that_of_the_workers() -> None:
+    found: list[list[list[float]]] = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(found))
+        with sf.DataLoader(Drawn(), 3, num_workers=2, seed=seed) as loader:
+            found.append([torch.cat(list(loader)).tolist() for _ in range(2)])
+    assert found[0] == found[1]
+    assert found[0][0] != found[0][1]
+    assert not {*found[0][0], *found[0][1]} & {*found[2][0], *found[2][1]}
+    with sf.DataLoader(Drawn(), 3, num_workers=2, seed=1) as loader:
+        list(loader)
+        first = next(iter(loader))
         state = loader.state_dict()
-    dataset = Sized(3)
-    with sf.DataLoader(dataset, batch_size=2) as loader:
-        with pytest.warns(StallfreeWarning, match="after 1 batches of epoch 7.* begins that epoch again"):
-            loader.load_state_dict(state)
-        assert [batch.tolist() for batch in loader] == [[7000, 7001], [7002]]
+    with sf.DataLoader(Drawn(), 3, num_workers=2, seed=1) as loader:
+        loader.load_state_dict(state)
+        assert torch.cat([first, *loader]).tolist() == found[0][1]
+
+
+def test_a_state_of_another_loader() -> None:
+    state = sf.DataLoader(Sized(3), 2, seed=1).state_dict()
+    for other in (sf.DataLoader(Sized(3), 1, seed=1), sf.DataLoader(Sized(3), 2), sf.DataLoader(list(range(3)), 2)):
+        with pytest.raises(InputError, match="the state was taken with"):
+            other.load_state_dict(state)
+
+
+def test_a_copy_has_no_iterations() -> None:
+    loader = sf.DataLoader(Sized(6), batch_size=2, num_workers=1, persistent_workers=True)
+    batches = iter(loader)
+    next(batches)
+    assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == [[0, 1], [2, 3], [4, 5]]
+    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5]]
+    loader.close()
 
 
 def test_what_other_libraries_look_at() -> None:

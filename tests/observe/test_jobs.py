@@ -60,7 +60,7 @@ def test_evictions() -> None:
     with closing(make_cache(policy="lru")) as cache:
         watched.look()
         for id in range(100):
-            cache.put(id, bytes(100_000))
+            cache.put_many([id], [bytes(100_000)])
         (row,) = watched.look().caches
         assert row.evictions == row.recent_evictions == cache.stats().evictions > 50
         assert watched.look().caches[0].recent_evictions == 0

@@ -9,9 +9,7 @@ import numpy as np
 import torch
 
 from stallfree.cache import MISS, SampleCache
-from stallfree.cache.memory.index import FREE_BLOCK, Field
-from stallfree.cache.memory.layout import plan_layout
-from stallfree.cache.memory.recovery import blocks_of, chains
+from stallfree.cache.layout import FREE_BLOCK, Field, plan_layout
 from stallfree.cache.policies import make_policy
 from stallfree.errors import CapacityError
 from stallfree.pipeline.codec import encode, record_size
@@ -78,17 +76,21 @@ def crc(value: Any) -> int:
     return zlib.crc32(b"".join([structure.key, *(bytes(array) for array in arrays)]))
 
 
-def problems(cache: SampleCache) -> list[str]:
-    """What is wrong with the bookkeeping of a cache, as sentences; none if all is well."""
-    with cache._writer._locked("checking"), cache._writer.space.changing():
-        pass  # what a killed writer left is put in order
+def problems(cache: SampleCache, *, killed: bool = False) -> list[str]:
+    """What is wrong with the bookkeeping of a cache, as sentences; none if all is well.
+
+    With `killed`, after what the first process to attach does about blocks that dead processes had reserved on a disk.
+    """
+    with cache._changing("checking"):  # what a killed writer left is put in order
+        if killed:
+            cache._space.recover()
     index, block = cache._index, cache.meta.block
     header = index.header
     high, backed, stacked = (int(header[field]) for field in (Field.HIGH, Field.BACKED, Field.STACKED))
     counted = int(header[Field.RESIDENT])
     residents = np.flatnonzero(index.first)
     lengths = index.length[residents].astype(np.int64)
-    used = chains(index, index.first[residents].astype(np.int64) - 1, blocks_of(lengths, block))
+    used = index.chains(index.first[residents].astype(np.int64) - 1, index.blocks_of(lengths))
     free = np.flatnonzero(index.next[:high] == FREE_BLOCK)
     stack = index.free[:stacked]
     times = np.bincount(np.concatenate((used, free)), minlength=high)

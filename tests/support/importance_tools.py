@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 import stallfree as sf
-from stallfree.cache.memory.bookkeeper import Bookkeeper
+from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
 from stallfree.sampling.plans.probabilities import generator, ranks
 from stallfree.sampling.plans.serving import Serving
@@ -83,7 +83,7 @@ class Kept:
     def __init__(self, folder: Path, num_ids: int, capacity: int, policy: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.num_ids, self.policy, self.fetched = num_ids, make_policy(policy), 0
-        self._books = Bookkeeper(folder, num_ids, self.policy, capacity, None)
+        self._books = SimulatedCache(folder, num_ids, self.policy, capacity, None)
 
     def resident(self, ids: Any) -> Array:
         there = np.zeros(self.num_ids, bool)

@@ -19,8 +19,8 @@ import psutil
 import pytest
 import redis
 
-from stallfree.stores.addresses import Address
-from stallfree.stores.launch.server import PROGRAMS, find_server
+from stallfree.cache.redis.addresses import Address
+from stallfree.cache.redis.launch import PROGRAMS, find_server
 
 PATIENCE = 60.0  # seconds until something that should come counts as never coming
 
@@ -64,6 +64,11 @@ class Server:
     def tcp(self) -> Address:
         """By TCP."""
         return Address(host="127.0.0.1", port=self.port)
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """As users give it: by TCP."""
+        return {"host": "127.0.0.1", "port": self.port}
 
     def start(self) -> None:
         """Start it; again with the same port and socket, empty."""
@@ -238,6 +243,11 @@ class FakeServer:
         self._open: list[socket.socket] = []
         self._threads = [threading.Thread(target=self._listen)]
         self._threads[0].start()
+
+    @property
+    def host(self) -> dict[str, Any]:
+        """As users give it."""
+        return {"host": "127.0.0.1", "port": self._listener.getsockname()[1]}
 
     @property
     def tcp(self) -> Address:

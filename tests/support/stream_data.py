@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,18 +23,12 @@ def sample(number: int, position: int) -> Any:
 
 
 class Stream(IterableDataset[Any]):
-    """`lengths[w]` samples in worker `w`; its iterator raises at the positions `bad` and can go on after that.
-
-    Attributes:
-        begun: how often this copy was iterated.
-    """
+    """`lengths[w]` samples in worker `w`; its iterator raises at the positions `bad` and can go on after that."""
 
     def __init__(self, lengths: list[int], bad: tuple[int, ...] = ()) -> None:
         self.lengths, self.bad = lengths, bad
-        self.begun = 0
 
     def __iter__(self) -> Iterator[Any]:
-        self.begun += 1
         return Positions(self)
 
 
@@ -68,11 +60,10 @@ class Generated(Stream):
 
 
 class Sized(IterableDataset[torch.Tensor]):
-    """Numbers, all of them in each worker unless `shares`; with `length`."""
+    """Numbers, all of them in each worker; with `length`."""
 
-    def __init__(self, count: int, length: int | None = None, *, shares: bool = False) -> None:
-        self.count, self.length, self.shares = count, count if length is None else length, shares
-        self.epoch = 0
+    def __init__(self, count: int, length: int | None = None) -> None:
+        self.count, self.length, self.epoch = count, count if length is None else length, 0
 
     def __len__(self) -> int:
         return self.length
@@ -81,9 +72,32 @@ class Sized(IterableDataset[torch.Tensor]):
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if self.shares and info is not None else (0, 1)
-        return iter([torch.tensor(number + 1000 * self.epoch) for number in range(first, self.count, step)])
+        return iter([torch.tensor(number + 1000 * self.epoch) for number in range(self.count)])
+
+
+class Stateful(Sized):
+    """The same, which resumes by its own state, that of the running iteration, and counts the samples that it makes."""
+
+    made, position, start = 0, 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.start = state["position"]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        first, self.start = self.start, 0
+        for number in range(first, self.count):
+            self.position, self.made = number + 1, self.made + 1
+            yield torch.tensor(number + 1000 * self.epoch)
+
+
+class Drawn(IterableDataset[float]):
+    """Draws of the worker's generator."""
+
+    def __iter__(self) -> Iterator[float]:
+        return (torch.rand(()).item() for _ in range(9))
 
 
 class Range(IterableDataset[int]):
@@ -105,10 +119,6 @@ def divide(number: int) -> None:
     data.start, data.end = data.start + number * size, min(data.end, data.start + (number + 1) * size)
 
 
-def refuse(number: int) -> None:
-    raise PermissionError(f"worker {number} may not")
-
-
 class Held(IterableDataset[int]):
     """Endless, and calls `end` when its iterator ends."""
 
@@ -125,52 +135,6 @@ class Held(IterableDataset[int]):
             self.end()
 
 
-class Killed(IterableDataset[torch.Tensor]):
-    """Ten numbers; worker 1 is killed at position 5 while `file` exists."""
-
-    def __init__(self, file: str) -> None:
-        self.file = file
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for number in range(10):
-            if worker() == 1 and number == 5 and os.path.exists(self.file):
-                os.kill(os.getpid(), signal.SIGKILL)
-            yield torch.tensor(100 * worker() + number)
-
-
 def drawing(samples: list[Any]) -> Any:
     """A collate function that draws."""
     return len(samples), random.random(), torch.rand(2), np.random.rand()
-
-
-def stops(samples: list[Any]) -> Any:
-    raise StopIteration
-
-
-class Listed(IterableDataset[torch.Tensor]):
-    """The numbers below `count`, dealt out to the workers; `file` gets a byte for each iteration."""
-
-    def __init__(self, count: int, file: str) -> None:
-        self.count, self.file = count, file
-
-    def begun(self) -> int:
-        return os.path.getsize(self.file)
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        with open(self.file, "ab") as file:
-            file.write(b"x")
-        info = get_worker_info()
-        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
-        for number in range(first, self.count, step):
-            yield torch.tensor([number])
-
-
-class Parts(IterableDataset[torch.Tensor]):
-    """`lengths[w]` samples (w, position) in worker `w`."""
-
-    def __init__(self, lengths: list[int]) -> None:
-        self.lengths = lengths
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        for position in range(self.lengths[worker()]):
-            yield torch.tensor([worker(), position])

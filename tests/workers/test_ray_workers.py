@@ -192,17 +192,10 @@ def test_arguments_that_cannot_be_used(wrong: dict[str, Any], message: str) -> N
 
 def test_what_ray_workers_do_not_do() -> None:
     workers = sf.RayWorkers(1)
-    with pytest.raises(sf.InputError, match="IterableDataset"):
-        sf.DataLoader(Streamed(), workers=workers)
     with pytest.raises(sf.InputError, match="cache='auto'"):
         sf.DataLoader(Made(4, noisy), workers=workers, cache="auto")
     with pytest.raises(sf.InputError, match="RayWorkers"):
         sf.DataLoader(Made(4, noisy), workers=4)  # type: ignore[arg-type]
-
-
-class Streamed(torch.utils.data.IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(4))
 
 
 @pytest.mark.slow

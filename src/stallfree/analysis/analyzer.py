@@ -31,7 +31,7 @@ from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits,
 from stallfree.autotune.choice import SAMPLES, choose, explain
 from stallfree.autotune.measure import measure
 from stallfree.batches.sample_access import IO_THREADS
-from stallfree.cache.memory.limits import free_memory, free_space
+from stallfree.cache.capacity import free_memory, free_space
 from stallfree.datasets import CachedDataset
 from stallfree.datasets.dataset_probe import look
 from stallfree.errors import InputError, StallfreeError, argument_conflict, job_failed, text_of

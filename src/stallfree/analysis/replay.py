@@ -1,7 +1,7 @@
 """Replays a trace of ids against a policy: the live cache's decisions, without records.
 
 The decisions equal those of the live cache by construction: the same `Space` and `Policy` operate on the same index,
-and only the copying of bytes is omitted.
+and only the copying of bytes is omitted (`SimulatedCache`).
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.memory.bookkeeper import Bookkeeper
-from stallfree.cache.memory.limits import free_memory
-from stallfree.cache.policies import Oracle, Policy, make_policy, next_uses
+from stallfree.cache.capacity import free_memory
+from stallfree.cache.layout import ALIGN, VERSION, Count, Index, Meta, plan_layout
+from stallfree.cache.policies import Oracle, Policy, Victims, make_policy, next_uses
+from stallfree.cache.space import Space
 from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.sampling.plans import Plan
 from stallfree.units import format_size, parse_room, parse_whole
@@ -129,30 +130,105 @@ def replay(
     uses = next_uses(epochs, num_ids) if isinstance(policy, Oracle) else [None] * len(epochs)
     done = []
     with tempfile.TemporaryDirectory(prefix="stallfree-replay-") as folder:
-        bookkeeper = Bookkeeper(Path(folder), num_ids, policy, room, bytes_of)
+        cache = SimulatedCache(Path(folder), num_ids, policy, room, bytes_of)
         for number, ids in enumerate(epochs):
             if importance is not None:
-                bookkeeper.set_scores(np.arange(num_ids), importance[number])
-            done.append(_run(bookkeeper, ids, uses[number], bytes_of, batch_size))
+                cache.set_scores(np.arange(num_ids), importance[number])
+            done.append(_run(cache, ids, uses[number], bytes_of, batch_size))
             if on_epoch is not None:
                 on_epoch(done[-1])
-        return Replay(policy.name, room if bytes_of is None else 0, tuple(done), bookkeeper.resident())
+        return Replay(policy.name, room if bytes_of is None else 0, tuple(done), cache.resident())
 
 
-def _run(bookkeeper: Bookkeeper, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
+class SimulatedCache:
+    """The sample cache without records: computes the ids that would be resident.
+
+    Args:
+        folder: for the index.
+        num_ids: number of samples.
+        policy: eviction policy.
+        capacity: records of one size; with `sizes` bytes, index included, laid out as a live cache of that capacity.
+        sizes: bytes of each record, or None.
+
+    Raises `CapacityError` for a capacity that holds no record.
+    """
+
+    def __init__(self, folder: Path, num_ids: int, policy: Policy, capacity: int, sizes: Ids | None) -> None:
+        names: dict[str, Any] = {"fingerprint": "", "policy": policy.name, "scored": policy.scored, "on_disk": False}
+        if sizes is None:
+            one: dict[str, Any] = {"version": VERSION, "block": ALIGN, "num_blocks": capacity, "common": ""}
+            meta = Meta(num_ids=num_ids, capacity=capacity, **one, **names)
+        else:
+            meta = plan_layout(num_ids, capacity, structure=None, typical=int(sizes.mean()), **names)
+        Index.create(folder, meta)
+        index = self._index = Index(folder, meta)
+        victims = None
+        if policy.evicts:  # a longer queue takes more memory and less time, with the same decisions
+            victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
+        self._space = Space(index, policy, lambda start, count: count, victims)
+        self._seen = np.zeros(num_ids, np.int64)
+        self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
+        self.drop, self.set_scores = self._space.drop, self._space.set_scores
+
+    def use(self, ids: Ids) -> Ids:
+        """Look `ids` up as one batch, and store the missing ones; return these, with repetitions."""
+        resident = self.holds(ids)
+        self._space.used(ids[resident])
+        missed: Ids = ids[~resident]
+        if len(missed):
+            times = np.arange(len(missed))
+            self._seen[missed[::-1]] = times[::-1]
+            self._enter(missed[self._seen[missed] == times])  # the first of equal ids
+        return missed
+
+    def _enter(self, ids: Ids) -> None:
+        lengths, left, rejected = self._sizes[ids], np.arange(len(ids)), len(ids)
+        while len(left) and not self._space.full:
+            new, left = self._space.reserve(ids, lengths, left)
+            self._space.publish(ids, lengths, new)
+            rejected -= len(new.at)
+        self._index.counters.add((Count.REJECTED, rejected))
+
+    @property
+    def evictions(self) -> int:
+        """Number of evicted records."""
+        return self._index.counters.totals()[Count.EVICTIONS]
+
+    @property
+    def rejected(self) -> int:
+        """Number of rejected records."""
+        return self._index.counters.totals()[Count.REJECTED]
+
+    def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
+        """Return which of `ids` are resident."""
+        return self._index.first[ids] != 0  # type: ignore[no-any-return]
+
+    def resident(self) -> Ids:
+        """Return the resident ids, ascending."""
+        return np.flatnonzero(self._index.first)
+
+
+class _Queue:
+    """The state of `Victims`, in private memory."""
+
+    def __init__(self, first: npt.NDArray[Any]) -> None:
+        self.first = first
+        self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
+        self.victims_limit = np.zeros(1, np.complex128)
+
+
+def _run(cache: SimulatedCache, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
     hits, size = 0, 0
-    evictions, rejected = bookkeeper.evictions, bookkeeper.rejected
+    evictions, rejected = cache.evictions, cache.rejected
     for start in range(0, len(ids), batch_size):
         batch = ids[start : start + batch_size]
         if uses is not None:
-            bookkeeper.set_scores(batch, -uses[start : start + batch_size])
-        missed = bookkeeper.use(batch)
+            cache.set_scores(batch, -uses[start : start + batch_size])
+        missed = cache.use(batch)
         hits += len(batch) - len(missed)
         if sizes is not None:
             size += int(sizes[missed].sum())
-    return EpochReplay(
-        len(ids), hits, len(ids) - hits, size, bookkeeper.evictions - evictions, bookkeeper.rejected - rejected
-    )
+    return EpochReplay(len(ids), hits, len(ids) - hits, size, cache.evictions - evictions, cache.rejected - rejected)
 
 
 def _epochs(given: Any) -> list[Ids]:

@@ -22,7 +22,7 @@ from stallfree.analysis.prediction import Prediction, explain, limits
 from stallfree.analysis.setting import WORTH, Setting, Sharing
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.autotune.choice import Choice, Measured, expect
-from stallfree.cache.memory.limits import free_memory
+from stallfree.cache.capacity import free_memory
 from stallfree.errors import InputError, file_unreadable
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count

@@ -19,7 +19,7 @@ from stallfree.autotune.measure import measure
 from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
 from stallfree.batches.reader import Reader
 from stallfree.batches.transform_split import Reclassified, is_prepared
-from stallfree.cache.memory.limits import granted
+from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import look
 from stallfree.datasets.private_names import token

@@ -46,7 +46,7 @@ class BatchBuilder:
         reader: makes the samples.
         slots: slots of the ring, which receive the batches of worker processes and gathering threads.
         collate: the user's `collate_fn`, or None for torch's default. Its random draws are a function of
-            (seed, epoch, batch), unless the data set is iterable.
+            (seed, epoch, batch).
         single: a batch is a single sample, converted but not collated.
         seed: seed of all random draws.
         skip: skip samples that cannot be read or prepared, instead of raising the error.
@@ -63,7 +63,7 @@ class BatchBuilder:
 
     def __post_init__(self) -> None:
         self.reader.single = self.single
-        self._drawing = Randomness(None if self.reader.streams else self.collate, lazy=True)
+        self._drawing = Randomness(self.collate, lazy=True)
 
     # -- gathers ------------------------------------------------------------------------------------------------------
 
@@ -155,7 +155,6 @@ class BatchBuilder:
             fetch_seconds=samples.fetch_seconds,
             prep_seconds=max(0.0, spent - samples.fetch_seconds),
             skipped=len(samples.skipped),
-            ended=samples.ended,
             ids=task.ids if len(samples.ids) == len(task.ids) else np.array(samples.ids, np.int64),
             note="\n".join(map(described, samples.skipped)).encode(errors="replace"),
             memory=destination.memory if status == PRIVATE else None,

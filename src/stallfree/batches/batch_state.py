@@ -37,7 +37,6 @@ class Samples:
         storage_bytes: bytes fetched from the source.
         fetch_seconds: seconds spent waiting for fetches.
         skipped: errors of the skipped samples.
-        ended: whether the stream of an iterable data set has ended.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -47,7 +46,6 @@ class Samples:
     storage_bytes: int = 0
     fetch_seconds: float = 0.0
     skipped: list[Exception] = field(default_factory=list)
-    ended: bool = False
     whole: bool = False
 
     def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:

@@ -1,9 +1,13 @@
-"""Makes samples of a data set without a cache or threads, by indexing it."""
+"""Makes samples of a data set without a cache or threads, by indexing it.
+
+In the training process, a batch is `collate_fn([dataset[id] for id in ids])` and nothing more (`PlainBatches`). Workers
+and threads seed each sample (`index_samples`).
+"""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +15,84 @@ from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import SampleAccess
 from stallfree.notes import note_sample, note_samples
 from stallfree.sources.mapped import MapSource
+
+
+class PlainBatches:
+    """Batches of a data set, made as torch's loader makes them: random numbers come from the global generators.
+
+    Args:
+        reader: of the data set, which has no cache.
+        collate: makes a batch of a list of samples, or of one sample if `single`.
+        single: a batch is a single sample.
+        skip: leave out samples that fail.
+    """
+
+    def __init__(self, reader: SampleAccess, collate: Callable[[Any], Any], single: bool, skip: bool) -> None:
+        self._source = reader.source
+        dataset: Any = reader.source.dataset if type(reader.source) is MapSource else None
+        self._several = None if single or dataset is None or skip else getattr(dataset, "__getitems__", None)
+        self._get = reader.source.fetch if dataset is None else dataset.__getitem__
+        self._rest = reader.rest if reader.rest.transforms else None
+        self._collate, self._single, self._skip = collate, single, skip
+
+    def make(self, ids: list[int]) -> tuple[Any, Samples | None]:
+        """Return the batch of `ids`; and, if samples were left out, those that are in it.
+
+        Raises the error of a sample that fails, unless it is left out.
+        """
+        samples = None
+        if self._skip:
+            samples = self._with_gaps(ids)
+            values: Any = samples.values
+            if len(values) < len(ids) and not values:
+                return None, samples
+        elif self._several is not None and self._rest is None:
+            values = self._all(ids)
+        else:
+            values = self._each(ids)
+        try:
+            return self._collate(values[0] if self._single else values), samples
+        except Exception as error:
+            note_samples(error, ids if samples is None else samples.ids, "collating")
+            raise
+
+    def _each(self, ids: list[int]) -> list[Any]:
+        left, get, rest, doing = iter(ids), self._get, self._rest, "fetching"
+        values = []
+        try:
+            if rest is None:
+                return [get(id) for id in left]
+            for id in left:
+                doing = "fetching"
+                record = get(id)
+                doing = "preparing"
+                values.append(rest(record))
+        except Exception as error:
+            note_sample(error, self._source, ids[-1 - operator.length_hint(left)], doing)
+            raise
+        return values
+
+    def _all(self, ids: list[int]) -> Any:
+        assert self._several is not None
+        try:
+            return self._several(ids)
+        except Exception as error:
+            note_samples(error, ids, "fetching")
+            raise
+
+    def _with_gaps(self, ids: list[int]) -> Samples:
+        samples = Samples()
+        for id in ids:
+            doing = "fetching"
+            try:
+                value = self._get(id)
+                doing = "preparing"
+                samples.values.append(value if self._rest is None else self._rest(value))
+            except Exception as error:
+                samples.add_failure(error, self._source, id, doing, skip=True)
+            else:
+                samples.ids.append(id)
+        return samples
 
 
 def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:

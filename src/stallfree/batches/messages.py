@@ -16,11 +16,11 @@ Bytes = npt.NDArray[np.uint8]
 _TASK = struct.Struct("<iiqqqq")
 _NUMBERS = (
     *("status", "slot", "token", "number", "size", "hits", "misses", "storage_bytes"),
-    *("fetch_seconds", "prep_seconds", "started", "skipped", "ended"),
+    *("fetch_seconds", "prep_seconds", "started", "skipped"),
 )
 """Attributes of a `Result` in the head of its message."""
 
-_RESULT = struct.Struct("<iiqqqqqqdddqqqqq")  # these attributes, then the lengths of ids, note and memory
+_RESULT = struct.Struct("<iiqqqqqqdddqqqq")  # these attributes, then the lengths of ids, note and memory
 _numbers_of = attrgetter(*_NUMBERS)
 _ALIGNMENT = 64
 
@@ -99,7 +99,6 @@ class Result:
         skipped: number of skipped samples; `note` then has one line per error.
         started: start of the work (`time.monotonic`); 0 if the task failed or was not done.
         worker: number of the worker process, or `GATHERER`. Set by the receiver; not part of the message.
-        ended: whether the stream of the task has ended; 0 for map-style data sets.
     """
 
     status: int
@@ -119,7 +118,6 @@ class Result:
     value: Any = None
     started: float = 0.0
     worker: int = 0
-    ended: int = 0
 
     def add_to(self, counts: dict[str, Any]) -> None:
         """Add the hits, misses, bytes, seconds and skips of the batch to `counts`."""

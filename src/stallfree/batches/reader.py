@@ -23,9 +23,6 @@ from stallfree.sources.mapped import as_source
 class Reader(SampleAccess):
     """Makes the samples of one data set. Only one thread of a process may call `finish` at a time."""
 
-    def begin(self) -> None:
-        """Begin an epoch whose samples all come from this process."""
-
     def finish(
         self,
         pending: Pending,

@@ -77,10 +77,8 @@ class SampleAccess:
         threads: whether threads fetch the records.
         seeds_fetch: whether generators are seeded before a fetch, since the source may draw random numbers.
         tracker: records and serves the data set's file reads if these are cached, otherwise None.
-        streams: number of streams of an iterable data set, one per worker (see `batches.stream`); 0 for random access.
     """
 
-    streams = 0
     single = whole = False  # batches are single samples; `__getitems__` returns batches, and not lists of samples
 
     def __init__(
@@ -103,7 +101,7 @@ class SampleAccess:
         origin = source if beneath is None else self._dataset
         watched = None if reads else cache  # a cache of the steps' outputs
         self.split = TransformSplit(source, watched, origin, deterministic, rest, share, whole)
-        copied = cache is None and not self.streams and type(source) is not MapSource
+        copied = cache is None and type(source) is not MapSource
         notices = copied or watched is not None
         self.settings = Settings(source, *deterministic, *rest) if notices else Settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)

@@ -3,13 +3,12 @@
 # `np.unique` imports this module at its first call, here in a thread: a fork at that time would copy a locked import.
 import numpy.ma  # noqa: F401
 
-from stallfree.cache.checks import MISS
+from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
 from stallfree.cache.disk_tier import DiskTier
-from stallfree.cache.memory.admin import CacheInfo, collect_garbage, list_caches, remove
-from stallfree.cache.memory.records import Aim, Borrowed
-from stallfree.cache.memory.sample_cache import SampleCache
-from stallfree.cache.memory.serial import one_thread, stay_alone
 from stallfree.cache.policies import POLICIES, Policy
+from stallfree.cache.records import MISS, Aim, Borrowed
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.cache.serial import one_thread, stay_alone
 from stallfree.cache.tier import Tier, TierStore, decode
 
 __all__ = [

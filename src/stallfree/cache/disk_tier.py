@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from stallfree.cache.memory.sample_cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.tier import Array, Record
 from stallfree.errors import CapacityError, InputError, text_of
 from stallfree.ipc.folders import is_address, is_path

@@ -15,7 +15,7 @@ victims by one scan of all scores, so that the cost of an eviction does not depe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -163,14 +163,6 @@ def _uniform(tick: int, count: int) -> Array:
     return uniform
 
 
-class VictimState(Protocol):
-    """The arrays of `Victims`; in a live cache they are in shared memory."""
-
-    victims: Array
-    victims_limit: Array
-    first: Array
-
-
 class Victims:
     """A queue of residents in ascending order of (score, id), which finds the lowest cheaply.
 
@@ -180,13 +172,14 @@ class Victims:
     score has risen is reinserted when it reaches the front. A new record, or a resident whose score has fallen, is
     inserted immediately. An empty queue is refilled. So each choice equals that of sorting all residents again.
 
-    `span` is a pair of integers (position, end) that may be in shared memory. All calls are made under the writer lock.
+    `state` has the arrays `victims`, `victims_limit` and `first` (of an `Index`), and `span` is a pair of integers
+    (position, end): they may be in shared memory. All calls are made under the writer lock.
     """
 
-    def __init__(self, state: VictimState, span: Array) -> None:
+    def __init__(self, state: Any, span: Array) -> None:
         self._state = state
         self._span = span
-        self._places = np.empty(0, np.int64)
+        self._taken_at = np.empty(0, np.int64)
 
     def clear(self) -> None:
         """Empty the queue."""
@@ -214,8 +207,8 @@ class Victims:
 
     def give_back(self, score: Array, ids: Array) -> None:
         """Return `ids`, the last of those just chosen, to the queue."""
-        if len(ids) <= len(self._places):
-            self._span[0] = self._places[-len(ids)]
+        if len(ids) <= len(self._taken_at):
+            self._span[0] = self._taken_at[-len(ids)]
         else:
             self.entered(score, ids)
 
@@ -224,7 +217,7 @@ class Victims:
         state = self._state
         at, end = (int(n) for n in self._span)
         stop = min(at + count + count // 2 + 8, end)
-        keys = state.victims[at:stop]
+        keys: Array = state.victims[at:stop]
         ids = keys.imag.astype(np.int64)
         now = score[ids]
         there = state.first[ids] != 0
@@ -243,8 +236,8 @@ class Victims:
                 return np.empty(0, np.int64)
         good[1:] &= keys[1:] != keys[:-1]
         picked = np.flatnonzero(good)[:count]
-        self._places = at + picked
-        self._span[0] = self._places[-1] + 1 if len(picked) == count else stop
+        self._taken_at = at + picked
+        self._span[0] = self._taken_at[-1] + 1 if len(picked) == count else stop
         return ids[picked]
 
     def _insert(self, keys: Array) -> None:
@@ -257,7 +250,7 @@ class Victims:
             self.clear()
             return
         keys.sort()
-        queue = state.victims[self._span[0] : self._span[1]]
+        queue: Array = state.victims[self._span[0] : self._span[1]]
         queue = np.insert(queue, np.searchsorted(queue, keys), keys)
         if len(queue) > room:
             queue = queue[:room]

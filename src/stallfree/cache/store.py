@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stallfree.cache.memory.sample_cache import SampleCache
 from stallfree.cache.policies import Policy
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.tier import TierClient, TierStore
-from stallfree.errors import InputError, MissingExtraError, MissingServerError, argument_conflict, text_of
+from stallfree.errors import (
+    InputError,
+    MissingExtraError,
+    MissingServerError,
+    argument_conflict,
+    capacity_too_small,
+    text_of,
+)
 from stallfree.frames import users_level
 from stallfree.platform import shares_memory
 from stallfree.units import parse_size
@@ -79,9 +86,10 @@ def is_tier(store: Any) -> bool:
 
 def parse_capacity(capacity: Any, store: Store) -> int:
     """Return `capacity` in bytes; 0 only with a tier. Raises `CapacityError`."""
-    if is_tier(store) and not isinstance(capacity, bool) and capacity in (0, "0"):
-        return 0
-    return parse_size(capacity, "capacity")
+    size = parse_size(capacity, "capacity")
+    if not size and not is_tier(store):
+        raise capacity_too_small(f"capacity={capacity!r}: give the bytes of the cache; 0 is for a store with a tier")
+    return size
 
 
 def room_of(store: Store, capacity: int) -> int:
@@ -96,15 +104,14 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
     objects: without their fingerprint, nodes could not find each other's samples. Otherwise "memory" and `capacity`,
     with a warning in a job of several nodes.
     """
-    from stallfree.stores.launch.place import find_place
+    from stallfree.cache.redis import RedisStore
+    from stallfree.cache.redis.launch import find_node
 
-    if not shares_memory() or find_place().count == 1:
+    if not shares_memory() or find_node()[1] == 1:
         return "memory", capacity
     try:
         if not unknown:
-            from stallfree.stores import RedisStore
-
-            return RedisStore(capacity_per_node=capacity, name="auto"), 0  # type: ignore[return-value]
+            return RedisStore(capacity_per_node=capacity, name="auto"), 0
         why = f"{unknown[0]} has no fingerprint. To share samples, give name=, another name for each data set"
     except (MissingServerError, MissingExtraError) as error:
         why = text_of(error)

@@ -20,8 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.buffers import Buffers
-from stallfree.cache.checks import MISS
-from stallfree.cache.memory.sample_cache import SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record

@@ -25,7 +25,7 @@ def ls(store: Store = "memory", json: JsonFlag = False) -> None:
 
     Example: stallfree cache ls --store /data/cache
     """
-    from stallfree.cache.memory.admin import list_caches
+    from stallfree.cache.admin import list_caches
 
     root = _root(store)
     found = list_caches(root)
@@ -55,7 +55,7 @@ def rm(
 
     Example: stallfree cache rm train
     """
-    from stallfree.cache.memory.admin import remove
+    from stallfree.cache.admin import remove
 
     root = _root(store)
     for name in names:
@@ -74,7 +74,7 @@ def gc(store: Store = "memory", json: JsonFlag = False) -> None:
 
     Example: stallfree cache gc
     """
-    from stallfree.cache.memory.admin import collect_garbage
+    from stallfree.cache.admin import collect_garbage
 
     removed = collect_garbage(_root(store))
     if json:
@@ -84,7 +84,7 @@ def gc(store: Store = "memory", json: JsonFlag = False) -> None:
 
 
 def _root(store: str) -> Path:
-    from stallfree.cache.memory.admin import caches_root
+    from stallfree.cache.admin import caches_root
 
     root = caches_root(store)
     if store != "memory" and not Path(store).expanduser().is_dir():

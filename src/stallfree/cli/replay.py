@@ -103,7 +103,7 @@ def _count(text: str, name: str) -> int:
 
 
 def _plans(samples: int, epochs: int) -> list[Plan]:
-    from stallfree.cache.memory.limits import free_memory
+    from stallfree.cache.capacity import free_memory
     from stallfree.sampling.plans import make_plan
 
     size, free = samples * (epochs + 8) * 16, free_memory()

@@ -12,7 +12,7 @@ from typing import Any
 
 from stallfree.batches.sample_access import plain_beneath
 from stallfree.batches.transform_split import is_prepared
-from stallfree.cache.memory.layout import plan_layout
+from stallfree.cache.layout import plan_layout
 from stallfree.errors import (
     CapacityError,
     CodecError,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
-from multiprocessing import current_process, get_context
+from multiprocessing import current_process
 from multiprocessing.context import BaseContext
 from typing import Any, Self
 
@@ -16,19 +15,29 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from stallfree.batches.reader import Reader
 from stallfree.cache import SampleCache
+from stallfree.cache.capacity import free_memory
 from stallfree.datasets.cached_dataset import checked_ids
-from stallfree.datasets.dataset_probe import look
+from stallfree.datasets.dataset_probe import example_for, look
 from stallfree.datasets.private_names import window_name
-from stallfree.errors import InputError, argument_conflict, ranks_conflict, state_mismatch
+from stallfree.datasets.window import Field, Window, WindowPlan, replace_count
+from stallfree.datasets.window_fill import FillProcesses
+from stallfree.errors import (
+    InputError,
+    argument_conflict,
+    capacity_too_large,
+    ranks_conflict,
+    state_mismatch,
+)
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
 from stallfree.notes import described
+from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import peek_seed
 from stallfree.platform import need_linux
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
-from stallfree.sampling.plans.window import WindowPlan, replace_count
 from stallfree.sampling.ranks import (
     LocalRanks,
     checked_hosts,
@@ -38,15 +47,15 @@ from stallfree.sampling.ranks import (
     warn_of_ranks_here,
 )
 from stallfree.sampling.sources import order_of
-from stallfree.sampling.window_fill import FillProcesses, FillSetup
-from stallfree.sampling.window_size import Fit, fit_budget, fit_count
-from stallfree.sampling.window_source import FILLERS, Field, Window
 from stallfree.sources import as_source
+from stallfree.sources.throttle import payload_bytes
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
-from stallfree.units import parse_size, parse_whole
+from stallfree.units import format_size, parse_whole
 
 _FORMAT = "smart-1"
+_MARGIN = 1.5
+_SPARE = 0.9
 
 log = logging.getLogger("stallfree")
 _made = itertools.count()
@@ -75,13 +84,11 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     Args:
         data: a source such as `ImageFolder`, or any map-style data set or list.
         transform: applied to the samples of `data`, split into its deterministic and its random part.
-        cache_num: N, the samples of the window; all of them if there are fewer. This or `capacity`.
+        cache_num: N, the samples of the window; all of them if there are fewer.
         replace_rate: share of the window that is replaced after each epoch, 0 to 1. With 0, for
             validation, nothing is replaced.
         seed: of the order and of the randomness. If None, it follows from the state of torch's generator, which is not
             moved; all ranks on a host have that of the first.
-        capacity: bytes in place of a number of samples, as an int or such as "8GiB". N is then what fits, by the
-            size of the first samples.
         num_fill_workers: processes that prepare replacements.
         on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
             are, and the rest in later epochs; "wait" waits for them. Without a running fill process, all are replaced,
@@ -89,8 +96,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         on_error: "raise" the error of a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
-        full_epoch: an epoch is all samples: those of the window first, the others after them, both in an order of their
-            own for each epoch. Use a loader that does not shuffle.
         hosts: (number of this host, number of hosts): each has its part of the data. By default what torchrun says.
         name: of the cache.
         multiprocessing_context: how the fill processes start; Python's default if None.
@@ -121,75 +126,75 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         data: MapStyle[Any],
         transform: Callable[[Any], SampleT_co] | None = None,
         *,
-        cache_num: int | None = None,
+        cache_num: int,
         replace_rate: float = 0.1,
         seed: int | None = None,
-        capacity: int | str | None = None,
         num_fill_workers: int = 1,
         on_late: str = "partial",
         on_error: str = "raise",
         shuffle: bool = True,
-        full_epoch: bool = False,
         hosts: tuple[int, int] | None = None,
         name: str | None = None,
         multiprocessing_context: str | BaseContext | None = None,
     ) -> None:
         need_linux("SmartCacheDataset", "use CachedDataset")
-        _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
+        _check(cache_num, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
         if replace_rate:
             start_method(context)  # before anything is created in a process that may start none
-        self.dataset = data
+        self.dataset, self.on_error = data, on_error
         self.source: Source = as_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
-        self.on_error, self.full_epoch = on_error, full_epoch
-        hosts = hosts_of_job() if hosts is None else checked_hosts(hosts)
+        drawn = peek_seed() if self.seed is None else self.seed
+        part = hosts_of_job() if hosts is None else checked_hosts(hosts)
+        total = len(range(part[0], len(self.source), part[1]))
+        if not total:
+            raise argument_conflict(f"hosts={part}: give fewer hosts than samples, which are {len(self.source)}")
+        self.cache_num = min(cache_num, total)
+        self.replace_num = replace_count(self.cache_num, replace_rate, total)
+        plan = WindowPlan(len(self.source), self.cache_num, self.replace_num, drawn, shuffle, part)
         steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, steps)
-        before, rest = first.parts.deterministic, first.parts.random
-        # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
-        self._part = hosts
-        order: dict[str, Any] = {"shuffle": shuffle, "part": hosts}
-        reach = WindowPlan(len(self.source), 1, 0, seed=self.seed or 0, **order)
-        looked = first.values(1.0)
-        fit = _fit(list(looked.values()), cache_num, capacity, replace_rate, len(self.source), reach.total)
-        self.cache_num = fit.size
-        self.replace_num = replace_count(fit.size, replace_rate, reach.total)
-        self.cache = self._open_cache(fit, before, order, name)
-        self.reader = Reader(self.source, self.cache, before, rest, steps=steps)
-        sizes_of = fit.size, self.replace_num, reach.total if full_epoch else fit.size
-        self.window = Window(self.reader, *sizes_of, whole=full_epoch, seed=self.seed, order=order, on_late=on_late)
-        if self.window.state.epoch < 0:
-            self.window.keep(looked)
+        parts, values = first.parts, first.values(1.0)
+        self.cache = self._open_cache(plan, list(values.values()), parts.deterministic, name)
+        self.reader = Reader(self.source, self.cache, parts.deterministic, parts.random, steps=steps)
+        self.window = Window(self.cache, plan, on_late)
+        if self.window.epoch < 0:
+            coming = set(self.window.plan.window(0).tolist())
+            for id, value in values.items():
+                self.cache.count_fetch(1, payload_bytes(value))
+                if id in coming:
+                    self.reader.store([id], [value])
         fillers = num_fill_workers if self.replace_num and not current_process().daemon else 0
-        self._fillers = FillProcesses(FillSetup(self.window.with_own_threads(), fillers), context)
-        self._end = weakref.finalize(self, _close, self._fillers, self.window)
+        self._fillers = FillProcesses(self.window, self.reader, fillers, context)
         self.start()
 
-    def _open_cache(self, fit: Fit, before: Compose, order: dict[str, Any], name: str | None) -> SampleCache:
+    def _open_cache(self, plan: WindowPlan, samples: list[Any], before: Compose, name: str | None) -> SampleCache:
         job = job_name()  # the same in all ranks of one job on this host
         self._alone = job is None and name is None
         job = job or f"{os.getpid()}-{next(_made)}"
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
-                window=f"{fit.size}, {self.replace_num} replaced, {sorted({**order, 'seed': self.seed}.items())}",
+                window=repr(dataclasses.replace(plan, seed=0)),
+                seed=repr(self.seed),
                 format=_FORMAT,
             )
+        example = example_for(samples)
         return SampleCache(
             len(self.source),
-            capacity=fit.capacity,
+            capacity=_capacity(samples, example, plan),
             fingerprint=key,
             name=window_name(unknown, f"{key[:20]}-smart-{job}") if name is None else check_name(name),
-            example=fit.example,
+            example=example,
         )
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
-        """`cache_num`; with `full_epoch` the number of all samples (of this host)."""
+        """`cache_num`."""
         self._fillers.look_after()  # samplers ask for the length once per epoch
-        return self.window.positions
+        return self.cache_num
 
     def begin_epoch(self, epoch: int) -> Ids:
         """The ids of epoch `epoch`, one for each position.
@@ -217,8 +222,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
                 f"ranks={setup.ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
                 "sampler=dataset.rank_sampler() instead"
             )
-        shuffle = setup.shuffle and not self.full_epoch  # which has an order of its own
-        return WindowSource(self, order_of(replace(setup, samples=len(self), shuffle=shuffle)))
+        return WindowSource(self, order_of(dataclasses.replace(setup, samples=len(self))))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples.
@@ -231,7 +235,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, position: int) -> SampleT_co:
-        wanted = checked_ids([position], self.window.positions)
+        wanted = checked_ids([position], self.cache_num)
         return self._samples(wanted, skip=False)[0]
 
     def __iter__(self) -> Iterator[SampleT_co]:
@@ -242,14 +246,15 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
         Raises the error of one that cannot be had, and with "skip" if none can; `IdError`.
         """
-        return self._samples(checked_ids(positions, self.window.positions), skip=self.on_error == "skip")
+        return self._samples(checked_ids(positions, self.cache_num), skip=self.on_error == "skip")
 
     def _samples(self, positions: Ids, *, skip: bool) -> list[SampleT_co]:
         self.reader.check()
         epoch, ids = self.window.look_up(positions)
-        samples = self.reader.finish(self.reader.start(ids), self.window.plan.seed, epoch, skip=skip)
+        seed = self.window.plan.seed if self.seed is None else self.seed
+        samples = self.reader.finish(self.reader.start(ids), seed, epoch, skip=skip)
         if samples.skipped:
-            self.window.state.count(Field.SKIPPED, len(samples.skipped))
+            self.window.count_skipped(len(samples.skipped))
             for error in samples.skipped:
                 log.warning("left out a sample: %s", described(error))
             if not samples.values:
@@ -296,7 +301,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
                 "each rank has a window of its own, because no job was known when the data set was made: make it after "
                 "init_process_group(), or give name=, the same in all ranks"
             )
-        if ranks.hosts > 1 and self._part == (0, 1):
+        if ranks.hosts > 1 and self.window.plan.part == (0, 1):
             raise ranks_conflict(
                 f"the ranks run on {ranks.hosts} hosts, and this window is over all samples: give "
                 f"hosts=(number of this host, {ranks.hosts})"
@@ -316,20 +321,18 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken. Raises `InputError` for the state of another window."""
-        if self.window.load_state_dict(state):
-            self._fillers.restart(self.window.plan)
+        self.window.load_state_dict(state, any_seed=self.seed is None)
 
     def stats(self) -> SmartCacheStats:
         """The counts of the cache and of the window, over all processes."""
-        state = self.window.state
-        header, epoch = state.header, state.epoch
-        start = state.start(epoch) if epoch >= 0 else 0
+        window, header = self.window, self.window.header
+        start = window.start(window.epoch) if window.epoch >= 0 else 0
         return SmartCacheStats(
             **self.cache.stats().__dict__,
-            epoch=epoch,
-            window_start=start or 0,
+            epoch=window.epoch,
+            window_start=start,
             replace_num=self.replace_num,
-            lag=max(0, epoch * self.replace_num - (start or 0)),
+            lag=max(0, window.epoch * self.replace_num - start),
             late_epochs=int(header[Field.LATE]),
             wait_seconds=int(header[Field.WAITED]) / 1e9,
             skips=int(header[Field.SKIPPED]),
@@ -345,7 +348,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         The last process to leave removes the cache.
         """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
-        self._end()
+        self._fillers.stop()
+        self.window.close()
         self.cache.close()
 
     def __enter__(self) -> Self:
@@ -354,49 +358,39 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key not in ("_fillers", "_end")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._fillers = FillProcesses(FillSetup(self.window, 0), get_context())  # the data set that was sent has them
-        self._end = weakref.finalize(self, _close, self._fillers, self.window)
-
     def __repr__(self) -> str:
         return f"SmartCacheDataset({self.source!r}, cache_num={self.cache_num}, replace_num={self.replace_num})"
 
 
-def _check(
-    cache_num: Any, capacity: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any
-) -> None:
-    if (cache_num is None) == (capacity is None):
-        raise argument_conflict("give either cache_num (samples of the window) or capacity (bytes for them)")
-    if cache_num is not None:
-        parse_whole(cache_num, "cache_num", 1)
+def _check(cache_num: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any) -> None:
+    parse_whole(cache_num, "cache_num", 1)
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
         raise InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (nothing is replaced) to 1")
-    if parse_whole(num_fill_workers, "num_fill_workers", 1) > FILLERS:
-        raise InputError(f"num_fill_workers={num_fill_workers}: give {FILLERS} or less")
+    parse_whole(num_fill_workers, "num_fill_workers", 1)
     if on_late not in ("partial", "wait"):
         raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
     if on_error not in ("raise", "skip"):
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
 
 
-def _close(fillers: FillProcesses, window: Window) -> None:
-    fillers.stop()
-    window.close()
+def _capacity(samples: list[Any], example: Any, plan: WindowPlan) -> int:
+    """Return the bytes of a cache for a window and its replacements, estimated from some samples.
 
-
-def _fit(
-    looked: list[Any], count: int | None, capacity: int | str | None, rate: float, samples: int, total: int
-) -> Fit:
-    """The window of `count` samples of `total`, or the one that fits into `capacity`."""
-    if capacity is not None:
-        return fit_budget(looked, samples, parse_size(capacity, "capacity"), rate, total)
-    assert count is not None
-    count = min(count, total)
-    return fit_count(looked, samples, count, replace_count(count, rate, total))
+    Raises `CapacityError` if free memory does not hold them.
+    """
+    sizes = [record_size(*encode(value, allow_pickle=True)) for value in samples]
+    mean, equal = sum(sizes) / len(sizes), encode(example, allow_pickle=True)[0].fixed and len(set(sizes)) == 1
+    each = mean + 80 if equal else 1.13 * mean + 320  # with its share of the index, and rounded up to blocks
+    count, beside, free = plan.size + plan.replace, 24 * plan.samples + (1 << 17), free_memory()
+    least, most = int(count * each) + beside, int(free * _SPARE)
+    if least > most:
+        raise capacity_too_large(
+            f"cache_num={plan.size} and {plan.replace} replacements of about {format_size(int(mean))} each take "
+            f"{format_size(least)}, and {format_size(free)} of memory are free here (of the host and of this control "
+            f"group), of which a tenth is left to others: give cache_num={plan.size * most // least} or less, or more "
+            "memory"
+        )
+    return least if equal else min(most, int(count * max(each * _MARGIN, max(sizes) + 320)) + beside)
 
 
 class WindowSource(EpochSource):
@@ -432,7 +426,7 @@ class WindowSource(EpochSource):
         if resume is not None and resume.rest is not None:
             return plan  # of ids
         ids = self._dataset.begin_epoch(epoch)
-        return replace(plan, batches=(ids[positions] for positions in plan.batches))
+        return dataclasses.replace(plan, batches=(ids[positions] for positions in plan.batches))
 
     def state_dict(self) -> dict[str, Any]:
         return {"window": self._dataset.state_dict()}

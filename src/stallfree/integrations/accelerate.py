@@ -15,12 +15,13 @@ from inspect import signature
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conflict
 from stallfree.loader import DataLoader
 from stallfree.loader.shown import ShuffledSampler
 from stallfree.sampling.plans import ImportanceSampler
+from stallfree.sources.mapped import is_iterable
 
 _REPLACED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
 """Arguments of the inner loader that Accelerate's batch sampler replaces."""
@@ -81,7 +82,7 @@ class _Prepared(DataLoader):
 def _check(accelerator: Any, loader: Any) -> None:
     if not isinstance(loader, DataLoader):
         raise ranks_conflict(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
-    if isinstance(loader.dataset, IterableDataset):
+    if is_iterable(loader.dataset):
         raise iterable_unsupported(
             "prepare was given a loader of an IterableDataset, whose samples cannot be partitioned by id: let __iter__ "
             "yield the samples of its process, and use the loader unchanged"

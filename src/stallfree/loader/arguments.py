@@ -7,13 +7,13 @@ import operator
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from stallfree.batches.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
 from stallfree.loader.output import check_output
 from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
+from stallfree.sources.mapped import is_iterable
 from stallfree.units import parse_room, parse_whole
 from stallfree.workers.ray_workers import RayWorkers
 
@@ -23,37 +23,53 @@ WAIT_SECONDS = 300.0
 FREE_SHARE = 0.5
 """Default capacity of `cache="auto"`: half of the free memory."""
 
+_NOT_OF_ITERABLES = {
+    ("shuffle", "sampler", "batch_sampler", "ranks"): (
+        "which decides itself which samples come and in which order: leave out {name}, and let __iter__ of the data "
+        "set do it"
+    ),
+    ("cache", "capacity", "transform"): (
+        "whose samples have no ids to cache them by: leave out {name}, or give a map-style data set, such as "
+        "stallfree.TarDataset for tar shards"
+    ),
+    ("workers", "with_ids", "staging", "on_error", "output", "event_log"): (
+        "whose batches torch's own loader makes: leave out {name}, or give a map-style data set"
+    ),
+}
+"""Arguments that a loader of an iterable data set does not have, and what to do."""
 
-def check_arguments(
-    *,
-    cache: Any,
-    capacity: Any,
-    transform: Any,
-    num_workers: Any,
-    sampler: Any,
-    batch_sampler: Any,
-    workers: Any,
-    **others: Any,
-) -> int | float | None:
+
+def check_arguments(**given: Any) -> int | float | None:
     """The capacity of the cache of `cache="auto"`; None without it. See `check_auto`.
 
     Raises `InputError` for arguments of a `DataLoader` that are invalid or contradict each other.
     """
 
     def of(*names: str) -> dict[str, Any]:
-        return {name: others[name] for name in names}
+        return {name: given[name] for name in names}
 
-    check_stream(sampler=sampler, batch_sampler=batch_sampler, **of("dataset", "shuffle", "ranks"))
-    room = check_auto(cache, capacity, transform, sampler)
-    check_remote(workers, others["dataset"], cache)
-    local = int(cache == "auto") if num_workers is None else num_workers  # it chooses their number
-    persistent = others["persistent_workers"] and workers is None
-    check_numbers(local, **of("batch_size", "timeout", "prefetch_factor"), persistent_workers=persistent)
-    check_sampling(sampler=sampler, batch_sampler=batch_sampler, **of("batch_size", "shuffle", "drop_last"))
+    if is_iterable(given["dataset"]):
+        check_iterable(given)
+    room = check_auto(**of("cache", "capacity", "transform", "sampler"))
+    check_remote(**of("workers", "cache"))
+    workers = int(given["cache"] == "auto") if given["num_workers"] is None else given["num_workers"]  # it chooses them
+    persistent = given["persistent_workers"] and given["workers"] is None
+    check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor"), persistent_workers=persistent)
+    check_sampling(**of("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"))
     check_functions(**of("collate_fn", "worker_init_fn", "on_error"))
-    check_ranked(others["ranks"], sampler, batch_sampler)
+    check_ranked(**of("ranks", "sampler", "batch_sampler"))
     check_output(**of("output", "pin_memory", "device"))
     return room
+
+
+def check_iterable(given: dict[str, Any]) -> None:
+    """Raise `InputError` for arguments that a loader of an iterable data set does not have."""
+    for names, why in _NOT_OF_ITERABLES.items():
+        for name in names:
+            value = given[name]
+            default = value is None or value is False or (isinstance(value, str) and value in ("raise", "torch"))
+            if not default:
+                raise iterable_unsupported(f"{name}={value!r:.80} and an IterableDataset, {why.format(name=name)}")
 
 
 def check_numbers(
@@ -72,16 +88,12 @@ def check_numbers(
         raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 
 
-def check_remote(workers: Any, dataset: Any, cache: Any) -> None:
-    """Raise `InputError` unless `workers` are None, or `RayWorkers` that can prepare `dataset`."""
+def check_remote(workers: Any, cache: Any) -> None:
+    """Raise `InputError` unless `workers` are None, or `RayWorkers`."""
     if workers is None:
         return
     if not isinstance(workers, RayWorkers):
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
-    if isinstance(dataset, IterableDataset):
-        raise iterable_unsupported(
-            "workers=RayWorkers(...) and an IterableDataset: give num_workers=..., or map-style data"
-        )
     if cache is not None:
         raise argument_conflict("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")
 
@@ -104,19 +116,6 @@ def check_sampling(
         iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
         if value is not None and not iterable:
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
-
-
-def check_stream(dataset: Any, shuffle: Any, sampler: Any, batch_sampler: Any, ranks: Any) -> None:
-    """Raise `InputError` for arguments that an iterable data set does not have."""
-    if not isinstance(dataset, IterableDataset):
-        return
-    given = {"shuffle": shuffle or None, "sampler": sampler, "batch_sampler": batch_sampler, "ranks": ranks}
-    for name, value in given.items():
-        if value is not None:
-            raise iterable_unsupported(
-                f"{name}={value!r:.80} and an IterableDataset, which decides itself which samples come and in which "
-                f"order: leave out {name}, and let __iter__ of the data set do it"
-            )
 
 
 def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.batches.stream import loader_reader
+from stallfree.batches.reader import reader_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_functions, check_numbers
 from stallfree.loader.shown import own_collate
 from stallfree.workers.worker_pool import Options
@@ -56,15 +56,18 @@ def options_of(loader: Any, *, single: bool) -> dict[str, Any]:
     }
 
 
-def changed_options(loader: Any, options: Options) -> Options:
-    """`options` with the present attributes of `loader`. Raises `InputError` for invalid ones."""
+def check_settable(loader: Any, *, single: bool) -> None:
+    """Raise `InputError` for invalid attributes of `loader`, and replace None by defaults."""
     check_numbers(loader.num_workers, None, loader.timeout, loader.prefetch_factor, False)
     check_functions(loader.collate_fn, loader.worker_init_fn, "raise")
     if loader.collate_fn is None:
-        vars(loader)["collate_fn"] = default_convert if options.single else default_collate
+        vars(loader)["collate_fn"] = default_convert if single else default_collate
     vars(loader)["num_workers"] = as_int(loader.num_workers)
+
+
+def changed_options(loader: Any, options: Options) -> Options:
+    """`options` with the present attributes of `loader`."""
     changed = replace(options, **options_of(loader, single=options.single))
-    streams = options.reader.streams
-    if changed.dataset is options.dataset and (not streams or changed.workers == options.workers):
+    if changed.dataset is options.dataset:
         return changed
-    return replace(changed, reader=loader_reader(loader.dataset, loader.num_workers, drop_last=loader.drop_last))
+    return replace(changed, reader=reader_of(loader.dataset))

@@ -12,23 +12,25 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, Unpack, overload
 
 import torch
 import torch.utils.data
-from torch.utils.data import IterableDataset, default_collate, default_convert
+from torch.utils.data import default_collate, default_convert
 
-from stallfree.autotune.stream_cache import auto_cache
-from stallfree.batches.stream import loader_reader
+from stallfree.autotune.auto_cache import AutoCache
+from stallfree.batches.reader import reader_of
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
-from stallfree.loader.attributes import SETTABLE, Attributes, changed_options, options_of
+from stallfree.loader.attributes import SETTABLE, Attributes, changed_options, check_settable, options_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
+from stallfree.loader.iterable import IterableRunner
 from stallfree.loader.output import Batch, delivery
 from stallfree.loader.shown import shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
 from stallfree.sampling.ranks import check_prepared
 from stallfree.sampling.sources import source_of
+from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
@@ -48,9 +50,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     subclass, so that other libraries accept it as a loader; only the names are inherited.
 
     Args:
-        dataset: a `CachedDataset`, a source, any map-style data set, or an `IterableDataset`: each worker iterates over
-            its own copy, and the batches, their order and their randomness are those of torch's loader. Only its start
-            can be resumed. A worker that dies is a `WorkerError`, and ends its stream.
+        dataset: a `CachedDataset`, a source, any map-style data set, or an `IterableDataset`: torch's own loader makes
+            its batches, with these arguments. What needs ids is refused. Resuming drops the batches that were
+            delivered, or uses `load_state_dict` of the data set with `num_workers=0`.
         batch_size: samples per batch; None: single samples, not collated.
         shuffle: use a new order each epoch, a function of (seed, epoch).
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
@@ -73,9 +75,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         pin_memory_device: accepted for compatibility.
         in_order: accepted for compatibility; batches are always in order.
         seed: of order and augmentation. If None, that of the `CachedDataset` or `SmartCacheDataset`; else it is drawn
-            from torch's generator when the first iteration begins, as torch's loader draws it.
-        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`. With an
-            `IterableDataset`, the sample at `position` of worker `w` has the id `position * max(1, num_workers) + w`.
+            from torch's generator when the first iteration begins, as torch's loader draws it. Of an
+            `IterableDataset`, it seeds the workers' generators.
+        with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
         on_error: "raise" the error of a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
@@ -88,9 +90,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             samples are random, the files that it reads are cached. One line says what is cached, how many workers
             there are and what rate to expect; another one, after the second epoch, what was reached. See `decision`
             and `cached`. None: no cache but that of a `CachedDataset`.
-            Of an `IterableDataset`, the first whole iteration is stored; later ones have its samples in a new order, a
-            function of (seed, epoch), and do not read it. It is not stored if it does not fit, if two short iterations
-            over a copy differ, or if it draws random numbers (unless marked with `mark_deterministic`).
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
         transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
@@ -99,8 +98,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             equalize the ranks, the first samples are repeated, or the last ones omitted with `drop_last`. All ranks use
             the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
             samples, without the warning about several ranks.
-        workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with an `IterableDataset`
-            or `cache="auto"`.
+        workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with `cache="auto"`.
         output: "torch", or "numpy": yield arrays instead of tensors, ids and weights included, in the same memory. They
             keep a batch alive as tensors do. Raises `InputError` while iterating for dtypes that NumPy lacks
             (bfloat16).
@@ -140,6 +138,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     event_log: str | os.PathLike[str] | None
     ranks: tuple[int, int] | str | None
     workers: RayWorkers | None
+    with_ids: bool
+    output: str
 
     @overload
     def __init__(
@@ -258,18 +258,18 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
         context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
         self.multiprocessing_context = None if multiprocessing_context is None else context
-        self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(isinstance(dataset, IterableDataset))
-        self._auto = None if room is None else auto_cache(dataset, room, num_workers, transform)
+        self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
+        self._auto = None if room is None else AutoCache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
-        options = self._options(context, single)
-        counts = self._counts = {**new_counts(), "num_workers": self.num_workers}
-        source = self._source(options, sampler, batch_sampler, seed_of_data=seed is None and self.seed is not None)
-        seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{batch_size}")
-        deliver = partial(delivery, with_ids=with_ids, pin=pin_memory and device is None, arrays=output == "numpy")
-        self._runner = EpochRunner(
-            source, options, seeds, counts, deliver, persistent=persistent_workers, tuner=self._auto
-        )
-        self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
+        self._counts = {**new_counts(), "num_workers": self.num_workers}
+        self._runner: EpochRunner | IterableRunner
+        if self._dataset_kind:
+            self._runner = IterableRunner(self, self._counts)
+            self.sampler, self.batch_sampler = self._runner.samplers
+        else:
+            seed_of_data = seed is None and self.seed is not None
+            self._runner = self._epoch_runner(self._options(context, single), seed_of_data=seed_of_data)
+            self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
         self._adopted = Attributes(self)
         self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
@@ -288,20 +288,34 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Use the attributes that were set since the last iteration."""
         if self._adopted.are_those_of(self):
             return
-        options = changed_options(self, self._runner.options)
-        source = self._runner.source
-        if self._adopted.order_changed(self) or options.reader is not self._runner.options.reader:
-            by_batches = self.batch_sampler is not None
-            samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
-            source = self._source(options, *samplers, seed_of_data=False)
-        pin = self.pin_memory and self.device is None
-        self._runner.adopt(options, source, self.generator, partial(self._runner.deliver, pin=pin))
+        check_settable(self, single=self.batch_size is None and self.batch_sampler is None)
+        runner = self._runner
+        if isinstance(runner, IterableRunner):
+            runner.adopt(self)
+        else:
+            options, source = changed_options(self, runner.options), runner.source
+            if self._adopted.order_changed(self) or options.reader is not runner.options.reader:
+                by_batches = self.batch_sampler is not None
+                samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
+                source = self._source(options, *samplers, seed_of_data=False)
+            pin = self.pin_memory and self.device is None
+            runner.adopt(options, source, self.generator, partial(runner.deliver, pin=pin))
         self._adopted = Attributes(self)
+
+    def _epoch_runner(self, options: Options, *, seed_of_data: bool) -> EpochRunner:
+        source = self._source(options, self.sampler, self.batch_sampler, seed_of_data=seed_of_data)
+        name = f"{len(options.reader.source)}-{self.batch_size}"
+        seeds = Seeds(self.seed, self.generator, self.shuffle, self.ranks, name)
+        pin, arrays = self.pin_memory and self.device is None, self.output == "numpy"
+        deliver = partial(delivery, with_ids=self.with_ids, pin=pin, arrays=arrays)
+        return EpochRunner(
+            source, options, seeds, self._counts, deliver, persistent=self.persistent_workers, tuner=self._auto
+        )
 
     def _options(self, context: BaseContext, single: bool) -> Options:
         return Options(
             **{"context": context, **options_of(self, single=single)},
-            reader=loader_reader(self.dataset, self.num_workers, drop_last=self.drop_last),
+            reader=reader_of(self.dataset),
             single=single,
             seed=self.seed or 0,
             skip=self.on_error == "skip",
@@ -359,8 +373,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
-        runner = self._runner
-        self.__dict__.update(seed=runner.seed, num_workers=runner.options.workers)
+        self.__dict__.update(seed=self._runner.seed, num_workers=self._counts["num_workers"])
         self._adopted = Attributes(self)
         return iterator
 

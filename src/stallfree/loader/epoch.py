@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from torch.utils.data import default_collate, default_convert
 
+from stallfree.batches.direct import PlainBatches
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.errors import (
     WaitError,
@@ -25,7 +27,7 @@ from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
 
 _REPORTED_SKIPS = 5
 
-_OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
+OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
 
 log = logging.getLogger("stallfree")
 
@@ -89,7 +91,7 @@ class Epoch(_Pass):
         Any interruption other than a timeout ends the iteration.
         """
         if self.closed or self.pool.closed or self._token != self.pool.token:
-            raise iteration_over(_OVER)
+            raise iteration_over(OVER)
         if self._owner != os.getpid():  # its results would be those that the parent awaits
             raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
         try:
@@ -157,8 +159,6 @@ class Epoch(_Pass):
                 self.pool.submit(task, gather=False)
             else:
                 self._results[result.number] = result
-                if result.ended:
-                    self.progress.end_stream(self._tasks[result.number].ids)
         return bool(results)
 
     def _count(self, result: Result) -> None:
@@ -232,11 +232,18 @@ class Epoch(_Pass):
 
 
 class DirectEpoch(_Pass):
-    """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead."""
+    """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead.
+
+    Without a prefetcher, batches and their random numbers are those of torch's loader.
+    """
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
-        pool.builder.reader.begin()
+        builder = pool.builder
+        self._plain = None
+        if pool.counts_waits:
+            collate = builder.collate or (default_convert if builder.single else default_collate)
+            self._plain = PlainBatches(builder.reader, collate, builder.single, builder.skip)
 
     def __iter__(self) -> DirectEpoch:
         return self
@@ -245,7 +252,7 @@ class DirectEpoch(_Pass):
         pool, progress = self.pool, self.progress
         while True:
             if self.closed or pool.closed:
-                raise iteration_over(_OVER)
+                raise iteration_over(OVER)
             started = time.monotonic()
             try:
                 ids = progress.peek()
@@ -256,7 +263,10 @@ class DirectEpoch(_Pass):
                 raise progress.take_problem() or StopIteration
             number, _, repeat = progress.start()
             try:
-                data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids, repeat))
+                if self._plain is not None:
+                    data, samples = self._plain.make(ids.tolist())
+                else:
+                    data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids, repeat))
             except Exception as error:
                 progress.hand_out()
                 if isinstance(error, StopIteration):
@@ -266,27 +276,27 @@ class DirectEpoch(_Pass):
                 self._end()
                 raise
             progress.hand_out()
-            if samples.ended:
-                progress.end_stream(ids)
             now = self._now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:
                 counts["wait_seconds"] += now - started
-            counts["misses"] += samples.misses
-            counts["storage_bytes"] += samples.storage_bytes
             counts["prep_seconds"] += now - started
             if self._log is not None:
                 self._log.built(started, now, number, progress.number)
-            if samples.skipped:
-                _report_skips(counts, [*map(described, samples.skipped)])
-            left_out = len(ids) > 0 and not samples.ids
-            if not left_out:
-                counts["batches"] += 1
-                counts["samples"] += len(samples.ids)
+            if samples is not None:
+                counts["storage_bytes"] += samples.storage_bytes
+                if samples.skipped:
+                    _report_skips(counts, [*map(described, samples.skipped)])
+                if len(samples.ids) < len(ids):
+                    ids = np.array(samples.ids, np.int64)
+                    if not len(ids):
+                        continue
+            counts["misses"] += len(ids)
+            counts["batches"] += 1
+            counts["samples"] += len(ids)
             if now >= self._status.due:
                 self._publish()
-            if not left_out:
-                return data, ids if len(samples.ids) == len(ids) else np.array(samples.ids, np.int64)
+            return data, ids
 
     def _end(self) -> None:
         """End the iteration after an interruption."""

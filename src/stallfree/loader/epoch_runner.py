@@ -224,16 +224,16 @@ class EpochRunner:
             self.options = self._tuner.tuned(self.options)
             if had_workers and not self.pools.has_workers(self.options):
                 self._seeds.renew()
-            self.counts["num_workers"] = self.options.workers
+        self.counts["num_workers"] = self.options.workers
         if self.pools.persistent:
             self._end_iteration()
         pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
         repeats = None if source.planned else Repeats(resume.repeats or () if resume else ())
         batches = _without_first(plan.batches, plan.skip, repeats) if plan.skip else plan.batches
-        progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, plan.end_stream, repeats)
+        progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, repeats)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self.deliver(weigh=plan.on_delivered, count=plan.count)
+        deliver = self.deliver(weigh=plan.on_delivered)
         keep, steps = pool is self.pools.kept, prefetcher is None
         iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
         self._iteration = weakref.ref(iteration)
@@ -244,6 +244,8 @@ class EpochRunner:
         reader = self.options.reader
         reader.follow()
         if reader.cache is not None:
+            if reader.cache.tier is not None:
+                reader.cache.tier.begin_epoch()
             reader.check_settings()
         elif self._tuner is None and reader.settings.changes():
             self.options = replace(self.options, reader=reader_of(self.options.dataset))

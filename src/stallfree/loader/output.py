@@ -39,7 +39,6 @@ def delivery(
     *,
     with_ids: bool,
     weigh: Callable[[Ids], torch.Tensor] | None,
-    count: Callable[[Ids], None] | None,
     pin: bool,
     arrays: bool,
 ) -> Callable[[Any, Ids], Any] | None:
@@ -48,17 +47,14 @@ def delivery(
     Args:
         with_ids: return a `Batch`.
         weigh: returns the weights of ids, and implies a `Batch`; or None.
-        count: called with the ids of each batch; or None.
         pin: copy tensors to pinned memory, if there is an accelerator.
         arrays: convert tensors to arrays.
     """
     change = as_arrays if arrays else pinned if pin and torch.cuda.is_available() else None
-    if not (with_ids or weigh or count or change):
+    if not (with_ids or weigh or change):
         return None
 
     def deliver(data: Any, ids: Ids) -> Any:
-        if count is not None:
-            count(ids)
         if with_ids or weigh is not None:
             data = Batch(data, torch.from_numpy(ids.copy()), None if weigh is None else weigh(ids))
         return data if change is None else change(data)

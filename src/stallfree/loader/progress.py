@@ -22,7 +22,6 @@ class Progress:
         number: of the epoch.
         first: number of the first of `batches`; those before it were delivered by an earlier process.
         dealt: see `Position`.
-        end_stream: see `EpochPlan`.
         repeats: counts how often the ids have come before in this epoch; None: each comes once.
 
     Attributes:
@@ -36,13 +35,11 @@ class Progress:
         number: int,
         first: int = 0,
         dealt: dict[str, int] | None = None,
-        end_stream: Callable[[Ids], None] | None = None,
         repeats: Repeats | None = None,
     ) -> None:
         self.number = number
         self.first = self.handed_out = first
         self._dealt = dealt
-        self._end_stream = end_stream
         self._batches, self._repeats = batches, repeats
         self._problem: Exception | None = None  # exception of the sampler, which ends the epoch
         self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
@@ -83,11 +80,6 @@ class Progress:
         """Record the delivery of the first batch in flight."""
         self._recent.append(self._started.popleft())
         self.handed_out += 1
-
-    def end_stream(self, ids: Ids) -> None:
-        """Draw no more batches of the stream that these ids are from, if they are from one."""
-        if self._end_stream is not None:
-            self._end_stream(ids)
 
     def position(self, batches: int, endless: Callable[[int, int], bool] | None) -> Position:
         """The position of the epoch after `batches` delivered batches, at most 64 ago.

@@ -8,13 +8,11 @@ from typing import Any
 from torch.utils.data import (
     BatchSampler,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     default_collate,
     default_convert,
 )
-from torch.utils.data.dataloader import _InfiniteConstantSampler
 
 from stallfree.sampling.epoch_source import Ids
 from stallfree.sampling.order import Order
@@ -51,9 +49,7 @@ def shown_samplers(loader: Any, runner: Any, sampler: Any, batch_sampler: Any) -
     Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
     They also iterate over them, to skip the first batches of an epoch.
     """
-    if isinstance(loader.dataset, IterableDataset):
-        sampler = _InfiniteConstantSampler()
-    elif sampler is None:
+    if sampler is None:
         order: Any = getattr(runner.source, "order", runner.source)  # of a window
         if getattr(order, "ranks", None) is not None:
             sampler = DealtSampler(loader.dataset, order, runner.next_ids)
@@ -69,7 +65,7 @@ def shown_samplers(loader: Any, runner: Any, sampler: Any, batch_sampler: Any) -
 
 
 def _size(dataset: Any) -> str:
-    """The size of a data set for its `repr`; "" if it has none, as a stream may."""
+    """The size of a data set for its `repr`; "" if it has none, as an iterable one may."""
     try:
         return f" of {len(dataset)} samples"
     except TypeError:

@@ -9,10 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from stallfree.cache.counters import Count, Counters
-from stallfree.cache.memory.admin import CacheInfo, caches_root, list_caches
-from stallfree.cache.memory.index import Index
-from stallfree.cache.memory.layout import Meta
+from stallfree.cache.admin import CacheInfo, caches_root, list_caches
+from stallfree.cache.layout import Count, Index, Meta
 from stallfree.errors import StorageError
 from stallfree.observe.servers import ServerRow, running_servers
 from stallfree.workers.status import LoaderStatus, running_loaders
@@ -168,7 +166,7 @@ def _counts(path: Path) -> list[int] | None:
     """The sums of all processes' counters, None if they cannot be read."""
     try:
         meta = Meta.load(path)
-        return Counters(Index(path / "index", meta.num_ids, meta.num_blocks, **meta.kinds).counters).totals()
+        return Index(path, meta).counters.totals()
     except (StorageError, OSError):
         return None
 

@@ -29,6 +29,7 @@ _WATCHED = {
     "torch.utils.data.dataloader": [("torch.utils.data.dataloader", "_BaseDataLoaderIter")],
     "stallfree.loader.dataloader": [
         ("stallfree.loader.iteration", "Iteration"),
+        ("stallfree.loader.iterable", "_Pass"),  # of iterable data sets
         ("stallfree.device.prefetcher", "_Iteration"),  # with a device
     ],
 }
@@ -82,7 +83,7 @@ class Row:
         """Record the start of a pass; return its maximum number of samples, None if unknown."""
         self.passes += 1
         counts = getattr(loader, "counts", None)
-        if isinstance(counts, dict):
+        if isinstance(counts, dict) and not loader._dataset_kind:  # samples of iterable data sets are not counted
             if not any(counts is known for known in self.exact):
                 self.exact.append(counts)
             return None
@@ -255,6 +256,8 @@ class Watch:
 
     def _timed_iter(self, original: Any) -> Any:
         def __iter__(loader: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__") == "stallfree.loader.iterable":
+                return original(loader)  # torch's loader beneath another one
             started = clock()
             here = self._here()
             outermost = here.depth == 0

@@ -6,9 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from stallfree.stores.addresses import Address, load_client
-from stallfree.stores.launch.rendezvous import known_addresses
-from stallfree.stores.launch.server import server_folders
+from stallfree.cache.redis.addresses import Address, load_client, open_client, shown_address
+from stallfree.cache.redis.servers import node_servers
 
 _SECONDS = 0.25
 
@@ -22,7 +21,7 @@ class ServerRow:
 
     Attributes:
         store: name of its store.
-        address: host and port.
+        address: host and port, or the path of a Unix socket.
         lost: whether it did not answer within 0.25 s; the numbers are then 0.
         keys: values in it.
         used_bytes, capacity_bytes: memory.
@@ -46,7 +45,7 @@ def running_servers(root: Path) -> list[ServerRow]:
 
     Sends two requests to each, to all servers concurrently.
     """
-    found = [(name, address) for name, folder in server_folders(root).items() for address in known_addresses(folder)]
+    found = node_servers(root)
     if not found:
         return []
     load_client()
@@ -57,13 +56,11 @@ def running_servers(root: Path) -> list[ServerRow]:
 def _look(store: str, address: Address) -> ServerRow:
     from redis.exceptions import RedisError
 
-    client = address.client(_SECONDS)
     try:
-        found = dict(client.info("everything"))
-        keys = client.dbsize()
+        with open_client(address, _SECONDS) as client:
+            found = dict(client.info("everything"))
+            keys = client.dbsize()
     except (RedisError, OSError):
-        return ServerRow(store, str(address), True)
-    finally:
-        client.close()
+        return ServerRow(store, shown_address(address), True)
     names = ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses", "connected_clients")
-    return ServerRow(store, str(address), False, int(keys), *(int(found[name]) for name in names))
+    return ServerRow(store, shown_address(address), False, int(keys), *(int(found[name]) for name in names))

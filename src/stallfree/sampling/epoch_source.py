@@ -51,9 +51,6 @@ class EpochPlan:
         dealt: see `Position`.
         on_delivered: called with the ids of each delivered batch; returns their weights. None: no weights.
         end: called when the iteration has ended. Idempotent.
-        count: called with the ids of each delivered batch; or None.
-        end_stream: called with ids of a batch when the stream that it is from has no more, for `batches` to leave that
-            stream out; or None.
     """
 
     batches: Iterator[Ids]
@@ -61,8 +58,6 @@ class EpochPlan:
     dealt: dict[str, int] | None = None
     on_delivered: Callable[[Ids], torch.Tensor] | None = None
     end: Callable[[], None] = _nothing
-    count: Callable[[Ids], None] | None = None
-    end_stream: Callable[[Ids], None] | None = None
     skip: int = 0
 
 

@@ -30,7 +30,7 @@ import xxhash
 from stallfree.batches.reader import Reader
 from stallfree.batches.recorded_reads import record_sample
 from stallfree.batches.sample_access import IO_THREADS
-from stallfree.cache.memory.limits import free_space
+from stallfree.cache.capacity import free_space
 from stallfree.errors import StallfreeError
 from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_counts import SharedCounts

@@ -7,7 +7,6 @@ from typing import Any
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, plans_epochs
 from stallfree.sampling.importance_source import ImportanceSource
 from stallfree.sampling.order import Order, SamplerOrder
-from stallfree.sampling.stream_order import StreamOrder
 
 
 def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
@@ -18,9 +17,7 @@ def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
 
 
 def order_of(setup: SourceSetup) -> EpochSource:
-    """The source of the sampler or batch sampler; without them, the loader's own order, or that of streams."""
-    if getattr(setup.reader, "streams", 0):
-        return StreamOrder(setup)
+    """The source of the sampler or batch sampler; without them, the loader's own order."""
     if plans_epochs(setup.sampler):
         return ImportanceSource(setup)
     return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)

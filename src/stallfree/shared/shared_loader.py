@@ -213,7 +213,7 @@ class SharedLoader(Generic[BatchT_co]):
         need_linux("SharedLoader", "use DataLoader, one in each job")
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
-        check_remote(workers, dataset, None)
+        check_remote(workers, None)
         _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)
         self.dataset, self.group = dataset, group
         self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids

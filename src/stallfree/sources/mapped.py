@@ -141,6 +141,12 @@ def is_source(dataset: Any) -> TypeGuard[Source]:
     return hasattr(type(dataset), "fetch") and isinstance(dataset, Source) and not isinstance(dataset, type)
 
 
+def is_iterable(dataset: Any) -> bool:
+    """Whether it is an iterable data set: only torch's own loader makes its batches."""
+    torch_data = sys.modules.get("torch.utils.data")  # an instance of its classes exists only if it has been imported
+    return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+
+
 def require_map_style(dataset: Any) -> None:
     """Raise `InputError` for what is no map-style data set."""
     name = type(dataset).__name__
@@ -151,8 +157,7 @@ def require_map_style(dataset: Any) -> None:
             f"{dataset!r:.80} is of type {name}: give a data set. For a folder of pictures that is "
             "stallfree.ImageFolder(path)"
         )
-    torch_data = sys.modules.get("torch.utils.data")  # an instance of its classes exists only if it has been imported
-    if torch_data is not None and isinstance(dataset, torch_data.IterableDataset):
+    if is_iterable(dataset):
         raise iterable_unsupported(
             f"{name} is an IterableDataset: samples are cached and planned by their id, so a map-style data set with "
             "__getitem__ and __len__ is needed. If it fits in memory, give list(dataset)"

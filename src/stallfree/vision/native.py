@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import interpolate
 
-from stallfree.cache.memory.serial import one_thread
+from stallfree.cache.serial import one_thread
 from stallfree.pipeline.in_place import Out, empty
 from stallfree.vision import entropy
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import PRIVATE, unpack_task
-from stallfree.cache.memory.sample_cache import SampleCache, attach_or_create
+from stallfree.cache.sample_cache import SampleCache, attach_or_create
 from stallfree.errors import not_picklable, text_of
 from stallfree.ipc.process import describe_unpicklable
 from stallfree.workers.worker import WorkerSetup, prepare_process, problem_of_init

@@ -6,7 +6,7 @@ import queue
 import random
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.batches.batch_builder import BatchBuilder, failure
-from stallfree.batches.messages import EMPTY, FORGET, UNDONE, Result, Task, unpack_task
+from stallfree.batches.messages import FORGET, UNDONE, Result, Task, unpack_task
 from stallfree.batches.sample_access import Pending
 from stallfree.ipc.process import Parent
 from stallfree.notes import add_note
@@ -32,7 +32,7 @@ class WorkerSetup:
         workers: number of workers.
         builder: builds batches.
         dataset: as passed by the user, for `torch.utils.data.get_worker_info()`.
-        seed: of this worker's generators, as under torch's loader; samples that are had by id do not depend on it.
+        seed: of this worker's generators, as under torch's loader; samples do not depend on it.
         worker_init: the user's `worker_init_fn`, or None.
     """
 
@@ -72,7 +72,7 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
         if task.token < inbox.wanted:
             result = Result(UNDONE, task.token, task.number, task.slot)
         elif problem is not None:
-            result = _failed(task, problem, setup.builder.reader.streams)
+            result = failure(task, problem, here=False)
         else:
             result = setup.builder.finish(task, pending or setup.builder.start(task), here=False)
         try:
@@ -104,13 +104,6 @@ def problem_of_init(setup: WorkerSetup) -> Exception | None:
         add_note(error, "calling worker_init_fn")
         return error
     return None
-
-
-def _failed(task: Task, problem: Exception, streams: int) -> Result:
-    """The result of a task if the user's function has failed. A stream ends with its first batch."""
-    if streams and task.ids[0] >= streams:
-        return Result(EMPTY, task.token, task.number, task.slot, ended=1)
-    return replace(failure(task, problem, here=False), ended=1)
 
 
 class _Inbox:

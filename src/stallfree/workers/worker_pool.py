@@ -110,10 +110,8 @@ class WorkerPool:
         self.token = 0
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
-        # Each worker does all batches of its stream in an iteration that has ended: they take slots beside new ones.
         most = options.ahead if options.remote is None else options.ahead + DEPTH * options.remote.most
-        flight = 2 * most + 1 if reader.streams else most
-        self.ring = Ring(slots or flight + KEPT, options.staging)
+        self.ring = Ring(slots or most + KEPT, options.staging)
         self.log = options.log
         self._shown = options.dataset, options.begun, options.workers > 0
         self.status = self._new_status()
@@ -180,11 +178,6 @@ class WorkerPool:
     def direct(self) -> bool:
         """Whether the training process builds each batch on request, with nothing to start ahead."""
         return self._workers is None and self.builder.reader.direct and self.ring.slots.pin is None
-
-    @property
-    def reusable(self) -> bool:
-        """Whether several iterations may use it at the same time: it keeps nothing of them."""
-        return self.direct and not self.builder.reader.streams
 
     @property
     def room(self) -> bool:

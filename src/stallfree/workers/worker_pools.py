@@ -53,7 +53,7 @@ class WorkerPools:
         """
         self._leave_to_parent()
         pool = self.kept
-        if pool is None or not self._has(options) or not (self.persistent or (pool.reusable and pin is None)):
+        if pool is None or not self._has(options) or not (self.persistent or (pool.direct and pin is None)):
             if pool is not None and self.persistent:
                 pool.close()
             pool = WorkerPool(options, base_seed, self._counts)
@@ -62,7 +62,7 @@ class WorkerPools:
         pool.counts_waits = pin is None
         if pin is not None:
             pool.ring.slots.pin = pin
-        if not (self.persistent or pool.reusable):
+        if not (self.persistent or pool.direct):
             self.kept = None
         return pool
 

@@ -8,14 +8,7 @@ from dataclasses import dataclass, field, replace
 from multiprocessing.context import BaseContext
 
 from stallfree.batches.batch_builder import failure
-from stallfree.batches.messages import (
-    EMPTY,
-    UNDONE,
-    Result,
-    Task,
-    forget_message,
-    unpack_result,
-)
+from stallfree.batches.messages import UNDONE, Result, Task, forget_message, unpack_result
 from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, end_all, start_method
 from stallfree.platform import how_it_ended
@@ -47,9 +40,6 @@ class WorkerProcesses:
     The result of a batch that has killed three workers is a `WorkerError`. `submit` and `poll` raise `InputError` if an
     object cannot be sent to a worker.
 
-    Each stream has its own worker, which gets its tasks in order and does them all, even if they are not needed any
-    more: those of the next iteration then find the worker as under torch's loader. If the worker dies, its stream ends.
-
     Args:
         setup: of the workers, with the number of the first one.
         context: starts them.
@@ -68,7 +58,6 @@ class WorkerProcesses:
         self._context = context
         self._setup = setup
         self.count = count
-        self._streams = setup.builder.reader.streams
         self._deaths: dict[tuple[int, int], int] = {}
         self._wanted = 0
         self._workers: list[_Worker | None] = [None] * count
@@ -98,12 +87,9 @@ class WorkerProcesses:
         return ""
 
     def submit(self, task: Task) -> None:
-        """Send a task to the worker of its stream, or else to the one with the fewest tasks."""
-        if self._streams:
-            number = int(task.ids[0]) % self._streams
-        else:
-            loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
-            number = loads.index(min(loads))
+        """Send a task to the worker with the fewest tasks."""
+        loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
+        number = loads.index(min(loads))
         worker = self._workers[number]
         if worker is None:
             worker = self._workers[number] = self._start(number)
@@ -114,7 +100,7 @@ class WorkerProcesses:
         """Drop batches of iterations before `token`."""
         self._wanted = token
         for worker in self._workers:
-            if worker is not None and not self._streams:
+            if worker is not None:
                 worker.child.send(forget_message(token))
 
     def poll(self, number: int | None) -> list[Result]:
@@ -162,10 +148,7 @@ class WorkerProcesses:
                 results.append(Result(UNDONE, task.token, task.number, task.slot))
             else:
                 tasks.append(task)
-        if tasks and not hung and self._streams:
-            results += _broken(tasks, number, dead.child.exit_code)
-            tasks = []
-        elif tasks and not hung and self._lives_left(tasks[0]) <= 0:
+        if tasks and not hung and self._lives_left(tasks[0]) <= 0:
             results.append(failure(tasks[0], _killer(tasks.pop(0), dead.child.exit_code), here=True))
         if tasks:
             fresh = self._workers[number] = self._start(number)
@@ -209,18 +192,6 @@ def _killer(task: Task, exit_code: int | None) -> WorkerError:
         "why",
         ids=ids,
     )
-
-
-def _broken(tasks: list[Task], worker: int, exit_code: int | None) -> list[Result]:
-    """The results of the tasks of a worker that died. No other worker can continue its stream."""
-    error = WorkerError(
-        f"worker process {worker} died on batch {tasks[0].number} of epoch {tasks[0].epoch}: "
-        f"{how_it_ended(exit_code)}. The rest of its stream is lost for this epoch. Iterate with num_workers=0 to see "
-        "why",
-        ids=tasks[0].ids.tolist(),
-    )
-    first = replace(failure(tasks[0], error, here=True), ended=1)
-    return [first, *(Result(EMPTY, task.token, task.number, task.slot, ended=1) for task in tasks[1:])]
 
 
 def wait(descriptors: list[tuple[int, int]], seconds: float) -> bool:

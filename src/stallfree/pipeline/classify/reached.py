@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import IterableDataset
 
 from stallfree.pipeline._objects import (
     attribute,
@@ -32,7 +31,7 @@ from stallfree.pipeline.generators import GENERATOR_TYPES
 _VALUES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor)
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
 _MOST_ITEMS, _MOST_OBJECTS = 256, 20_000
-_ENTRIES, _OF_STREAMS = ("__call__", "forward", "__getitem__", "__getitems__"), ("__iter__", "__next__")
+_ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
 _UNCALLED = {
     *("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__eq__"),
     *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__init_subclass__", "__class_getitem__"),
@@ -45,7 +44,7 @@ def reached(thing: Any) -> Iterator[tuple[Any, str]]:
     """Yield the objects that a call of `thing` may use, each with where it is named, as "RNG in Flip.__call__".
 
     Functions of the user are among them, with the values that they name and the methods that they name of the objects
-    which they hold; of `thing` itself, what `thing(...)`, `thing[...]` or a loop over a stream runs. A name of an
+    which they hold; of `thing` itself, what `thing(...)` or `thing[...]` runs. A name of an
     attribute that none of these objects has, of a result for instance, is yielded as text. The code of libraries is not
     followed, but the user's code that they hold is. A package installed from an index is followed if `thing` is from
     it.
@@ -56,7 +55,6 @@ def reached(thing: Any) -> Iterator[tuple[Any, str]]:
 class _Walk:
     def __init__(self, root: Any) -> None:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
-        self._entries = _OF_STREAMS if issubclass(type(root), IterableDataset) else _ENTRIES
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}
         self._classes: set[tuple[type, bool, frozenset[str]]] = set()
@@ -137,7 +135,7 @@ class _Walk:
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
                     continue
-                special = name in self._entries if cls is self._kind else name.startswith("__") and name.endswith("__")
+                special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
                 for value in (member, *(each for each in inner if isinstance(each, FunctionType))):

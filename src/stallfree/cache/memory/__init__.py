@@ -1,1 +1,0 @@
-"""The sample cache in shared memory or on a disk: arena, index, readers and writers, recovery."""

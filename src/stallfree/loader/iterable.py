@@ -1,0 +1,255 @@
+"""Iterable data sets: torch's own loader makes the batches; epochs, state and counts are kept beside it."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.utils.data
+
+from stallfree.errors import iteration_over
+from stallfree.ipc.fork_guard import Owner
+from stallfree.loader.epoch import OVER
+from stallfree.loader.epoch_runner import STATE_VERSION, Prefetcher, check_state
+from stallfree.pipeline.randomness import sample_seed
+from stallfree.stats import LoaderStats
+from stallfree.workers.worker_pool import Counts
+
+_WITHOUT_WORKERS = {*inspect.signature(torch.utils.data.DataLoader).parameters} - {
+    *("shuffle", "sampler", "batch_sampler", "timeout", "multiprocessing_context", "prefetch_factor")
+}
+_WITH_WORKERS = {*_WITHOUT_WORKERS, "timeout", "multiprocessing_context", "prefetch_factor"}
+"""Arguments that are handed on to torch's loader."""
+
+
+@dataclass
+class _Progress:
+    """The progress of an iteration.
+
+    Attributes:
+        epoch: its number.
+        first: batches of the epoch that were delivered before the iteration.
+        taken: batches of the epoch that the iteration has taken from torch's loader, failed ones included.
+        state: of the data set, as loaded for the first batch; or None.
+    """
+
+    epoch: int
+    first: int = 0
+    taken: int = 0
+    state: Any = None
+
+
+class _OwnOrder:
+    """The order of an iterable data set: see `EpochSource`."""
+
+    knows_ranks = False  # whether it partitions its samples among them is not known
+
+
+class IterableRunner:
+    """Runs the epochs of a loader of an iterable data set: like `EpochRunner`, with torch's loader beneath.
+
+    A state holds the number of delivered batches, and resuming takes as many from torch's loader and drops them. A data
+    set with `state_dict` and `load_state_dict` resumes by these if it is iterated in this process.
+
+    Args:
+        loader: the `stallfree.DataLoader`, whose attributes are the arguments of torch's loader.
+        counts: of the loader.
+
+    Attributes:
+        counts: as given.
+        seed: of the workers' generators; None: torch's loader draws it.
+        source: see `EpochRunner`.
+    """
+
+    def __init__(self, loader: Any, counts: Counts) -> None:
+        self.counts, self.seed = counts, loader.seed
+        self.source: Any = _OwnOrder()
+        self._next = 0  # number of the next epoch
+        self._set: int | None = None  # the epoch that the data set was given
+        self._resume: _Progress | None = None
+        self._progress: _Progress | None = None
+        self._passes: list[weakref.ref[_Pass]] = []
+        self._prefetcher: weakref.ref[Any] | None = None
+        self.adopt(loader)
+
+    def adopt(self, loader: Any) -> None:
+        """Use the present attributes of `loader` from the next iteration on."""
+        names = _WITH_WORKERS if loader.num_workers else _WITHOUT_WORKERS
+        self._arguments = {name: value for name, value in vars(loader).items() if name in names}
+        self._arguments["pin_memory"] = loader.pin_memory and loader.device is None  # a prefetcher pins memory itself
+        if self.seed is not None:
+            self._arguments["generator"] = torch.Generator()
+        self.counts["num_workers"] = loader.num_workers
+        self._torchs: torch.utils.data.DataLoader[Any] | None = torch.utils.data.DataLoader(**self._arguments)
+
+    @property
+    def _loader(self) -> torch.utils.data.DataLoader[Any]:
+        if self._torchs is None:
+            self._torchs = torch.utils.data.DataLoader(**self._arguments)
+        return self._torchs
+
+    @property
+    def samplers(self) -> tuple[Any, Any]:
+        """`sampler` and `batch_sampler` of torch's loader."""
+        return self._loader.sampler, self._loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    # -- iterations ---------------------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, for the data set too if it has `set_epoch`."""
+        dataset = self._arguments["dataset"]
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+            self._set = epoch
+        self._next = epoch
+        self._resume = self._progress = self._prefetcher = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(None)
+
+    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
+        """Begin an iteration for a prefetcher, which counts the waits of the training loop."""
+        return self._begin(prefetcher)
+
+    def _begin(self, prefetcher: Prefetcher | None) -> Iterator[Any]:
+        progress = self._resume or _Progress(self._next)
+        if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
+            self._end_passes(stop_workers=False)
+        if progress.state is not None:
+            self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
+        if self.seed is not None:
+            self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.epoch, 0))
+        one = _Pass(self, iter(self._loader), progress, counts_waits=prefetcher is None)
+        self._passes = [*(each for each in self._passes if each() is not None), weakref.ref(one)]
+        self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
+        self._progress, self._resume, self._next = progress, None, progress.epoch + 1
+        return one
+
+    def finished(self, progress: _Progress) -> None:
+        """Record a finished iteration."""
+        if self._progress is progress:
+            self._progress = None
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The state of the iteration, including batches that a prefetcher has taken ahead."""
+        progress = self._progress or self._resume or _Progress(self._next)
+        of_dataset, dataset = progress.state, self._arguments["dataset"]
+        here = progress.taken > progress.first and not self._arguments["num_workers"]
+        if here and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+            of_dataset = copy.deepcopy(dataset.state_dict())
+        return {
+            "version": STATE_VERSION,
+            "epoch": progress.epoch,
+            "seed": self.seed,
+            "order": self._describe(),
+            "batches": max(progress.first, progress.taken),
+            "rest": None,
+            "dataset": of_dataset,
+            "dataset_epoch": self._set,
+        }
+
+    def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
+        """The state at `position`."""
+        return position
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state after the last batch delivered to the training loop."""
+        prefetcher = None if self._prefetcher is None else self._prefetcher()
+        if prefetcher is not None and prefetcher.ahead:
+            return prefetcher.state_dict()  # type: ignore[no-any-return]
+        return self.position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state. Raises `InputError` for a state that does not match."""
+        check_state(state, self._describe())
+        if state["dataset_epoch"] is not None:
+            self.set_epoch(state["dataset_epoch"])
+        epoch, batches, of_dataset = state["epoch"], state["batches"], state["dataset"]
+        self._resume = _Progress(epoch, batches, 0 if of_dataset is None else batches, of_dataset)
+        self._progress = self._prefetcher = None
+
+    def _describe(self) -> dict[str, Any]:
+        return {"seed": self.seed, **{name: self._arguments[name] for name in ("batch_size", "num_workers")}}
+
+    # -- counts -------------------------------------------------------------------------------------------------------
+
+    def count_wait(self, seconds: float) -> None:
+        """Count a wait of a prefetcher's training loop for a batch."""
+        self.counts["wait_seconds"] += seconds
+
+    def stats(self) -> LoaderStats:
+        """The statistics of the loader since its creation."""
+        return LoaderStats(**self.counts)
+
+    def close(self) -> None:
+        """End all iterations and their workers. More may be started afterwards."""
+        self._end_passes(stop_workers=True)
+        self._torchs = None
+
+    def _end_passes(self, *, stop_workers: bool) -> None:
+        for one in [one for each in self._passes if (one := each()) is not None]:
+            one.close(stop_workers=stop_workers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no iterations."""
+        return {**vars(self), "_torchs": None, "_progress": None, "_prefetcher": None, "_passes": []}
+
+
+class _Pass(Iterator[Any]):
+    """One pass over torch's loader.
+
+    Args:
+        runner: started it.
+        batches: iterator of torch's loader.
+        progress: of the pass, updated here. Batches that were delivered before it are dropped.
+        counts_waits: count the waits for batches.
+    """
+
+    def __init__(
+        self, runner: IterableRunner, batches: Iterator[Any], progress: _Progress, *, counts_waits: bool
+    ) -> None:
+        self._runner, self._progress, self._counts_waits = runner, progress, counts_waits
+        self._batches: Iterator[Any] | None = batches
+        self._owner = Owner()
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise iteration_over(OVER)
+        begun, counts, progress = time.monotonic(), self._runner.counts, self._progress
+        while True:
+            try:
+                batch = next(self._batches)
+            except StopIteration:
+                self._batches = iter(())
+                self._runner.finished(progress)
+                raise
+            except Exception:  # torch's loader continues with the following batch
+                progress.taken += 1
+                raise
+            progress.taken += 1
+            if progress.taken > progress.first:
+                break
+        counts["batches"] += 1
+        if self._counts_waits:
+            counts["wait_seconds"] += time.monotonic() - begun
+        return batch
+
+    def close(self, *, stop_workers: bool) -> None:
+        """End this pass. Idempotent."""
+        if self._owner.is_here:
+            shut_down = getattr(self._batches, "_shutdown_workers", None)
+            self._batches = None
+            if stop_workers and shut_down is not None:  # an exception may keep the iterator alive
+                shut_down()

@@ -1,5 +1,0 @@
-"""Redis or Valkey servers of several hosts behind the cache."""
-
-from stallfree.stores.store import RedisStore
-
-__all__ = ["RedisStore"]

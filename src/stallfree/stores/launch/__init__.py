@@ -1,1 +1,0 @@
-"""Starts servers on each node, finds those of other nodes, and stops them with the job."""

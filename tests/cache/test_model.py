@@ -1,0 +1,176 @@
+"""The cache does what a dict does, but for what it may forget: a Hypothesis state machine against a dict."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from cache_tools import PAGE, capacity_for, problems
+from stallfree.cache import MISS, SampleCache
+
+NUM_IDS = 40
+UNIFORM = (torch.zeros(PAGE - 32, dtype=torch.uint8), 0)
+VARIED = b"x" * 300
+SIZES: dict[str, Any] = {"uniform": UNIFORM, "varied": VARIED}
+
+ids = st.integers(0, NUM_IDS - 1)
+batches = st.lists(ids, max_size=12)
+uniform = st.integers(0, 250).map(lambda n: (torch.full((PAGE - 32,), n, dtype=torch.uint8), n))
+varied = st.sampled_from([0, 1, 200, 255, 256, 3000, 20_000, 60_000]).flatmap(
+    lambda size: st.integers(0, 255).map(lambda n: bytes([n]) * size)
+)
+small = st.sampled_from([None, 0, False, "", (), {}, [], 0.0, b"", np.zeros((0, 3)), {"a": None}, {1, 2}])
+values = uniform | varied | small
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, tuple) and len(a) == 2 and isinstance(b, tuple) and len(b) == 2:
+        return torch.equal(a[0], b[0]) and a[1] == b[1]
+    if isinstance(a, np.ndarray):
+        return isinstance(b, np.ndarray) and a.shape == b.shape
+    return type(a) is type(b) and a == b
+
+
+class Machine(RuleBasedStateMachine):
+    """One or two objects on one cache; `self.stored` maps each id to the value that a hit has to give."""
+
+    def __init__(self, policy: str, on_disk: bool, example: Any) -> None:
+        super().__init__()
+        self.folder = tempfile.mkdtemp(prefix="stallfree-disk-") if on_disk else None
+        self.arguments = {
+            "capacity": capacity_for(20, NUM_IDS, policy=policy, example=example, on_disk=on_disk),
+            "fingerprint": "model",
+            "policy": policy,
+            "store": self.folder or "memory",
+            "example": example,
+            "persist": True,
+        }
+        self.caches = [SampleCache(NUM_IDS, **self.arguments)]
+        self.stored: dict[int, Any] = {}
+
+    def pick(self, which: int) -> SampleCache:
+        return self.caches[which % len(self.caches)]
+
+    @rule(which=st.integers(0, 1), pairs=st.lists(st.tuples(ids, values), max_size=12))
+    def put_many(self, which: int, pairs: list[tuple[int, Any]]) -> None:
+        cache = self.pick(which)
+        before = cache.resident(np.arange(NUM_IDS))
+        wanted = [id for id, _ in pairs]
+        after = cache.put_many(wanted, [value for _, value in pairs])
+        assert after.tolist() == cache.resident(wanted).tolist()
+        self.forget(cache)
+        first = {}
+        for id, value in pairs:
+            first.setdefault(id, value)
+        for id, value in first.items():
+            if not before[id] and cache.resident([id])[0]:
+                self.stored[id] = value
+
+    def forget(self, cache: SampleCache) -> None:
+        """Leave out of the model what the cache has evicted. A policy that does not evict forgets nothing."""
+        there = cache.resident(np.arange(NUM_IDS))
+        gone = [id for id in self.stored if not there[id]]
+        assert not gone or cache.policy.evicts
+        for id in gone:
+            del self.stored[id]
+
+    @rule(which=st.integers(0, 1), wanted=batches)
+    def get_many(self, which: int, wanted: list[int]) -> None:
+        before = self.caches[0].stats()
+        found = self.pick(which).get_many(wanted)
+        for id, value in zip(wanted, found, strict=True):
+            assert (value is not MISS) == (id in self.stored)
+            assert value is MISS or same(value, self.stored[id])
+        after = self.caches[0].stats()
+        hits = sum(value is not MISS for value in found)
+        assert (after.hits - before.hits, after.misses - before.misses) == (hits, len(wanted) - hits)
+
+    @rule(which=st.integers(0, 1), wanted=batches)
+    def gather(self, which: int, wanted: list[int]) -> None:
+        cache = self.pick(which)
+        if cache.structure is None:
+            return
+        outs = [np.zeros((len(wanted), leaf.nbytes), np.uint8) for leaf in cache.structure.leaves]
+        good = cache.gather(wanted, outs)
+        for at, (id, hit) in enumerate(zip(wanted, good.tolist(), strict=True)):
+            value = self.stored.get(id, MISS)
+            assert hit == (isinstance(value, tuple) and len(value) == 2)
+            if hit:
+                assert (outs[0][at] == value[0].numpy()).all()
+                assert outs[1][at].view(np.int64)[0] == value[1]
+
+    @rule(which=st.integers(0, 1), wanted=batches)
+    def drop(self, which: int, wanted: list[int]) -> None:
+        self.pick(which).drop(wanted)
+        for id in wanted:
+            self.stored.pop(id, None)
+
+    @rule(which=st.integers(0, 1))
+    def clear(self, which: int) -> None:
+        self.pick(which).clear()
+        self.stored.clear()
+
+    @rule(which=st.integers(0, 1), id=ids)
+    def a_hit_is_the_callers_own(self, which: int, id: int) -> None:
+        value = self.pick(which).get_many([id])[0]
+        if isinstance(value, tuple) and len(value) == 2:
+            value[0].fill_(251)
+
+    @precondition(lambda self: len(self.caches) == 1)
+    @rule()
+    def attach_again(self) -> None:
+        self.caches.append(SampleCache(NUM_IDS, **self.arguments))
+
+    @precondition(lambda self: len(self.caches) == 2)
+    @rule(which=st.integers(0, 1))
+    def leave(self, which: int) -> None:
+        self.caches.pop(which).close()
+
+    @rule()
+    def reopen(self) -> None:
+        while self.caches:
+            self.caches.pop().close()
+        self.caches = [SampleCache(NUM_IDS, **self.arguments)]
+
+    @invariant()
+    def is_sound(self) -> None:
+        for cache in self.caches:
+            assert problems(cache) == []
+            assert set(np.flatnonzero(cache.resident(np.arange(NUM_IDS))).tolist()) == set(self.stored)
+        stats = self.caches[0].stats()
+        assert stats.resident_items == len(self.stored)
+        assert stats.used_bytes <= stats.capacity_bytes
+        assert stats.damaged == 0
+
+    def teardown(self) -> None:
+        path = self.caches[0].path
+        for cache in self.caches:
+            cache.close()
+        shutil.rmtree(path)
+        if self.folder:
+            shutil.rmtree(self.folder)
+
+
+@pytest.mark.parametrize(
+    ("policy", "place", "sizes"),
+    [
+        ("minio", "memory", "varied"),
+        ("importance", "memory", "uniform"),
+        ("lru", "disk", "varied"),
+        ("lfu", "disk", "uniform"),
+    ],
+)
+def test_like_a_dict(policy: str, place: str, sizes: str) -> None:
+    example = SIZES[sizes]
+    run_state_machine_as_test(
+        lambda: Machine(policy, place == "disk", example),
+        settings=settings(max_examples=6, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
+    )
