@@ -18,6 +18,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from stallfree.stores.node_state import NodeState
+from stallfree.stores.partitioning import owners
+from stallfree.stores.values import data_key
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 
@@ -32,9 +35,6 @@ from stallfree.cache.layout import index_bytes
 from stallfree.ipc.shared_counts import SharedCounts
 from stallfree.sampling.plans.plan import local_shares, make_plan
 from stallfree.sampling.ranks import deal
-from stallfree.stores.node_state import NodeState
-from stallfree.stores.partitioning import owners
-from stallfree.stores.values import data_key
 
 NAME = "scale"
 QUESTION = (

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from stallfree.stores import RedisCache
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 
@@ -33,7 +34,6 @@ from benchmarks.store_records import make_noise, make_record
 from stallfree.cache.layout import plan_layout
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.sources import BaseSource
-from stallfree.stores import RedisCache
 
 Json = dict[str, Any]
 

@@ -5,15 +5,16 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from stallfree.errors import (
+    BatchError,
     CapacityError,
     CodecError,
     FingerprintError,
+    IdError,
     InputError,
     MissingExtraError,
     MissingServerError,
     PlatformError,
     ProducerError,
-    SampleError,
     StallfreeError,
     StorageError,
     WaitError,
@@ -68,9 +69,9 @@ __all__ += ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "Tenso
 __all__ += ["Compose", "OnItem", "Split", "StallfreeWarning", "mark_deterministic", "mark_random", "split"]
 __all__ += ["DecodeImage", "DecodeRandomResizedCrop", "FileDataset", "ImageFolder", "TarDataset", "cut"]
 __all__ += ["CacheStats", "ImportanceStats", "LoaderStats", "SharedStats", "SmartCacheStats"]
-__all__ += ["CapacityError", "CodecError", "FingerprintError", "InputError", "MissingExtraError", "MissingServerError"]
-__all__ += ["PlatformError", "ProducerError", "SampleError", "StallfreeError", "StorageError"]
-__all__ += ["WaitError", "WorkerError"]
+__all__ += ["BatchError", "CapacityError", "CodecError", "FingerprintError", "IdError", "InputError"]
+__all__ += ["MissingExtraError", "MissingServerError", "PlatformError", "ProducerError", "StallfreeError"]
+__all__ += ["StorageError", "WaitError", "WorkerError"]
 
 
 if not TYPE_CHECKING:

@@ -24,7 +24,7 @@ from cached_data import Numbers
 from loader_data import same
 from reads_data import Crops, KeepsArchive, OwnGenerator, gone, opens_below, write_arrays
 from stallfree.cache.records import Borrowed
-from stallfree.errors import InputError, SampleError
+from stallfree.errors import InputError
 from stallfree.sources import ThrottledSource
 from stallfree.sources.reads import recorded as records
 
@@ -251,10 +251,9 @@ class _Holes(Crops):
 def test_errors(folder: Path) -> None:
     (folder / "7.raw").unlink()
     with sf.CachedDataset(_Holes(folder), capacity="4MiB", form="reads") as data:
-        with pytest.raises(KeyError, match="fetching sample 4 failed: KeyError") as caught:
+        with pytest.raises(KeyError, match="fetching sample 4"):
             data[4]
-        assert isinstance(caught.value, SampleError)
-        with pytest.raises(FileNotFoundError, match=r"sample 7 .*7\.raw"):
+        with pytest.raises(FileNotFoundError, match=r"7\.raw'\n.*sample 7"):
             data[7]
         with warnings.catch_warnings(), sf.DataLoader(data, 4, on_error="skip", num_workers=0) as loader:
             warnings.simplefilter("ignore")

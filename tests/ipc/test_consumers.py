@@ -203,11 +203,10 @@ def test_a_consumer_of_another_release(kind: int, version: int, serving: Serving
 def test_an_error_is_raised_by_the_consumer(serving: Serving, folder: Path) -> None:
     connection = connected(folder)
     ((peer, _),) = serving.until(1)
-    serving.server.refuse(peer, sf.InputError("give another"), "the trace")
+    serving.server.refuse(peer, sf.InputError("give another"))
     assert serving.server.peers == set()
-    with pytest.raises(sf.InputError, match="give another") as caught:
+    with pytest.raises(sf.InputError, match="give another"):
         received(connection)
-    assert str(caught.value.__cause__) == "\nthe trace"
     with pytest.raises(Gone):
         received(connection)
     connection.close()

@@ -120,7 +120,7 @@ def test_threads_end_with_a_data_set_that_is_not_closed(source: Hanging) -> None
 
 def test_a_fetch_that_fails_or_is_interrupted_leaves_the_threads_to_others(source: Hanging) -> None:
     source.answer.set()
-    with pytest.raises(sf.SampleError, match="shelf 3"), sf.DataLoader(Failing(), 2) as loader:
+    with pytest.raises(OSError, match="shelf 3"), sf.DataLoader(Failing(), 2) as loader:
         list(loader)
 
 

@@ -57,13 +57,6 @@ class Failing(Batched):
         return ids
 
 
-class FailingAtOne(Failing):
-    def __getitem__(self, id: int) -> int:
-        if id == 7:
-            raise FileNotFoundError("the file of 7")
-        return id
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("data", [Batched(), OnlyBatches(), OnlyBatchesOfAnyClass()], ids=type)
 def test_the_batches_are_those_of_torchs_loader(data: Any, workers: int) -> None:
@@ -95,21 +88,13 @@ def test_random_numbers_are_a_function_of_each_id(data: Any, workers: int) -> No
     assert len({value - int(value) for value in first}) == 20
 
 
-@pytest.mark.parametrize(
-    ("data", "workers", "text"),
-    [
-        *((data, 0, "^the file of the batch$") for data in (Failing(), FailingAtOne())),
-        (Failing(), 1, "of the batch"),
-        (FailingAtOne(), 1, "sample 7.*file of 7"),
-    ],
-)
-def test_an_error_of_a_batch_is_raised(data: Any, workers: int, text: str) -> None:
-    with sf.DataLoader(data, batch_size=4, num_workers=workers) as loader:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_batch_is_raised(workers: int) -> None:
+    with sf.DataLoader(Failing(), batch_size=4, num_workers=workers) as loader:
         batches = iter(loader)
         assert next(batches).tolist() == [0, 1, 2, 3]
-        with pytest.raises(FileNotFoundError, match=text) as caught:
+        with pytest.raises(FileNotFoundError, match=r"fetching the samples \[4, 5, 6, 7\]"):
             next(batches)
-        assert isinstance(caught.value, sf.SampleError) == (workers > 0)
         assert [batch.tolist() for batch in batches] == [list(range(at, at + 4)) for at in (8, 12, 16)]
 
 

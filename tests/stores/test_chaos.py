@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from redis_tools import client, node, sample
 
 import stallfree as sf
 from children import Child
 from redis_servers import Server, needs_server
-from redis_tools import client, node, sample
 
 pytestmark = needs_server
 

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from redis_tools import COUNT, ENOUGH, attach, client, emptied, keys_of, load, nodes, samples, shown
 
 import stallfree as sf
 from redis_servers import Server, needs_server
-from redis_tools import COUNT, ENOUGH, attach, client, emptied, keys_of, load, nodes, samples, shown
 from stallfree.cache import MISS
 from stallfree.errors import CapacityError, InputError
 

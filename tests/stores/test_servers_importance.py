@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from nodes import LIMIT, Here, Nodes, Stamped, close_store, is_right, open_store
+from stallfree.stores import servers_of
 from torch import distributed
 
 import stallfree as sf
 from importance_tools import Residents
 from redis_servers import needs_server
-from stallfree.stores import servers_of
 
 pytestmark = needs_server
 

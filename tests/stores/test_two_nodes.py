@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 from nodes import Here, Nodes, Stamped, check_samples, close_store, is_right, open_store, stamp
+from stallfree.stores import servers_of
+from stallfree.stores.launch.server import server_folders
 from torch.utils.data.distributed import DistributedSampler
 
 import stallfree
 from redis_servers import needs_server, until
 from stallfree import CachedDataset, CacheLoader, LocalSampler, StallfreeWarning
 from stallfree.ipc.folders import default_root
-from stallfree.stores import servers_of
-from stallfree.stores.launch.server import server_folders
 from unseen import unseen_ids
 from warm import Interpreter
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, assert_type
 
 import torch
 import torch.utils.data
 from torch import Tensor
-from typing_extensions import assert_type
 
 import stallfree as sf
 

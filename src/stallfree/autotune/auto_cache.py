@@ -429,7 +429,7 @@ def _prepared(reader: Reader, records: dict[int, Any]) -> dict[int, Any]:
         steps = split.deterministic if wanted else Compose([])
         try:
             if split.takes_look():
-                value = split.make_twice(partial(private, record), id, steps.transforms)
+                value = split.make_twice(private(record), id, steps.transforms)
             else:
                 value = steps(private(record))
         except Reclassified:

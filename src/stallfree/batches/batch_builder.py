@@ -21,9 +21,9 @@ from stallfree.batches.ring import Slots
 from stallfree.batches.sample_access import Pending
 from stallfree.cache import Aim, SampleCache
 from stallfree.cache.buffers import Buffers
-from stallfree.error_types import also_of_type
-from stallfree.errors import sampler_output, text_of
+from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
+from stallfree.notes import described, note_samples
 from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.structure import Structure
@@ -158,7 +158,7 @@ class BatchBuilder:
             prep_seconds=max(0.0, spent - samples.fetch_seconds),
             skipped=len(samples.skipped),
             ids=task.ids if len(samples.ids) == len(task.ids) else np.array(samples.ids, np.int64),
-            note="\n".join([text_of(error).replace("\n", " ") for error in samples.skipped]).encode(errors="replace"),
+            note="\n".join(map(described, samples.skipped)).encode(errors="replace"),
             memory=destination.memory if status == PRIVATE else None,
             value=value,
             started=started,
@@ -184,6 +184,9 @@ class BatchBuilder:
                 return (*self._collate(task, samples, destination), samples)
             except Drew:  # `collate_fn` drew for the first time, without a seed
                 pending = self.reader.start(task.ids)
+            except Exception as error:
+                note_samples(error, samples.ids, "collating")
+                raise
 
     def _buffer(self, count: int, destination: _Destination) -> BatchBuffer | None:
         """Return a buffer for samples that are written as they are prepared; None if their structure is unknown."""
@@ -213,11 +216,9 @@ class BatchBuilder:
         elif samples.whole:
             value = collate_default(values)
         elif not values:
-            raise also_of_type(
-                sampler_output(
-                    "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []"
-                ),
-                IndexError(),  # the type that torch's collate_fn raises
+            raise IdError(
+                "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []",
+                page="sampler-output",
             )
         else:
             if self.reader.in_place or self._large(samples):
@@ -298,7 +299,7 @@ def _log_of_gather(problem: str) -> None:
     )
 
 
-def failure(task: Task, error: Exception, *, here: bool) -> Result:
+def failure(task: Task, error: BaseException, *, here: bool) -> Result:
     """Return the result of a task that raised `error`; for another process (not `here`), the error is packed."""
     failed = Result(FAILED, task.token, task.number, task.slot)
     return replace(failed, value=error) if here else replace(failed, note=pack_error(error))

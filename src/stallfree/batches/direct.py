@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import SampleAccess
-from stallfree.pipeline.protocol import sample_error
+from stallfree.notes import note_sample, note_samples
 from stallfree.sources.mapped import MapSource
 
 
@@ -36,12 +36,15 @@ class PlainBatches:
     def make(self, ids: list[int]) -> tuple[Any, Samples | None]:
         """Return the batch of `ids`; and, if samples were left out, those that are in it.
 
-        Raises `SampleError` for a sample that fails, unless it is left out. Errors of `__getitems__` and of
-        `collate_fn` are raised as they are.
+        Raises the error of a sample that fails, unless it is left out.
         """
         samples = None
         if self._several is not None:
-            values: Any = self._several(ids)
+            try:
+                values: Any = self._several(ids)
+            except Exception as error:
+                note_samples(error, ids, "fetching")
+                raise
         elif not self._skip:
             values = self._each(ids)
         else:
@@ -49,15 +52,19 @@ class PlainBatches:
             values = samples.values
             if not values and ids:
                 return None, samples
-        return self._collate(values[0] if self._single else values), samples
+        try:
+            return self._collate(values[0] if self._single else values), samples
+        except Exception as error:
+            note_samples(error, ids if samples is None else samples.ids, "collating")
+            raise
 
     def _each(self, ids: list[int]) -> list[Any]:
         dataset, left = self._dataset, iter(ids)
         try:
             return [dataset[id] for id in left]
         except Exception as error:
-            id = ids[-1 - operator.length_hint(left)]
-            raise_from(sample_error(error, self._source, id, "fetching"), error)
+            note_sample(error, self._source, ids[-1 - operator.length_hint(left)], "fetching")
+            raise
 
     def _with_gaps(self, ids: list[int]) -> Samples:
         samples = Samples()
@@ -111,12 +118,8 @@ def _index_all(
     try:
         found = several(ids)
     except Exception as error:
-        try:
-            _index_each(reader, ids, seed, epochs, False)
-        except Exception as single:
-            if isinstance(single, type(error)):  # it names the sample that fails
-                raise
-        raise_from(sample_error(error, source, ids[0], "fetching the batch of"), error)
+        note_samples(error, ids, "fetching")
+        raise
     reader.whole = reader.whole or not isinstance(found, list) or len(found) != len(ids)
     if reader.whole:
         return Samples(ids, found, whole=True)
@@ -128,7 +131,8 @@ def _index_plainly(source: MapSource, ids: list[int]) -> list[Any]:
     try:
         return [dataset[id] for id in left]
     except Exception as error:
-        raise_from(sample_error(error, source, ids[-1 - operator.length_hint(left)], "fetching"), error)
+        note_sample(error, source, ids[-1 - operator.length_hint(left)], "fetching")
+        raise
 
 
 def _index_each(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:

@@ -14,6 +14,7 @@ from stallfree.batches.direct import index_samples
 from stallfree.batches.recorded_reads import RecordedReads
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified
+from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.randomness import Drew
 from stallfree.sources.mapped import as_source
@@ -41,8 +42,8 @@ class Reader(SampleAccess):
             buffer: buffer to prepare the samples in, only for a reader that is `in_place`. If all samples fit into it,
                 `values` is empty.
 
-        The caller owns the values; the values of one batch may share memory. Raises `SampleError` for the first sample
-        that fails, unless `skip`, and for a sample that cannot be stored in any case.
+        The caller owns the values; the values of one batch may share memory. Raises the error of the first
+        sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.
         """
         self.check()
         ids = pending.ids
@@ -56,6 +57,8 @@ class Reader(SampleAccess):
                     if self.tracker is not None:
                         return RecordedReads(self, self.tracker, pending, seed, epochs, skip=skip).make()
                     return BatchState(self, pending, seed, epochs, skip, buffer).make()
+            except StopIteration as error:
+                raise raisable(error) from error
             except (Reclassified, Drew):  # repeat the batch without the random step's cached output, or with seeds
                 if buffer is not None:
                     buffer.restart()

@@ -47,7 +47,7 @@ class RecordedReads:
         self._doing = ""
 
     def make(self) -> Samples:
-        """Make the samples, and store the records that the cache lacks. Raises `SampleError`."""
+        """Make the samples, and store the records that the cache lacks. Raises the error of a sample."""
         samples, found = self.samples, self._read()
         try:
             for at, (id, epoch, record) in enumerate(zip(self.pending.ids.tolist(), self.epochs, found, strict=True)):

@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -112,13 +112,19 @@ class TransformSplit:
             self._first = math.ceil(_FIRST_LOOKS / max(1, worker.num_workers)) if worker is not None else _FIRST_LOOKS
         return self._looks <= self._first or self._looks % _LOOK_EVERY == 0
 
-    def make_twice(self, fetch: Callable[[], Any], id: int, steps: Sequence[Transform]) -> Any:
-        """Return what `steps` make of a record, after they made it twice.
+    def make_twice(self, record: Any, id: int, steps: Sequence[Transform]) -> Any:
+        """Return the output of `steps` for the record of sample `id`, after they made it twice.
 
-        Raises `Reclassified` if that differs, `StepError` if the first run fails.
+        Raises `Reclassified` if the outputs or the records differ, and the error of the first run.
         """
+        problem: Exception | None = None
         again = partial(self.source.fetch, id) if self.fetches_twice else None
-        value, found = make_twice(fetch, again, steps, self._trust)
+        try:
+            value, found = make_twice(lambda: record, again, steps, self._trust)
+        except StepError as failed:
+            problem = failed.error
+        if problem is not None:  # outside of the handler, which would be its context
+            raise problem
         if found is not None:
             self._reclassify(found.at, f"sample {id} came out different when it was made twice")
         return value

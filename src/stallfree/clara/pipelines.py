@@ -128,7 +128,7 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
     Raises:
         InputError: the configuration or the data list is invalid; the message names the position.
         MissingExtraError: volumes are to be read and `nibabel` is not installed.
-        SampleError: none of the first samples of a cache can be read.
+        OSError: none of the first samples of a cache can be read.
 
     Example:
         ```python

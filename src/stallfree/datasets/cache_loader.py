@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from typing_extensions import Self
 
 from stallfree.cache import MISS, SampleCache
 from stallfree.cache.layout import chained_block

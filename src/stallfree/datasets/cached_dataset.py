@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset, get_worker_info
-from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
 from stallfree.cache import SampleCache, Tier
@@ -23,7 +22,6 @@ from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for
 from stallfree.datasets.private_names import private_name
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import CodecError, InputError, argument_conflict
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_counts import SharedCounts
 from stallfree.pipeline.compose import Compose
@@ -111,7 +109,7 @@ class CachedDataset(Dataset[SampleT_co]):
             count in it, so that a new loader goes on where the last one was.
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
-    `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
+    the error of a sample when none of the first ones can be had, `StorageError` when there is no shared memory left.
 
     Example:
         ```python
@@ -123,7 +121,6 @@ class CachedDataset(Dataset[SampleT_co]):
         ```
     """
 
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -199,16 +196,14 @@ class CachedDataset(Dataset[SampleT_co]):
     def __len__(self) -> int:
         return len(self.source)
 
-    @short_traceback
     def __getitem__(self, id: int) -> SampleT_co:
         return self.__getitems__([id])[0]
 
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
 
-    @short_traceback
     def __getitems__(self, ids: Sequence[int]) -> list[SampleT_co]:
-        """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
+        """The samples of a whole batch: one look into the cache for all. Raises `IdError`, or a sample's error."""
         wanted = checked_ids(ids, len(self.source))
         pending = self.reader.start(wanted)
         return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
@@ -240,7 +235,6 @@ class CachedDataset(Dataset[SampleT_co]):
             counts[place] += 1
         return each
 
-    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples, in the workers too.
 

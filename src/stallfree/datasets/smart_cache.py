@@ -9,10 +9,9 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import current_process
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import Dataset, DistributedSampler
-from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
 from stallfree.cache import SampleCache
@@ -28,11 +27,10 @@ from stallfree.errors import (
     capacity_too_large,
     ranks_conflict,
     state_mismatch,
-    text_of,
 )
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
+from stallfree.notes import described
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
@@ -95,7 +93,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
             are, and the rest in later epochs; "wait" waits for them. Without a running fill process, all are replaced,
             and prepared as they are asked for.
-        on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
+        on_error: "raise" the error of a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
         hosts: (number of this host, number of hosts): each has its part of the data. By default what torchrun says.
@@ -111,7 +109,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         window: where the window is in each epoch.
 
     Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for a window that the machine's
-    free memory does not hold, `SampleError` when none of the first samples can be had.
+    free memory does not hold, the error of a sample when none of the first ones can be had.
 
     Example:
         ```python
@@ -123,7 +121,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         ```
     """
 
-    @short_traceback
     def __init__(
         self,
         data: MapStyle[Any],
@@ -227,7 +224,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
             )
         return WindowSource(self, order_of(dataclasses.replace(setup, samples=len(self))))
 
-    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples.
 
@@ -238,7 +234,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    @short_traceback
     def __getitem__(self, position: int) -> SampleT_co:
         wanted = checked_ids([position], self.cache_num)
         return self._samples(wanted, skip=False)[0]
@@ -246,11 +241,10 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))
 
-    @short_traceback
     def __getitems__(self, positions: Sequence[int]) -> list[SampleT_co]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
 
-        Raises `SampleError` for one that cannot be had, and with "skip" if none can; `IndexError`.
+        Raises the error of one that cannot be had, and with "skip" if none can; `IdError`.
         """
         return self._samples(checked_ids(positions, self.cache_num), skip=self.on_error == "skip")
 
@@ -262,7 +256,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         if samples.skipped:
             self.window.count_skipped(len(samples.skipped))
             for error in samples.skipped:
-                log.warning("left out a sample: %s", text_of(error).replace("\n", " "))
+                log.warning("left out a sample: %s", described(error))
             if not samples.values:
                 raise samples.skipped[0]
         return samples.values

@@ -15,15 +15,13 @@ import struct
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
-
-from typing_extensions import Self
+from typing import Any, NamedTuple, Protocol, Self
 
 from stallfree.errors import StallfreeError
 from stallfree.ipc import sockets
 from stallfree.ipc.channel import Channel
 from stallfree.ipc.fork_guard import keep_from_children
-from stallfree.ipc.remote import RemoteTraceback, pack_plain_error, unpack_plain_error
+from stallfree.ipc.remote import pack_error, unpack_error
 
 HELLO, ERROR = 1, 2
 """Message kinds of all protocols: a consumer's first message, and an error that ends the connection."""
@@ -202,9 +200,9 @@ class Server:
     def _watch_output(self, peer: Peer) -> None:
         self._poller.modify(peer.channel.fileno(), select.POLLIN | (select.POLLOUT if peer.channel.writing else 0))
 
-    def refuse(self, peer: Peer, error: Exception, trace: str = "") -> None:
+    def refuse(self, peer: Peer, error: Exception) -> None:
         """Send an error, which the consumer raises, and end the connection."""
-        peer.channel.send(pack(ERROR, body=pack_plain_error(error, trace)))
+        peer.channel.send(pack(ERROR, body=pack_error(error)))
         self.drop(peer)
 
     def drop(self, peer: Peer, *, disconnect: bool = True) -> None:
@@ -317,8 +315,7 @@ class Connection(_End):
                 message = unpack(data)
                 if message.kind != ERROR:
                     return message
-                error, trace = unpack_plain_error(message.body)
-                raise error from (RemoteTraceback(trace) if trace else None)
+                raise unpack_error(message.body)
             left = deadline - time.monotonic()
             if left <= 0:
                 return None

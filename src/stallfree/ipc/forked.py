@@ -12,6 +12,7 @@ import signal
 import struct
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 
 from stallfree.errors import WorkerError
-from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
+from stallfree.ipc.remote import pack_error, unpack_error
 from stallfree.platform import begin_child, how_it_ended, interrupts_later, shares_memory
 
 T = TypeVar("T")
@@ -76,12 +77,9 @@ def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 60.0) ->
     returned, data = received
     if returned:
         return pickle.loads(data)  # type: ignore[no-any-return]
-    error, trace = unpack_error(bytes(data), BaseException)
-    if _NO_CUDA in trace:
+    error = unpack_error(data)
+    if _NO_CUDA in "".join(traceback.format_exception(error)):
         return call()
-    if error is None:
-        raise WorkerError(f"{what} failed:\n{trace}")
-    error.__cause__ = error.__cause__ or RemoteTraceback(trace)
     raise error
 
 

@@ -6,19 +6,17 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
-from typing_extensions import Self
 
 from stallfree.autotune.auto_cache import AutoCache
 from stallfree.batches.reader import reader_of
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device import DevicePrefetcher
 from stallfree.errors import argument_conflict
-from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
 from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
@@ -74,7 +72,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             from torch's generator when the first iteration begins, as torch's loader draws it. Of an
             `IterableDataset`, it seeds the workers' generators.
         with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
-        on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
+        on_error: "raise" the error of a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
             in flight, and three that may be kept. A batch that does not fit is delivered as a copy.
@@ -105,7 +103,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         decision: the decision of `cache="auto"` in one line, with all measured rates; "" before the first iteration.
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
-    for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
+    for invalid arguments; while iterating the errors of the user's code, `WorkerError` and `WaitError`.
 
     Example:
         ```python
@@ -122,7 +120,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     _iterator = None
     __initialized = False
 
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -196,7 +193,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
-    @short_traceback
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
         if self.__initialized and (name in FIXED or (name == "num_workers" and self._auto is not None)):
@@ -285,7 +281,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """
         self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         self._adopt()
         return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
@@ -381,7 +376,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._runner.load_state_dict(state)
         self.__dict__["seed"] = self._runner.seed
 
-    @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Pass the losses of a batch to the `ImportanceSampler`.
 

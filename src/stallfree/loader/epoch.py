@@ -14,16 +14,13 @@ from torch.utils.data import default_collate, default_convert
 from stallfree.batches.direct import PlainBatches
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.errors import (
-    StallfreeError,
     WaitError,
-    batch_failed,
     batch_timeout,
     iteration_over,
-    stop_iteration,
-    text_of,
 )
-from stallfree.ipc.remote import RemoteTraceback, unpack_error
+from stallfree.ipc.remote import unpack_error
 from stallfree.loader.progress import Progress
+from stallfree.notes import described, raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.units import format_size
 from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
@@ -176,7 +173,7 @@ class Epoch(_Pass):
         else:
             try:
                 if result.status == FAILED:
-                    _raise(result)
+                    raise raisable(unpack_error(result.note) if result.value is None else result.value)
                 if result.status == EMPTY:
                     return None
                 data = self._apart(result)
@@ -257,7 +254,7 @@ class DirectEpoch(_Pass):
             except Exception as error:
                 progress.hand_out()
                 if isinstance(error, StopIteration):
-                    raise _stopped(number) from error
+                    raise raisable(error) from error
                 raise
             except BaseException:
                 self._end()
@@ -274,7 +271,7 @@ class DirectEpoch(_Pass):
             if samples is not None:
                 counts["storage_bytes"] += samples.storage_bytes
                 if samples.skipped:
-                    _report_skips(counts, samples.skipped)
+                    _report_skips(counts, [*map(described, samples.skipped)])
                 if len(samples.ids) < len(ids):
                     ids = np.array(samples.ids, np.int64)
                     if not len(ids):
@@ -296,31 +293,8 @@ class DirectEpoch(_Pass):
                 self.pool.rest()
 
 
-def _report_skips(counts: Counts, problems: Sequence[object]) -> None:
+def _report_skips(counts: Counts, problems: Sequence[str]) -> None:
     room = max(0, _REPORTED_SKIPS - counts["skips"])
     counts["skips"] += len(problems)
     for problem in problems[:room]:
-        log.warning("left out a sample: %s", text_of(problem).replace("\n", " "))
-
-
-def _raise(result: Result) -> None:
-    """Raise the error of a batch; an error of a worker has the worker's traceback as its cause."""
-    error, trace = result.value, None
-    if error is None:
-        error, text = unpack_error(result.note)
-        trace = RemoteTraceback(text)
-    if error is None:
-        raise batch_failed(f"batch {result.number} could not be made:\n{trace}") from trace
-    if isinstance(error, StopIteration):
-        raise _stopped(result.number) from (trace or error)
-    if trace is None:
-        raise error
-    raise error from trace
-
-
-def _stopped(number: int) -> StallfreeError:
-    """The error that replaces a `StopIteration`, which would end the loop without an error."""
-    return stop_iteration(
-        f"batch {number} could not be made: the data set or collate_fn raised StopIteration, which would end the "
-        "epoch. Let it raise another error"
-    )
+        log.warning("left out a sample: %s", problem)

@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import torch
 
 from stallfree.sampling.epoch_source import Ids
 from stallfree.typevars import BatchT_co
 
-if TYPE_CHECKING:
 
-    class Batch(NamedTuple, Generic[BatchT_co]):  # Python 3.10 has no generic named tuples, only subscripts of them
-        data: BatchT_co
-        ids: torch.Tensor
-        weights: torch.Tensor | Any  # Any: users of an ImportanceSampler need not check for None
+class Batch(NamedTuple, Generic[BatchT_co]):
+    """The batch type of a loader with `with_ids=True`.
 
-else:
+    Attributes:
+        data: the batch as it would be without ids.
+        ids: int64 tensor of the samples actually in it, in order.
+        weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
 
-    class Batch(NamedTuple):
-        """The batch type of a loader with `with_ids=True`.
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, with_ids=True)
+        batch = next(iter(loader))
+        assert batch.ids.tolist() == [0, 1, 2, 3]
+        images, labels = batch.data
+        ```
+    """
 
-        Attributes:
-            data: the batch as it would be without ids.
-            ids: int64 tensor of the samples actually in it, in order.
-            weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
-
-        Example:
-            ```python
-            loader = sf.DataLoader(dataset, batch_size=4, with_ids=True)
-            batch = next(iter(loader))
-            assert batch.ids.tolist() == [0, 1, 2, 3]
-            images, labels = batch.data
-            ```
-        """
-
-        data: Any
-        ids: torch.Tensor
-        weights: torch.Tensor | None
+    data: BatchT_co
+    ids: torch.Tensor
+    weights: torch.Tensor | Any  # Any: users of an ImportanceSampler need not check for None
 
 
 def delivery(

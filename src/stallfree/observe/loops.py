@@ -31,7 +31,6 @@ _WATCHED = {
         ("stallfree.loader.iteration", "Iteration"),
         ("stallfree.loader.iterable", "_Pass"),  # of iterable data sets
         ("stallfree.device.prefetcher", "_Iteration"),  # with a device
-        ("stallfree.frames", "ShortTracebacks"),  # with a device without streams
     ],
 }
 """Module of a class `DataLoader`, and modules and names of the classes of its iterators."""

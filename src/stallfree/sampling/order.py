@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from stallfree.error_types import also_of_type
-from stallfree.errors import sampler_output
+from stallfree.errors import IdError, sampler_output
 from stallfree.frames import users_level
 from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
@@ -219,11 +218,11 @@ class SamplerOrder(_Counted):
             return array  # no negative id, which would be a large one
         bad = array[(array < -samples) | (array >= samples)]
         if len(bad):
-            problem = sampler_output(
+            raise IdError(
                 f"the sampler gave the id {bad[0]}, and the data set has the ids 0 to {samples - 1}: "
-                "give a sampler made for this data set"
+                "give a sampler made for this data set",
+                page="sampler-output",
             )
-            raise also_of_type(problem, IndexError())
         array = array.astype(np.int64)
         return np.where(array < 0, array + samples, array)
 

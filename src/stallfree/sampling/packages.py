@@ -389,7 +389,7 @@ class PackageWork:
         """Return the output of the deterministic steps. Raises `Reclassified` if one of them proves random."""
         split = self._reader.split
         if split.takes_look():
-            return split.make_twice(lambda: private(record), id, split.deterministic.transforms)
+            return split.make_twice(private(record), id, split.deterministic.transforms)
         return split.deterministic(private(record))  # the source may keep a reference
 
     def _fetch(self, id: int) -> tuple[Any] | None:

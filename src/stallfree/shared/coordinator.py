@@ -12,7 +12,6 @@ import os
 import select
 import sys
 import time
-import traceback
 
 import torch
 
@@ -20,7 +19,7 @@ from stallfree.ipc.consumers import HELLO, VISITOR, Message, Peer, Server
 from stallfree.ipc.folders import SharedFolder, attach
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Parent
-from stallfree.ipc.remote import pack_plain_error
+from stallfree.ipc.remote import pack_error
 from stallfree.ipc.sockets import listen
 from stallfree.shared.preparation import Preparation, Setup
 from stallfree.shared.protocol import VERSION, Hello, Kind, unpack_hello
@@ -39,7 +38,7 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
     """Run a coordinator.
 
     Args:
-        parent: the parent process. Receives a report once members may connect, or a plain error.
+        parent: the parent process. Receives a report once members may connect, or an error.
         setup: configuration of the group.
         attached: the parent's attachment to the folder, inherited by a fork; None without a fork.
     """
@@ -53,11 +52,10 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
             parent.report()
         coordinator.run()
     except Exception as error:
-        trace = traceback.format_exc()
         if coordinator is not None:
-            coordinator.send_error(error, trace)
+            coordinator.send_error(error)
         with contextlib.suppress(OSError):
-            parent.send(pack_plain_error(error, trace))
+            parent.send(pack_error(error))
         raise
     finally:
         if coordinator is not None:
@@ -235,10 +233,10 @@ class Coordinator:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def send_error(self, error: Exception, trace: str) -> None:
+    def send_error(self, error: Exception) -> None:
         """Send all members the error that ends this coordinator."""
         for peer in list(self._server.peers):
-            self._server.refuse(peer, error, trace)
+            self._server.refuse(peer, error)
 
     def close(self) -> None:
         """Stop the workers, close the connections and remove the ring."""

@@ -18,7 +18,7 @@ from stallfree.ipc.consumers import Gone
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
-from stallfree.ipc.remote import unpack_plain_error
+from stallfree.ipc.remote import unpack_error
 from stallfree.shared.coordinator import coordinate
 from stallfree.shared.preparation import Setup
 
@@ -218,7 +218,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             if problem is None:
                 _started.append((setup.folder, child))
                 return
-            error: Exception = unpack_plain_error(problem)[0]
+            error: BaseException = unpack_error(problem)
         except (EOFError, TimeoutError):
             error = Gone()  # the child was killed before it reported
         except WorkerError as no_guard:

@@ -23,10 +23,11 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
-from stallfree.errors import StallfreeError, WorkerError, group_timeout
+from stallfree.errors import WorkerError, group_timeout
 from stallfree.ipc.consumers import Connection, Gone, Message, pack, request
 from stallfree.ipc.fork_guard import Owner
-from stallfree.ipc.remote import RemoteTraceback, unpack_plain_error
+from stallfree.ipc.remote import unpack_error
+from stallfree.notes import raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.platform import at_fork
 from stallfree.shared.group import Group, reap
@@ -62,7 +63,7 @@ class Chunk:
     number: int
     result: Result
     data: Any = None
-    error: StallfreeError | None = None
+    error: BaseException | None = None
 
 
 class Skipped(NamedTuple):
@@ -377,8 +378,7 @@ class Member:
             assert result.memory is not None
             chunk.data = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
-            chunk.error, trace = unpack_plain_error(result.note)
-            chunk.error.__cause__ = RemoteTraceback(trace)
+            chunk.error = raisable(unpack_error(result.note))
         else:
             assert result.status == EMPTY
         link.release(number)

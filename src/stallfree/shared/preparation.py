@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
-from stallfree.ipc.remote import pack_plain_error, unpack_error
+from stallfree.ipc.remote import pack_error
 from stallfree.sampling.order import Order
 from stallfree.shared.schedule import Answer, Schedule
 from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
@@ -161,9 +161,8 @@ class Preparation:
 
     def _finish(self, number: int, result: Result) -> list[Answer]:
         self.pool.counts["batches"] += 1  # from which follows how many Ray workers are needed
-        if result.status == FAILED:
-            error, trace = (result.value, "") if result.value is not None else unpack_error(result.note)
-            result = replace(result, note=pack_plain_error(error, trace), value=None)
+        if result.status == FAILED and result.value is not None:
+            result = replace(result, note=pack_error(result.value), value=None)
         if result.size > self._largest:
             self._largest = result.size
             self.resize()

@@ -10,10 +10,9 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 from torch.utils.data import default_collate
-from typing_extensions import Self
 
 from stallfree.batches.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
@@ -26,7 +25,6 @@ from stallfree.errors import (
     state_format,
     state_mismatch,
 )
-from stallfree.frames import short_traceback
 from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
@@ -100,7 +98,7 @@ class SharedLoader(Generic[BatchT_co]):
         seed: seed of order and augmentation. If None, that of the `CachedDataset`, or that of the group: the first job
             that iterates draws one from torch's generator.
         with_ids: yield `Batch(data, ids, weights)`.
-        on_error: "raise" a `SampleError` in every job for a sample that cannot be read, or "skip" the sample. If all of
+        on_error: "raise" the error of a sample that cannot be read in every job, or "skip" the sample. If all of
             a rank's samples of a batch are skipped, that rank has one batch less than the others.
         staging: bytes for the ring of ready batches, as an int or a string such as "256MiB". None: twice `num_workers`
             batches, and four for each job in the group. The first job decides.
@@ -123,8 +121,7 @@ class SharedLoader(Generic[BatchT_co]):
     number of batches.
 
     Raises `InputError` for invalid arguments, and for a job whose data set, transform, seed or batches differ from the
-    group's. Iteration raises `SampleError`, `WorkerError` and `WaitError`; an exception of `collate_fn` is raised as a
-    `StallfreeError` that also has the exception's type.
+    group's. Iteration raises the errors of the user's code, `WorkerError` and `WaitError`.
 
     Example:
         ```python
@@ -134,7 +131,6 @@ class SharedLoader(Generic[BatchT_co]):
         ```
     """
 
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -262,7 +258,6 @@ class SharedLoader(Generic[BatchT_co]):
         """Number of batches per epoch."""
         return len(self._context.rebatching(0))
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
@@ -319,7 +314,6 @@ class SharedLoader(Generic[BatchT_co]):
         done = self._done if active is None else active.done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
-    @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state_dict` returned; call it before the first iteration.
 

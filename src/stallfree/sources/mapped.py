@@ -10,10 +10,10 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from stallfree.errors import SampleError, dataset_type, iterable_unsupported
+from stallfree.errors import dataset_type, iterable_unsupported
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import BaseSource, require_samples
 from stallfree.sources.cut_source import cut_known
 
@@ -101,11 +101,7 @@ class SubsetSource(BaseSource):
         return len(self.indices)
 
     def _record(self, id: int) -> Any:
-        try:
-            return self.source.fetch(int(self.indices[id]))
-        except SampleError as error:
-            # The same error with the id that the sample has here.
-            raise sample_error(error.__cause__ or error, self, id, "fetching") from error.__cause__
+        return self.source.fetch(int(self.indices[id]))
 
     def _where(self, id: int) -> str:
         return self.source.where(int(self.indices[id]))

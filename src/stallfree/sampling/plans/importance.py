@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
-from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.plans.active_epoch import ActiveEpoch, Marks
 from stallfree.sampling.plans.losses import Losses
@@ -235,7 +234,6 @@ class ImportanceSampler:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
         """Record the losses of served samples: `Batch.ids`, and one loss for each.
 

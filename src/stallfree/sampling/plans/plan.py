@@ -78,4 +78,4 @@ def local_shares(
     node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
     order = np.argsort(node, kind="stable")
     shares = ids[order].reshape(nodes, each, ranks_per_node)
-    return shares.transpose(0, 2, 1).reshape(ranks, each)  # type: ignore[no-any-return]
+    return shares.transpose(0, 2, 1).reshape(ranks, each)
