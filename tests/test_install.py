@@ -23,7 +23,7 @@ import stallfree as sf
 from children import Child
 from stallfree.errors import PlatformError, StorageError
 from stallfree.ipc import folders, shared_counts
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts
 
 ROOT = Path(__file__).parents[1]
 

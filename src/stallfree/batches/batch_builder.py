@@ -297,7 +297,7 @@ def _log_of_gather(problem: str) -> None:
     )
 
 
-def failure(task: Task, error: Exception, *, here: bool) -> Result:
+def failure(task: Task, error: BaseException, *, here: bool) -> Result:
     """Return the result of a task that raised `error`; for another process (not `here`), the error is packed."""
     failed = Result(FAILED, task.token, task.number, task.slot)
     return replace(failed, value=error) if here else replace(failed, note=pack_error(error))

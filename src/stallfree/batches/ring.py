@@ -27,7 +27,7 @@ import numpy.typing as npt
 from stallfree.batches.messages import NO_SLOT
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
-from stallfree.ipc.fork_guard import prepare_for_forks
+from stallfree.ipc.forked import prepare_for_forks
 from stallfree.platform import OPEN, allocate, shares_memory
 
 Bytes = npt.NDArray[np.uint8]

@@ -24,7 +24,7 @@ from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import CodecError, InputError
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source

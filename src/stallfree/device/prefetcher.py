@@ -17,7 +17,7 @@ from stallfree.device.backend import Cuda, Device, Stream, find_backend, parse_d
 from stallfree.device.staging import Place, Stager, send_itself
 from stallfree.errors import InputError, iteration_over, stop_iteration
 from stallfree.frames import short_traceback
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
 

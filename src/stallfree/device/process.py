@@ -43,9 +43,9 @@ from stallfree.errors import (
     text_of,
 )
 from stallfree.frames import short_traceback
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent
-from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
+from stallfree.ipc.remote import pack_error, unpack_error
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.pytree import take_apart
@@ -309,10 +309,11 @@ class _Pass(Iterator[Any]):
 
 def _raise(packed: memoryview) -> None:
     """Raise the error of the loading process, with its traceback there as the cause."""
-    error, trace = unpack_error(bytes(packed))
-    if error is None or isinstance(error, StopIteration | StopAsyncIteration):  # they would end more than the epoch
-        error = batch_failed(f"the loading process raised {trace.strip().splitlines()[-1]}")
-    raise error from RemoteTraceback(trace)
+    error = unpack_error(packed)
+    if isinstance(error, StopIteration | StopAsyncIteration) or not isinstance(error, Exception):
+        name = type(error).__name__  # it would end more than the epoch
+        raise batch_failed(f"the loading process raised {name}: {text_of(error)}") from error.__cause__
+    raise error
 
 
 def _drop(body: memoryview) -> None:

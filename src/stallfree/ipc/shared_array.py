@@ -1,9 +1,12 @@
-"""Arrays in shared memory of the processes of a host."""
+"""Arrays in memory that processes of a host share: by a file, or by starting one another."""
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+from multiprocessing.context import get_spawning_popen
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +36,30 @@ def shared_array(file: Path, dtype: Any, count: int, *, required: bool = False) 
             raise
         memory = mmap.mmap(-1, size)
     return np.frombuffer(memory, dtype)
+
+
+class SharedCounts:
+    """`length` counters, initially 0. A process that receives them when it is started shares them; others get a copy.
+
+    Attributes:
+        array: the counters, int32.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._use(RawArray(ctypes.c_int32, length))
+
+    def _use(self, memory: Any) -> None:
+        self._memory, self.array = memory, np.frombuffer(memory, np.int32)
+
+    def close(self) -> None:
+        """Release the memory; a single private 0 remains."""
+        self._use(bytearray(4))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _counts, (bytes(self._memory) if get_spawning_popen() is None else self._memory,)
+
+
+def _counts(memory: Any) -> SharedCounts:
+    counts = SharedCounts.__new__(SharedCounts)
+    counts._use(bytearray(memory) if isinstance(memory, bytes) else memory)
+    return counts

@@ -14,13 +14,12 @@ from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WH
 from stallfree.errors import (
     StallfreeError,
     WaitError,
-    batch_failed,
     batch_timeout,
     iteration_over,
     stop_iteration,
     text_of,
 )
-from stallfree.ipc.remote import RemoteTraceback, unpack_error
+from stallfree.ipc.remote import unpack_error
 from stallfree.loader.progress import Progress
 from stallfree.pipeline.codec import read_own_record
 from stallfree.units import format_size
@@ -316,17 +315,10 @@ def _report_skips(counts: Counts, problems: Sequence[object]) -> None:
 
 def _raise(result: Result) -> None:
     """Raise the error of a batch; an error of a worker has the worker's traceback as its cause."""
-    error, trace = result.value, None
-    if error is None:
-        error, text = unpack_error(result.note)
-        trace = RemoteTraceback(text)
-    if error is None:
-        raise batch_failed(f"batch {result.number} could not be made:\n{trace}") from trace
+    error = unpack_error(result.note) if result.value is None else result.value
     if isinstance(error, StopIteration):
-        raise _stopped(result.number) from (trace or error)
-    if trace is None:
-        raise error
-    raise error from trace
+        raise _stopped(result.number) from (error.__cause__ or error)
+    raise error
 
 
 def _stopped(number: int) -> StallfreeError:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from stallfree.errors import WaitError
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent, end_all
 from stallfree.platform import how_it_ended
 from stallfree.sampling.plans.window import WindowPlan

@@ -20,8 +20,7 @@ import numpy.typing as npt
 from stallfree.batches.reader import Reader
 from stallfree.errors import FingerprintError, StallfreeError, WaitError, state_mismatch, window_late
 from stallfree.ipc.locks import FileLock
-from stallfree.ipc.shared_array import shared_array
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts, shared_array
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.sampling.epoch_source import Ids
 from stallfree.sampling.plans.states import check_state

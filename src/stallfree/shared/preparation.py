@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
-from stallfree.ipc.remote import pack_plain_error, unpack_error
+from stallfree.ipc.remote import pack_error
 from stallfree.sampling.order import Order
 from stallfree.shared.schedule import Answer, Schedule
 from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
@@ -168,8 +168,8 @@ class Preparation:
         counts["samples"] += len(result.ids)
         result.add_to(counts)
         if result.status == FAILED:
-            error, trace = (result.value, "") if result.value is not None else unpack_error(result.note)
-            result = replace(result, note=pack_plain_error(error, trace), value=None)
+            note = result.note if result.value is None else pack_error(result.value)
+            result = replace(result, note=note, value=None)
         if result.size > self._largest:
             self._largest = result.size
             self.resize()

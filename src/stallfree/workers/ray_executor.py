@@ -208,8 +208,7 @@ class RayExecutor:
             self._replaced += worker
             self._set_capacity(capacity)
         elif kind == PROBLEM:
-            error, trace = unpack_error(bytes(body))
-            self._fail(error or WorkerError(trace), results)
+            self._fail(unpack_error(body), results)
         elif kind == REASON:
             self._reason = bytes(body).decode(errors="replace")
         else:
@@ -288,7 +287,7 @@ class RayExecutor:
             )
         self._assign()
 
-    def _fail(self, error: Exception, results: list[Result]) -> None:
+    def _fail(self, error: BaseException, results: list[Result]) -> None:
         """The bridge cannot have workers. At the start, its error is the result of all tasks."""
         if self._connected or self._alone:
             self._alone = False  # to warn with this reason
