@@ -33,15 +33,11 @@ _PIECE = 4096
 """Bytes read at once: several small messages, or the beginning of a large one."""
 
 _kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Sockets that /dev/null replaces in forked children.
 
-
-def keep_from_children(*sockets: socket.socket) -> None:
-    """Replace these sockets by /dev/null in children forked from now on.
-
-    An inherited copy of a connection would hide the end of this process from the other end. The copy is not closed,
-    because inherited objects would later close another file with the same number.
-    """
-    _kept.update(sockets)
+An inherited copy of a connection would hide the end of this process from the other end. The copy is not closed, because
+inherited objects would later close another file with the same number.
+"""
 
 
 def _replace_kept() -> None:
@@ -65,7 +61,7 @@ class Channel:
     """
 
     def __init__(self, connection: socket.socket) -> None:
-        keep_from_children(connection)
+        _kept.add(connection)
         self._socket = connection
         self.pending, self._finished = bytearray(), False
         self._in, self._start, self._end = bytearray(_PIECE), 0, 0  # the unread part of the received data
@@ -79,15 +75,11 @@ class Channel:
         """The `poll` events to wait for at the descriptor."""
         return select.POLLIN | (select.POLLOUT if self.pending else 0)
 
-    def append(self, *messages: bytes) -> None:
-        """Append messages to the pending data."""
-        for message in messages:
-            self.pending += _LENGTH.pack(len(message)) + message
-
     def send(self, *messages: bytes) -> None:
         """Send messages as far as possible without blocking. They are lost if the other process has ended."""
-        self.append(*messages)
-        self.flush()
+        for message in messages:
+            self.pending += _LENGTH.pack(len(message)) + message
+        Channel.flush(self)  # one that takes a lock is for others
 
     def flush(self) -> None:
         """Send pending data as far as possible."""
@@ -241,7 +233,7 @@ class Server:
     def __init__(self, folder: Path) -> None:
         self.peers: set[Connection] = set()
         self._listener = socket.socket(socket.AF_UNIX)
-        keep_from_children(self._listener)
+        _kept.add(self._listener)
         with _short(folder) as short:
             self._listener.bind(f"{short}/socket-{os.getpid()}")
             self._listener.listen(128)

@@ -14,8 +14,6 @@ from typing import Any
 CLOSE_SECONDS = 5.0
 """Longest wait for a call that is under way when the threads are closed."""
 
-_Tasks = queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None]
-
 log = logging.getLogger("stallfree")
 
 
@@ -27,7 +25,7 @@ class FetchThreads(Executor):
     """
 
     def __init__(self, count: int) -> None:
-        self._count, self._tasks, self._idle = count, _Tasks(), threading.Semaphore(0)
+        self._count, self._tasks, self._idle = count, queue.SimpleQueue[Any](), threading.Semaphore(0)
         self._threads: list[threading.Thread] = []
         self._lock, self._closed = threading.Lock(), False
 
@@ -69,7 +67,7 @@ class FetchThreads(Executor):
     __del__ = _close
 
 
-def _run(tasks: _Tasks, idle: threading.Semaphore) -> None:
+def _run(tasks: queue.SimpleQueue[Any], idle: threading.Semaphore) -> None:
     while (task := tasks.get()) is not None:
         future, call, arguments = task
         if future.set_running_or_notify_cancel():

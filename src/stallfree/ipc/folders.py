@@ -87,10 +87,7 @@ def user_root(store: str | Path) -> Path:
     Raises `InputError` if `store` is not a path.
     """
     if is_address(store) or not is_path(store):
-        raise InputError(
-            f"store={store!r:.80}: give 'memory', the path of a folder, a DiskTier, or for servers of Redis or Valkey "
-            "RedisStore(hosts=[...], capacity_per_node=...)"
-        )
+        raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a DiskTier or a RedisStore")
     return Path(os.path.realpath(Path(store).expanduser())) / f"stallfree-{user_id()}"
 
 
@@ -103,10 +100,7 @@ def prepare_root(root: Path) -> Path:
     try:
         return _checked(root, make=True)
     except OSError as error:
-        raise StorageError(
-            f"the folder {root} for shared data cannot be made: {error}. Give another folder, "
-            "or set STALLFREE_ROOT to one in memory"
-        ) from error
+        raise StorageError(f"the folder {root} cannot be made: {error}. Give another, or set STALLFREE_ROOT") from error
 
 
 def is_root(root: Path) -> bool:
@@ -200,9 +194,7 @@ class SharedFolder:
             fd = _locked(self.path, fcntl.LOCK_SH)
             if fd is None and not os.path.lexists(self.path):
                 if initialize is None:
-                    raise errors.folder_gone(
-                        f"the folder {self.path} is gone: the process that made it has ended. Make a new loader"
-                    )
+                    raise errors.folder_gone(f"{self.path} is gone, with the process that made it. Make a new loader")
                 fd = self._create(initialize)
             if fd is not None:
                 break
@@ -254,10 +246,8 @@ class SharedFolder:
 def sweep(root: Path) -> list[str]:
     """Remove unattached, non-persistent folders below `root`; returns their names."""
     removed: list[str] = []
-    if not is_root(root):
-        return removed
     with contextlib.suppress(OSError):
-        for entry in list(root.iterdir()):
+        for entry in list(root.iterdir()) if is_root(root) else ():
             if entry.name.startswith(_REMOVING):
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(_MAKING):

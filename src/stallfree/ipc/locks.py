@@ -106,8 +106,7 @@ class FileLock:
     def claim(self, byte: int) -> bool:
         """Claim `byte` (1 or more) until this process dies, releases or closes it; returns False if it is taken."""
         with _registry_lock:
-            file = self._file
-            if file is None or byte in file.claims or not file.lock(byte):
+            if (file := self._file) is None or byte in file.claims or not file.lock(byte):
                 return False
             file.claims[byte] = id(self)
             return True
@@ -124,9 +123,7 @@ class FileLock:
         for byte in range(1, CLAIMS + 1):
             if self.claim(byte):
                 return byte
-        raise lock_held(
-            f"all {CLAIMS} places in {self.path} are taken by running processes: use fewer, or another name"
-        )
+        raise lock_held(f"all {CLAIMS} places in {self.path} are taken by running processes: use fewer")
 
     def claimed_elsewhere(self) -> bool:
         """Return whether another process has claimed any byte."""
@@ -146,12 +143,11 @@ class FileLock:
     def close(self) -> None:
         """Release this object's claims; the last object of this process for the file closes it. Idempotent."""
         with _registry_lock:
-            file, self._file = self._file, None
-            if file is None:
+            if (file := self._file) is None:
                 return
-            for byte in [byte for byte, claimer in file.claims.items() if claimer == id(self)]:
-                del file.claims[byte]
-                file.unlock(byte)
+            for byte in list(file.claims):
+                self.release(byte)
+            self._file = None
             file.users -= 1
             if file.users == 0:
                 del _files[self._key]

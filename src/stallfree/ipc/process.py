@@ -39,9 +39,7 @@ from stallfree.platform import at_fork, begin_child, interrupts_later
 REPORT_SECONDS = 2.0
 """Seconds for the first fork to report in; doubled after each one that did not, since the machine may be busy."""
 
-_CHECK_SECONDS = 0.1
-_LEADER_SECONDS = 10.0
-_START_SECONDS = 60.0
+_CHECK_SECONDS, _LEADER_SECONDS, _START_SECONDS = 0.1, 10.0, 60.0
 _SERVER_GONE = 255
 """The exit code that `multiprocessing` gives to the processes of a fork server that has ended."""
 
@@ -65,9 +63,7 @@ def context_of(given: Any, *, requested: bool = True) -> BaseContext:
     try:
         return get_context(str(given))
     except ValueError as error:
-        raise InputError(
-            f"multiprocessing_context={given!r}: give 'fork', 'forkserver', 'spawn' or a context of these"
-        ) from error
+        raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver' or 'spawn'") from error
 
 
 def start_method(context: BaseContext) -> str:
@@ -217,8 +213,7 @@ class Child(Channel):
         with contextlib.suppress(EOFError):
             while time.monotonic() < (limit := deadline if self.reported else min(deadline, self._due)):
                 self.receive_by(limit)
-        while self._process.is_alive() and time.monotonic() < deadline and not self.overdue:
-            self._process.join(_CHECK_SECONDS)
+        self._process.join(min(_START_SECONDS, max(0.0, limit - time.monotonic())))
         if self._process.is_alive():
             if self._leads:
                 with contextlib.suppress(OSError):  # it may not have its own session yet
@@ -326,17 +321,18 @@ class Parent:
 
         The thread ends this process with its parent.
         """
-        threading.Thread(target=self._listen, args=(take,), name="stallfree-inbox", daemon=True).start()
 
-    def _listen(self, take: Callable[[bytearray | None], object]) -> None:
-        try:
-            with contextlib.suppress(EOFError):
+        def run() -> None:
+            try:
+                with contextlib.suppress(EOFError):
+                    while not self.ended:
+                        while (message := self._channel.receive()) is not None:
+                            take(message)
+                        self._channel.wait(1.0)
+                take(None)
                 while not self.ended:
-                    while (message := self._channel.receive()) is not None:
-                        take(message)
-                    self._channel.wait(1.0)
-            take(None)
-            while not self.ended:
-                time.sleep(_CHECK_SECONDS)
-        finally:
-            os._exit(1)
+                    time.sleep(_CHECK_SECONDS)
+            finally:
+                os._exit(1)
+
+        threading.Thread(target=run, name="stallfree-inbox", daemon=True).start()

@@ -46,9 +46,10 @@ def unpack_error(packed: bytes | bytearray | memoryview) -> BaseException:
 
 def _pickled(error: BaseException) -> bytes:
     """Return the pickle of the error, or of its type, arguments and attributes; b"" if none makes it again."""
-    kind, arguments, texts = type(error), error.args, tuple(map(text_of, error.args))
-    form: object
-    for form in (error, (kind, arguments, vars(error)), (kind, arguments, {}), (kind, texts, {})):
+    kind = type(error)
+    arguments: tuple[Any, ...] = _builtin(kind).__reduce__(error)[1]  # of an `OSError`, its file too
+    texts = tuple(map(text_of, arguments))
+    for form in [error, (kind, arguments, vars(error)), (kind, arguments, {}), (kind, texts, {})]:
         with contextlib.suppress(Exception):
             data = pickle.dumps(form)
             made = _made(data)
@@ -62,8 +63,11 @@ def _made(data: bytes) -> BaseException:
     if isinstance(form, BaseException):
         return form
     kind, arguments, attributes = form
-    builtin: Any = next(parent for parent in kind.__mro__ if parent.__module__ == "builtins")
-    made: BaseException = builtin.__new__(kind, *arguments)  # its constructor may want other arguments
-    builtin.__init__(made, *arguments)
+    made: BaseException = _builtin(kind).__new__(kind, *arguments)  # its constructor may want other arguments
+    _builtin(kind).__init__(made, *arguments)
     vars(made).update(attributes)
     return made
+
+
+def _builtin(kind: type) -> Any:
+    return next(parent for parent in kind.__mro__ if parent.__module__ == "builtins")

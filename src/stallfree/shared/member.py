@@ -96,16 +96,14 @@ class Link(Connection):
     def send(self, *messages: bytes) -> None:
         """Send messages and the pending releases."""
         with self._lock:
-            self.append(*self._releases(), *messages)
-            super().flush()
+            super().send(*self._releases(), *messages)
         self._send_releases(_WAITING)
 
     def request(self, serial: int, number: int) -> None:
         """Request a batch and send the pending releases; the request itself carries one of them."""
         with self._lock:
             released = self._released.popleft() if self._released else -1
-            self.append(*self._releases(), pack(Kind.REQUEST, serial, number, released))
-            super().flush()
+            super().send(*self._releases(), pack(Kind.REQUEST, serial, number, released))
         self._send_releases(_WAITING)
 
     def flush(self) -> None:
@@ -206,8 +204,7 @@ class Link(Connection):
             try:
                 messages = self._releases()
                 if messages and self.fileno() >= 0:
-                    self.append(*messages)
-                    super().flush()
+                    super().send(*messages)
             finally:
                 self._lock.release()
 
