@@ -160,7 +160,7 @@ def test_what_is_not_ours_is_left_alone(root: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(folders, "ATTACH_SECONDS", 0.01)
     for name in ("photos", "notes.txt", "link"):
         assert not remove_unused(root / name)
-        with pytest.raises(WaitError, match="is no stallfree folder"):
+        with pytest.raises(WaitError, match="or no stallfree folder: give another name"):
             open_folder(root, name)
     assert (root / "photos" / "cat.jpg").read_text() == "meow"
 
@@ -181,7 +181,7 @@ def test_a_wait_has_a_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None
     folder.close()
     fd = os.open(folder.path / "attached", os.O_RDWR)
     fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(WaitError, match=r"one .* has been locked by another process for more than"):
+    with pytest.raises(WaitError, match="one is locked by a process, or no stallfree folder"):
         open_folder(root)
     os.close(fd)
 

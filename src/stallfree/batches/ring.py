@@ -235,7 +235,7 @@ class Ring:
         """Return the free slot that was used last (CPU caches may still hold it), or None. Thread-safe."""
         if self._closed:
             return None
-        if self._folder is None:  # create it before workers are forked
+        if self._folder is None and shares_memory():  # create it before workers are forked
             _ = self.slots.folder
         self._end_leases()
         try:

@@ -24,12 +24,11 @@ import stat
 import time
 import warnings
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 
 from stallfree import errors
 from stallfree.errors import InputError, StorageError
-from stallfree.platform import OPEN, fcntl, need_linux, user_id
+from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
 ATTACH_SECONDS = 10.0
 """Longest wait for a folder that another process is creating or removing, in seconds."""
@@ -51,23 +50,19 @@ _FOLDER = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | OPEN
 def default_root() -> Path:
     """Return the folder of this user's shared memory: `stallfree-UID` in `$STALLFREE_ROOT` or `/dev/shm`.
 
-    If neither is there, it is in a temporary folder, with one warning.
+    If neither is there, it is in a temporary folder, with a warning.
     """
-    given = os.environ.get("STALLFREE_ROOT")
-    base = given or ("/dev/shm" if os.access("/dev/shm", os.W_OK) else _temporary())
+    base = os.environ.get("STALLFREE_ROOT", "/dev/shm")
+    if base == "/dev/shm" and not os.access(base, os.W_OK):
+        base = os.environ.get("TMPDIR", "/tmp")
+        if shares_memory():
+            warnings.warn(
+                f"/dev/shm cannot be written to, so shared data is in {base}, which may be on a disk and slower. Make "
+                "/dev/shm writable, or set STALLFREE_ROOT to a folder in memory",
+                RuntimeWarning,
+                stacklevel=1,  # of one place, which Python shows once
+            )
     return Path(os.path.realpath(base)) / f"stallfree-{user_id()}"
-
-
-@lru_cache(maxsize=1)
-def _temporary() -> str:
-    base = os.environ.get("TMPDIR", "/tmp")
-    warnings.warn(
-        f"/dev/shm cannot be written to, so shared data is in {base}, which may be on a disk and slower. Make "
-        "/dev/shm writable, or set STALLFREE_ROOT to a folder in memory",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return base
 
 
 def is_path(value: object) -> bool:
@@ -199,10 +194,7 @@ class SharedFolder:
             if fd is not None:
                 break
             if time.monotonic() > deadline:
-                raise errors.lock_held(
-                    f"{self.path} is no stallfree folder, or has been locked by another process for more than "
-                    f"{ATTACH_SECONDS:.0f} s: give another name, or end that process"
-                )
+                raise errors.lock_held(f"{self.path} is locked by a process, or no stallfree folder: give another name")
             time.sleep(0.001)
         self._fd = fd
         if persist:

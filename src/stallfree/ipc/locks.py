@@ -137,8 +137,7 @@ class FileLock:
         if self._file is None:
             return False
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-        kind, *_ = _FLOCK.unpack(fcntl.fcntl(self._file.fd, fcntl.F_GETLK, asked))
-        return bool(kind != fcntl.F_UNLCK)
+        return bool(_FLOCK.unpack(fcntl.fcntl(self._file.fd, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:
         """Release this object's claims; the last object of this process for the file closes it. Idempotent."""
