@@ -32,7 +32,7 @@ from benchmarks.store_records import make_noise, make_record, time_reads
 from benchmarks.store_team import Nodes
 from stallfree.analysis.model import Loading, Rates, law, sustained
 from stallfree.cache.layout import index_bytes
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts
 from stallfree.sampling.plans.plan import local_shares, make_plan
 from stallfree.sampling.ranks import deal
 

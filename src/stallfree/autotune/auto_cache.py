@@ -26,6 +26,7 @@ from stallfree.datasets.private_names import token
 from stallfree.errors import (
     CapacityError,
     FingerprintError,
+    PlatformError,
     StallfreeError,
     StorageError,
     argument_conflict,
@@ -237,7 +238,7 @@ class AutoCache:
             )
         try:
             folder = self._attach(f"auto-{token() if unknown else key[:20]}", subject)
-        except (CapacityError, StorageError, OSError) as error:
+        except (CapacityError, PlatformError, OSError) as error:
             self._go_without(subject, error)
             return
         found = _load(folder.path)

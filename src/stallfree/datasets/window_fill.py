@@ -16,7 +16,7 @@ import torch
 from stallfree.batches.reader import Reader
 from stallfree.datasets.window import Window
 from stallfree.errors import StallfreeError, WaitError
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent, end_all
 from stallfree.platform import how_it_ended
 

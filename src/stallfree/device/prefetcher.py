@@ -16,7 +16,7 @@ from stallfree.device.ahead import Copier, Item, LoaderThread, Snapshot, Transfo
 from stallfree.device.backend import Cuda, Device, Stream, find_backend, parse_device
 from stallfree.device.staging import Place, Stager, send_itself
 from stallfree.errors import InputError, iteration_over, stop_iteration
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
 

@@ -40,7 +40,7 @@ from stallfree.errors import (
     prefetcher_process,
     text_of,
 )
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent
 from stallfree.ipc.remote import pack_error, unpack_error
 from stallfree.notes import raisable

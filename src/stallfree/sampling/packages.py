@@ -33,7 +33,7 @@ from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.capacity import free_space
 from stallfree.errors import StallfreeError
 from stallfree.ipc.process import Parent
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
 from stallfree.pipeline.values import private

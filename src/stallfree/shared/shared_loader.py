@@ -25,7 +25,6 @@ from stallfree.errors import (
     state_format,
     state_mismatch,
 )
-from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
 from stallfree.loader.shown import shown_by
@@ -191,7 +190,7 @@ class SharedLoader(Generic[BatchT_co]):
         self._done: frozenset[int] = frozenset()
         self._passes: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._pass: weakref.ref[EpochIterator] | None = None  # the one begun last
-        self._end = finalize(self, _close, self._context.member, self._group)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._context.member, self._group)
 
     def _join(self, options: Options, chunk_size: int | None, on_error: str, on_lag: str) -> Group:
         with tolerant():  # the group is identified by name: objects without a fingerprint are assumed to be equal
@@ -428,7 +427,9 @@ def _steps(dataset: Any) -> Any:
     return steps if steps is not None else reader_of(dataset).source.pipeline
 
 
-def _close(member: Member, group: Group) -> None:
+def _close(pid: int, member: Member, group: Group) -> None:
+    if pid != os.getpid():  # a forked child
+        return
     try:
         member.close()
     finally:

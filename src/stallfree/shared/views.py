@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from stallfree.batches.ring import slot_bytes
 from stallfree.errors import BatchError
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.platform import fcntl
 
 Bytes = npt.NDArray[np.uint8]

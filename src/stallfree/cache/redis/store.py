@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from stallfree.cache.redis.launch import Nodes, NodeServer
 from stallfree.cache.redis.servers import ID, Servers
 from stallfree.cache.redis.tier import RedisTier
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
-from stallfree.ipc.fork_guard import finalize
+from stallfree.ipc.forked import Owner
 from stallfree.platform import need_linux
 from stallfree.units import format_size, parse_size
 
@@ -100,7 +101,7 @@ class RedisStore:
             except BaseException:
                 folder.close()
                 raise
-        self._finish = finalize(self, _finish, self._servers)
+        self._finish = weakref.finalize(self, _finish, Owner(), self._servers)
 
     def _initialize(self, folder: Path) -> None:
         check_free_memory(self.capacity or 0, f"capacity_per_node={self.capacity}")
@@ -175,7 +176,9 @@ def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float) -> Server
         raise
 
 
-def _finish(servers: Servers) -> None:
+def _finish(owner: Owner, servers: Servers) -> None:
+    if not owner.is_here:  # a forked child
+        return
     if servers.node is not None:
         servers.node.close()
     servers.close()
