@@ -27,8 +27,10 @@ def add_note(error: BaseException, doing: str) -> None:
     torch_data: Any = sys.modules.get("torch.utils.data")
     worker = None if torch_data is None else torch_data.get_worker_info()
     place = "" if worker is None else f", in worker {worker.id} (process {os.getpid()})"
+    note = f"{PREFIX}{doing}{place}"
     with contextlib.suppress(Exception):  # the class of an error may forbid new attributes
-        error.add_note(f"{PREFIX}{doing}{place}")
+        if note not in notes_of(error):  # an object that is raised again and again
+            error.add_note(note)
 
 
 def note_sample(error: BaseException, source: object, id: int, doing: str) -> None:

@@ -382,7 +382,7 @@ class AutoCache:
         try:
             subject = subject_of(self._dataset, self._transform)
             folder = self._attach(folder.path.name, subject)
-        except StallfreeError as error:
+        except Exception as error:  # also one of the data set
             log.info("the rates could not be measured again, so the cache stays as it is: %s", text_of(error))
             self._folder = None
             return

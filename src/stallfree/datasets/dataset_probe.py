@@ -171,8 +171,9 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
                 states,
             )
         except StepError as failed:
-            note_sample(failed.error, source, id, "fetching" if failed.at == SOURCE else "preparing")
-            problem = problem or failed.error
+            if problem is None:
+                problem = failed.error
+                note_sample(problem, source, id, "fetching" if failed.at == SOURCE else "preparing")
             continue
         records.append((id, fetch.record))
         if differs is not None and differs.at == SOURCE:

@@ -79,8 +79,9 @@ class Check:
             try:
                 samples[id] = self._own(whole, id)
             except Exception as error:
-                note_sample(error, self._dataset, id, "fetching")
-                problem = problem or error
+                if problem is None:
+                    problem = error
+                    note_sample(error, self._dataset, id, "fetching")
         if not samples:
             assert problem is not None
             raise problem
