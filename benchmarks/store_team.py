@@ -33,7 +33,7 @@ from benchmarks.shared_team import Meet, Team, TeamError
 from benchmarks.store_records import make_noise, make_record
 from stallfree.cache.layout import plan_layout
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 Json = dict[str, Any]
 

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-
-import stallfree as sf
-from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, node_root, print_found, read_task, servers_of
 from stallfree.stores.addresses import Address
 from stallfree.stores.launch.rendezvous import NodeAddresses
 from stallfree.stores.launch.server import read_running
 from stallfree.stores.launch.supervisor import SERVER, read_json
+
+import stallfree as sf
+from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, node_root, print_found, read_task, servers_of
 
 LASTING = ("server frozen", "server full", "cut off", "password changed", "node killed")
 """What stays so until it is mended; a server or supervisor that was killed is started again."""

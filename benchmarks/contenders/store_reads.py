@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from stallfree.stores import RedisCache, TieredCache
 
 import stallfree as sf
 from benchmarks.harness import run_child
 from benchmarks.peers import venvs
 from benchmarks.store_records import make_noise, make_record, same, time_reads
 from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, print_found, read_task, room_for
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.stores import RedisCache, TieredCache
 
 PEER = "benchmarks.peers.redis_py_bench"
 PROCESSES = 4

@@ -39,6 +39,18 @@ def text_of(error: object) -> str:
         return f"(its text cannot be made: {type(problem).__name__})"
 
 
+class StallfreeWarning(UserWarning):
+    """Warns of something that works, but not optimally; the message recommends an action.
+
+    Example:
+        ```python
+        import warnings
+
+        warnings.simplefilter("error", sf.StallfreeWarning)  # in tests: raise it
+        ```
+    """
+
+
 class StallfreeError(Exception):
     """The base of every error that stallfree raises on purpose.
 

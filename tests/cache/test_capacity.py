@@ -17,8 +17,10 @@ import pytest
 import stallfree as sf
 from cache_tools import PAGE, make, problems
 from children import Child
-from stallfree.cache import MISS, POLICIES, SampleCache
 from stallfree.cache import capacity as limits
+from stallfree.cache.policies import POLICIES
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CapacityError
 from stallfree.units import format_size
 

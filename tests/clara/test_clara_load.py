@@ -17,9 +17,9 @@ from clara_data import BOTH, LOAD, LOAD_IMAGE, NOISE, SHAPE, make_data, section,
 
 import stallfree as sf
 from stallfree import clara
-from stallfree.cache import MISS
+from stallfree.cache.records import MISS
 from stallfree.clara import Pipelines, load
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 KINDS = [f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")]
 

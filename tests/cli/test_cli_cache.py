@@ -18,7 +18,7 @@ from typer.testing import CliRunner, Result
 
 import stallfree as sf
 from children import Child
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cli import app, cache
 from stallfree.errors import InputError
 

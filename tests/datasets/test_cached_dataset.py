@@ -22,7 +22,7 @@ from cached_data import (
     tripled,
     with_draws,
 )
-from stallfree.cache import POLICIES
+from stallfree.cache.policies import POLICIES
 from unseen import unseen_ids
 
 STORES = ("memory", "disk")

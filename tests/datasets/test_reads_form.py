@@ -25,8 +25,8 @@ from loader_data import same
 from reads_data import Crops, KeepsArchive, OwnGenerator, gone, opens_below, write_arrays
 from stallfree.cache.records import Borrowed
 from stallfree.errors import InputError
-from stallfree.sources import ThrottledSource
 from stallfree.sources.reads import recorded as records
+from stallfree.sources.throttle import ThrottledSource
 
 EPOCHS = 3
 

@@ -19,8 +19,8 @@ from fakes import World
 
 import stallfree as sf
 from children import Child
-from stallfree.device import DevicePrefetcher
 from stallfree.device.ahead import Items, LoaderThread
+from stallfree.device.prefetcher import DevicePrefetcher
 
 PATIENCE = 60.0
 COUNT = 6

@@ -24,7 +24,7 @@ from loader_data import (
     picture,
     same,
 )
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 from stallfree.workers import worker_pool as pool
 from warm import Interpreter
 

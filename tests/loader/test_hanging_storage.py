@@ -11,7 +11,7 @@ import pytest
 
 import stallfree as sf
 from stallfree.ipc import fetch_threads
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 from warm import Interpreter
 
 STUCK = 5

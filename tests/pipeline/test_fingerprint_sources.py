@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset
 
-from stallfree.pipeline import Compose, OnItem, fingerprint, mark_random
+from stallfree.pipeline.classify.determinism import mark_random
+from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.fingerprint import fingerprint
 from warm import Interpreter
 
 

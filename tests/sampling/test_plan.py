@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.plan import make_plan
 from warm import Interpreter
 
 seeds = st.integers(-(2**70), 2**70)

@@ -26,8 +26,7 @@ from loader_data import same
 from stallfree.errors import InputError
 from stallfree.pipeline.compose import OnItem
 from stallfree.pipeline.protocol import Source
-from stallfree.sources import as_source
-from stallfree.sources.mapped import SubsetSource
+from stallfree.sources.mapped import SubsetSource, as_source
 
 COUNT = 20
 

@@ -20,8 +20,8 @@ from torch.utils.data import Subset
 import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError
-from stallfree.sources import MapSource, as_source
 from stallfree.sources.cut_source import CutSource, Jointly
+from stallfree.sources.mapped import MapSource, as_source
 
 COUNT = 12
 

@@ -21,7 +21,10 @@ from pictures import encode, picture
 from stallfree.errors import InputError, MissingExtraError
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source
-from stallfree.sources import DecodeImage, FileDataset, ImageFolder, paths
+from stallfree.sources import paths
+from stallfree.sources.decode import DecodeImage
+from stallfree.sources.files import FileDataset
+from stallfree.sources.image_folder import ImageFolder
 
 
 @pytest.fixture

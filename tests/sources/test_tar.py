@@ -20,7 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 import stallfree as sf
 from stallfree import StallfreeWarning
 from stallfree.errors import InputError
-from stallfree.sources import TarDataset, tar, tar_index
+from stallfree.sources import tar, tar_index
+from stallfree.sources.tar import TarDataset
 
 FILES = [
     ("train/000.jpg", b"picture 0"),

@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 
 from stallfree.errors import InputError
 from stallfree.pipeline.protocol import Source
-from stallfree.sources import FileDataset, ImageFolder, throttle
-from stallfree.sources.throttle import payload_bytes
+from stallfree.pipeline.values import payload_bytes
+from stallfree.sources import throttle
+from stallfree.sources.files import FileDataset
+from stallfree.sources.image_folder import ImageFolder
 from stallfree.testing import ThrottledSource
 
 

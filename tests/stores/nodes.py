@@ -25,7 +25,7 @@ from server_tools import record
 
 from redis_servers import until
 from stallfree import Compose, RedisStore
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 LIMIT = 250.0
 """Seconds until a process that returns nothing counts as hung."""

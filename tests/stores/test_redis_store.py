@@ -16,7 +16,7 @@ from redis_tools import COUNT, ENOUGH, attach, client, emptied, keys_of, load, n
 
 import stallfree as sf
 from redis_servers import Server, needs_server
-from stallfree.cache import MISS
+from stallfree.cache.records import MISS
 from stallfree.errors import CapacityError, InputError
 
 pytestmark = needs_server

@@ -17,7 +17,8 @@ import torch
 
 from stallfree.analysis.residency import put_out, resident_share
 from stallfree.batches.recorded_reads import record_sample
-from stallfree.datasets import CachedDataset, SmartCacheDataset
+from stallfree.datasets.cached_dataset import CachedDataset
+from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
     InputError,
     StallfreeError,
@@ -28,14 +29,14 @@ from stallfree.errors import (
     text_of,
 )
 from stallfree.ipc.forked import call_in_child
-from stallfree.loader import DataLoader
 from stallfree.loader.arguments import check_numbers
+from stallfree.loader.dataloader import DataLoader
 from stallfree.notes import described, note_sample
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.sources.reads.recorded import parts_of
-from stallfree.sources.throttle import payload_bytes
 
 OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
 """Loader arguments that the analysis sets for its runs."""

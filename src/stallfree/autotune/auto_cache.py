@@ -40,8 +40,8 @@ from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
-from stallfree.sources import as_source
 from stallfree.sources.cutting.cut import cut
+from stallfree.sources.mapped import as_source
 from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"

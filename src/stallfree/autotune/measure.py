@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from stallfree.autotune.choice import Measured
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.dataset_probe import FirstLook
 from stallfree.errors import CodecError, InputError
 from stallfree.notes import note_sample
@@ -28,11 +28,10 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block
-from stallfree.sources.throttle import payload_bytes
 
 LEVELS = (8, 16, 32, 64)
 """Numbers of concurrent fetches to try, each with twice as many samples."""

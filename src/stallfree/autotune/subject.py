@@ -14,8 +14,7 @@ from stallfree.notes import is_users
 from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.protocol import Source
-from stallfree.sources import as_source
-from stallfree.sources.mapped import MapSource
+from stallfree.sources.mapped import MapSource, as_source
 
 
 class NotCachedError(StallfreeError):

@@ -19,17 +19,17 @@ from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, PRIVATE, READY, U
 from stallfree.batches.reader import Reader
 from stallfree.batches.ring import Slots
 from stallfree.batches.sample_access import Pending
-from stallfree.cache import Aim, SampleCache
 from stallfree.cache.buffers import Buffers
+from stallfree.cache.records import Aim
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
 from stallfree.notes import described, note_samples
 from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.structure import Structure
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
-from stallfree.sources.throttle import payload_bytes
 
 LARGE = 1 << 20
 """Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""

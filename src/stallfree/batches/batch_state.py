@@ -14,13 +14,13 @@ import numpy as np
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified, is_prepared
-from stallfree.cache import MISS, Borrowed, SampleCache
+from stallfree.cache.records import MISS, Borrowed
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError
 from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source
-from stallfree.pipeline.values import as_cached, private
-from stallfree.sources.throttle import payload_bytes
+from stallfree.pipeline.values import as_cached, payload_bytes, private
 
 _NO_STEPS = Compose([])
 

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.batch_state import BatchState, Samples
 from stallfree.batches.direct import index_samples
-from stallfree.batches.recorded_reads import RecordedReads
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified
 from stallfree.notes import raisable
@@ -55,6 +54,8 @@ class Reader(SampleAccess):
                     if self.direct:
                         return index_samples(self, ids.tolist(), seed, epochs, skip=skip)
                     if self.tracker is not None:
+                        from stallfree.batches.recorded_reads import RecordedReads
+
                         return RecordedReads(self, self.tracker, pending, seed, epochs, skip=skip).make()
                     return BatchState(self, pending, seed, epochs, skip, buffer).make()
             except StopIteration as error:

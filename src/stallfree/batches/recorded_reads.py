@@ -12,7 +12,7 @@ from typing import Any
 
 from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import Pending, SampleAccess
-from stallfree.cache import MISS, Borrowed
+from stallfree.cache.records import MISS, Borrowed
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record

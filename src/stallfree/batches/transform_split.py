@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from stallfree.cache import SampleCache
 from stallfree.cache.policies import mixed
-from stallfree.errors import WaitError, WorkerError
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.errors import StallfreeWarning, WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
 from stallfree.pipeline.compose import Compose, Transform, describe_step
 from stallfree.pipeline.marks import note_drew

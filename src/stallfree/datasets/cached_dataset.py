@@ -15,9 +15,10 @@ import numpy.typing as npt
 from torch.utils.data import Dataset, get_worker_info
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache, Tier
 from stallfree.cache.policies import Policy, make_policy
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
+from stallfree.cache.tier import Tier
 from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
 from stallfree.datasets.private_names import private_name
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
@@ -28,10 +29,10 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
+from stallfree.pipeline.values import payload_bytes
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup
-from stallfree.sampling.sources import order_of
-from stallfree.sources import as_source
-from stallfree.sources.throttle import payload_bytes
+from stallfree.sampling.order import order_of
+from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole

@@ -8,11 +8,11 @@ from typing import Any
 
 from stallfree.batches.recorded_reads import record_sample
 from stallfree.datasets.dataset_probe import LOOKS, FirstLook, Sample
-from stallfree.errors import InputError, reads_nothing
+from stallfree.errors import InputError, StallfreeWarning, reads_nothing
 from stallfree.frames import users_level
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify.determinism import Split, StallfreeWarning
+from stallfree.pipeline.classify.determinism import Split
 from stallfree.pipeline.classify.outcomes import spread
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source

@@ -14,8 +14,8 @@ from typing import Any, Self
 from torch.utils.data import Dataset, DistributedSampler
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache
 from stallfree.cache.capacity import free_memory
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.cached_dataset import checked_ids
 from stallfree.datasets.dataset_probe import example_for, look
 from stallfree.datasets.private_names import window_name
@@ -36,8 +36,10 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
+from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
+from stallfree.sampling.order import order_of
 from stallfree.sampling.ranks import (
     LocalRanks,
     checked_hosts,
@@ -46,9 +48,7 @@ from stallfree.sampling.ranks import (
     local_ranks,
     warn_of_ranks_here,
 )
-from stallfree.sampling.sources import order_of
-from stallfree.sources import as_source
-from stallfree.sources.throttle import payload_bytes
+from stallfree.sources.mapped import as_source
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import format_size, parse_whole

@@ -14,7 +14,6 @@ from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
 from stallfree.sources.mapped import is_iterable
 from stallfree.units import parse_room, parse_whole
-from stallfree.workers.ray_workers import RayWorkers
 
 WAIT_SECONDS = 300.0
 """Default maximum wait for a batch."""
@@ -90,6 +89,8 @@ def check_remote(workers: Any, cache: Any) -> None:
     """Raise `InputError` unless `workers` are None, or `RayWorkers`."""
     if workers is None:
         return
+    from stallfree.workers.ray_workers import RayWorkers
+
     if not isinstance(workers, RayWorkers):
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
     if cache is not None:

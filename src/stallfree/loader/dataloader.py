@@ -6,35 +6,36 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.autotune.auto_cache import AutoCache
 from stallfree.batches.reader import reader_of
-from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.device import DevicePrefetcher
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
 from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
-from stallfree.loader.iterable import IterableRunner
 from stallfree.loader.output import delivery
 from stallfree.loader.shown import shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
+from stallfree.sampling.order import source_of
 from stallfree.sampling.ranks import check_prepared
-from stallfree.sampling.sources import source_of
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
-from stallfree.workers.event_log import EventLog
-from stallfree.workers.ray_workers import RayWorkers
 from stallfree.workers.worker_pool import Counts, Options, new_counts
+
+if TYPE_CHECKING:
+    from stallfree.datasets.cached_dataset import CachedDataset
+    from stallfree.device.prefetcher import DevicePrefetcher
+    from stallfree.loader.iterable import IterableRunner
+    from stallfree.workers.event_log import EventLog
+    from stallfree.workers.ray_workers import RayWorkers
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -176,11 +177,17 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
-        self._auto = None if room is None else AutoCache(dataset, room, num_workers, transform)
+        self._auto: Any = None
+        if room is not None:
+            from stallfree.autotune.auto_cache import AutoCache
+
+            self._auto = AutoCache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         self._counts = {**new_counts(), "num_workers": self.num_workers}
         self._runner: EpochRunner | IterableRunner
         if self._dataset_kind:
+            from stallfree.loader.iterable import IterableRunner
+
             self._runner = IterableRunner(self, self._counts)
             self.sampler, self.batch_sampler = self._runner.samplers
         else:
@@ -189,7 +196,11 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             self._runner = self._epoch_runner(options, source)
             self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
         self._adopted = Attributes(self)
-        self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
+        self._prefetcher: DevicePrefetcher | None = None
+        if device is not None:
+            from stallfree.device.prefetcher import DevicePrefetcher
+
+            self._prefetcher = DevicePrefetcher(self._runner, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
@@ -207,7 +218,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             return
         check_settable(self, single=self.batch_size is None and self.batch_sampler is None)
         runner = self._runner
-        if isinstance(runner, IterableRunner):
+        if not isinstance(runner, EpochRunner):
             runner.adopt(self)
         else:
             options, source = changed_options(self, runner.options), runner.source
@@ -237,9 +248,16 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             seed=self.seed or 0,
             skip=self.on_error == "skip",
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
-            log=None if self.event_log is None else EventLog(self.event_log),
+            log=self._log(),
             remote=self.workers,
         )
+
+    def _log(self) -> EventLog | None:
+        if self.event_log is None:
+            return None
+        from stallfree.workers.event_log import EventLog
+
+        return EventLog(self.event_log)
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(

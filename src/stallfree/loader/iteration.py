@@ -6,8 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from stallfree.loader.epoch import begin_epoch
-from stallfree.loader.progress import Progress
+from stallfree.loader.epoch import Progress, begin_epoch
 from stallfree.sampling.epoch_source import EpochPlan, Ids
 from stallfree.workers.worker_pool import WorkerPool
 

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.errors import StallfreeWarning
 from stallfree.frames import users_level
 from stallfree.pipeline._objects import attribute, attributes, class_functions, closure_values, comes_from, is_library
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 
 _DEPTH = 5
 _OBJECTS = 256

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from stallfree.errors import IdError, sampler_output
+from stallfree.errors import IdError, StallfreeWarning, sampler_output
 from stallfree.frames import users_level
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
-from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.plan import make_plan
 from stallfree.sampling.ranks import deal, rank_and_count, share, warn_of_ranks
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
@@ -240,3 +239,24 @@ def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
 def _listed(ids: Any) -> Any:
     """`ids` as a list, or unchanged if it is not iterable."""
     return list(ids) if hasattr(ids, "__iter__") or hasattr(ids, "__getitem__") else ids
+
+
+def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
+    """Return what `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
+    return _own(dataset, setup) or order_of(setup)
+
+
+def _own(bringer: Any, setup: SourceSetup) -> EpochSource | None:
+    """Return the source that a data set or a sampler brings itself."""
+    if not callable(getattr(type(bringer), "epoch_source", None)):
+        return None
+    source: EpochSource = bringer.epoch_source(setup)
+    return source
+
+
+def order_of(setup: SourceSetup) -> EpochSource:
+    """Return the source that the sampler brings, or that of a sampler or batch sampler, or the loader's own order."""
+    own = _own(setup.sampler, setup)
+    if own is not None:
+        return own
+    return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)

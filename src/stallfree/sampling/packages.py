@@ -36,10 +36,9 @@ from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sources.mapped import MapSource
-from stallfree.sources.throttle import payload_bytes
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]

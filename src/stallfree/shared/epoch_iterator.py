@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from stallfree.batches.messages import NOTHING, Ids
-from stallfree.loader.epoch import DirectEpoch, Epoch, begin_epoch
+from stallfree.loader.epoch import DirectEpoch, Epoch, Progress, begin_epoch
 from stallfree.loader.output import Batch, pinned
-from stallfree.loader.progress import Progress
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped

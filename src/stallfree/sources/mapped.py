@@ -11,11 +11,14 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from stallfree.errors import dataset_type, iterable_unsupported
+from stallfree.pipeline._objects import comes_from
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import BaseSource, require_samples
-from stallfree.sources.cut_source import cut_known
+
+_KNOWN = ("torchvision.datasets", "datasets")
+"""Libraries whose data sets are cut into reading and transform."""
 
 
 class MapSource(BaseSource):
@@ -132,8 +135,11 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
         inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset)
-    own = cut_known(dataset, MapSource) if divide else None
-    return MapSource(dataset) if own is None else own
+    if divide and any(comes_from(cls, library) for cls in type(dataset).__mro__ for library in _KNOWN):
+        from stallfree.sources.cut_source import cut_known
+
+        return cut_known(dataset, MapSource) or MapSource(dataset)
+    return MapSource(dataset)
 
 
 def is_source(dataset: Any) -> TypeGuard[Source]:

@@ -23,8 +23,8 @@ import pytest
 
 from redis_servers import needs_server, until
 from redis_tiers import ALL, COUNT, PATIENT, held, put, tier_of
-from stallfree.cache.redis import RedisStore
 from stallfree.cache.redis.servers import read_records
+from stallfree.cache.redis.store import RedisStore
 from stallfree.errors import WaitError
 
 pytestmark = needs_server

@@ -121,6 +121,12 @@ class ImportanceSampler:
     plans_epochs = True
     """A loader serves the plans, and does not iterate this like a sampler."""
 
+    def epoch_source(self, setup: Any) -> Any:
+        """The source of a loader's epochs."""
+        from stallfree.sampling.importance_source import ImportanceSource
+
+        return ImportanceSource(setup)
+
     def __init__(
         self,
         num_samples: int,

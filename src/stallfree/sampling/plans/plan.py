@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import one_thread
+from stallfree.cache.serial import one_thread
 from stallfree.pipeline.randomness import sample_seed
 from stallfree.sampling.ranks import share
 
