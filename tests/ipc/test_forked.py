@@ -40,7 +40,7 @@ def test_errors_are_raised_as_they_are(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught:
         call_in_child(call, "the call")
     assert caught.value.args == error.args
-    assert "in call" in str(caught.value.__cause__)
+    assert "in call" in caught.value.__notes__[0]
 
 
 def test_a_result_that_cannot_be_pickled() -> None:
