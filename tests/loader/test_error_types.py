@@ -251,11 +251,11 @@ RAISED: dict[str, tuple[Callable[[], Exception], type, str, dict[str, Any]]] = {
     "keywords": (lambda: Keyed(code=3), Keyed, "code 3", {"code": 3, "args": ("code 3",)}),
     "two arguments": (lambda: Two("a", 2), Two, "a:2", {"file": "a", "line": 2}),
     "three": (lambda: Missing("/data", "a", tries=3), Missing, "no such volume", {"tries": 3, "errno": 2}),
-    "slots": (lambda: Slotted(4), Slotted, "line 4", {"line": 4}),
-    "no pickle of an attribute": (Holding, Holding, "holds", {"number": 7}),
-    "no pickle of an argument": (lambda: Plain(lambda: 0, "left"), Plain, "left", {}),
+    "slots": (lambda: Slotted(4), Slotted, "line 4", {}),
+    "no pickle of an attribute": (Holding, Holding, "holds", {}),
+    "no pickle of an argument": (lambda: Plain(lambda: 0, "left"), sf.StallfreeError, "Plain: .*left", {}),
     "its own __new__": (lambda: Wants(3), Wants, "3", {"args": (3,)}),
-    "of a function": (lambda: hidden("seen"), LookupError, "Hidden: seen", {}),
+    "of a function": (lambda: hidden("seen"), sf.StallfreeError, "Hidden: seen", {}),
 }
 
 
@@ -279,7 +279,7 @@ def test_other_errors_of_a_worker(place: str, name: str) -> None:
     with pytest.raises(kind, match=text) as caught, sf.DataLoader(data, num_workers=1, **options) as loader:
         list(loader)
     assert {name: getattr(caught.value, name) for name in fields} == fields
-    assert place == "stream" or name == "of a function" or type(caught.value) is kind
+    assert isinstance(caught.value, sf.SampleError) if place == "stream" else type(caught.value) is kind
     assert "in fail" in str(caught.value.__cause__)
 
 

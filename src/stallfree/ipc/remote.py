@@ -21,8 +21,8 @@ class RemoteTraceback(Exception):
 def pack_error(error: BaseException) -> bytes:
     """Return the error and its traceback as bytes.
 
-    For a stallfree error with a cause, the traceback is that of the cause, since the error describes itself. Arguments
-    and attributes that have no pickle are left out.
+    For a stallfree error with a cause, the traceback is that of the cause, since the error describes itself. Attributes
+    are left out if one has no pickle.
     """
     shorten(error)
     cause = error.__cause__ if isinstance(error, StallfreeError) and error.__cause__ is not None else error
@@ -48,12 +48,10 @@ def _pickled(error: BaseException) -> bytes:
     """Return the pickle of the error, or of its type, arguments and attributes; b"" if none makes it again."""
     kind = type(error)
     arguments: tuple[Any, ...] = _builtin(kind).__reduce__(error)[1]  # of an `OSError`, its file too
-    texts = tuple(map(text_of, arguments))
-    for form in [error, (kind, arguments, vars(error)), (kind, arguments, {}), (kind, texts, {})]:
+    for form in [error, (kind, arguments, vars(error)), (kind, arguments, {})]:
         with contextlib.suppress(Exception):
             data = pickle.dumps(form)
-            made = _made(data)
-            if type(made) is kind and text_of(made) == text_of(error):
+            if text_of(_made(data)) == text_of(error):
                 return data
     return b""
 
