@@ -38,7 +38,9 @@ def tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a tmpfs here: that takes root")
     monkeypatch.setenv("STALLFREE_ROOT", str(folder))
-    yield folder
+    root = folder / f"stallfree-{os.getuid()}"
+    root.mkdir(mode=0o700)
+    yield root
     subprocess.run(["umount", str(folder)], check=True)
 
 

@@ -148,7 +148,7 @@ def _locks(_: object, lock: Any) -> None:
     [
         (
             {"dataset": Locked()},
-            r"^the data set cannot be sent to Ray workers: its attribute 'lock' is a lock: .*pickle",
+            r"^the data set cannot be sent to Ray workers: .*pickle",
         ),
         ({"collate_fn": partial(_locks, lock=threading.Lock())}, "^collate_fn cannot be sent to Ray workers: .*lock"),
         ({"worker_init_fn": partial(_locks, lock=threading.Lock())}, "^worker_init_fn cannot be sent to Ray workers: "),

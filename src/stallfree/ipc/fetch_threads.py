@@ -53,7 +53,7 @@ class FetchThreads(Executor):
             if thread is not threading.current_thread():  # the garbage collector may run in any thread
                 thread.join(max(0.0, deadline - time.monotonic()))
         if left := sum(thread.is_alive() for thread in self._threads):
-            log.warning("%d threads still wait for storage after %g s and are left behind", left, CLOSE_SECONDS)
+            log.warning("%d threads left behind, still waiting for storage after %g s", left, CLOSE_SECONDS)
 
     def _close(self) -> None:
         self._closed = True

@@ -95,7 +95,7 @@ def prepare_root(root: Path) -> Path:
     try:
         return _checked(root, make=True)
     except OSError as error:
-        raise StorageError(f"the folder {root} cannot be made: {error}. Give another, or set STALLFREE_ROOT") from error
+        raise StorageError(f"{root} cannot be made: {error}. Give another folder, or set STALLFREE_ROOT") from error
 
 
 def is_root(root: Path) -> bool:

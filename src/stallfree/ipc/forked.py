@@ -1,4 +1,4 @@
-"""Forks: what a child leaves to its parent, and calls in a forked process that ends afterwards.
+"""Forks: what a child leaves to its parent, and calls in a forked child that ends afterwards.
 
 A call in a forked process leaves nothing behind in this one: what it opened, started or changed ends with the process.
 """
