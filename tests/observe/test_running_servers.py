@@ -93,7 +93,7 @@ def test_servers_are_probed_at_the_same_time(store_root: Path, monkeypatch: pyte
         together.wait(60)
         return ServerRow(store, shown_address(address), True)
 
-    monkeypatch.setattr(module, "node_servers", lambda root: found)
+    monkeypatch.setattr(module, "_addresses", lambda root: found)
     monkeypatch.setattr(module, "_look", look)
     rows = running_servers(store_root)
     assert [(row.store, row.address) for row in rows] == [(name, shown_address(address)) for name, address in found]

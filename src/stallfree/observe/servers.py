@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from stallfree.cache.redis.addresses import Address, load_client, open_client, shown_address
-from stallfree.cache.redis.servers import node_servers
+from stallfree.cache.redis.servers import ID, RECORDS, address_of, read_records
 
 _SECONDS = 0.25
 
@@ -45,12 +46,24 @@ def running_servers(root: Path) -> list[ServerRow]:
 
     Sends two requests to each, to all servers concurrently.
     """
-    found = node_servers(root)
+    found = _addresses(root)
     if not found:
         return []
     load_client()
     with ThreadPoolExecutor(min(_MOST_THREADS, len(found)), thread_name_prefix="stallfree-probe") as threads:
         return list(threads.map(_look, *zip(*found, strict=True)))
+
+
+def _addresses(root: Path) -> list[tuple[str, Address]]:
+    """The names of the stores and the addresses of their servers."""
+    found = []
+    for folder in sorted(file.parent for file in root.glob(f"redis-*/{RECORDS}")):
+        with contextlib.suppress(OSError):  # it is being removed
+            me = (folder / ID).read_text()
+            for record in sorted(read_records(folder), key=lambda record: bool(record["id"] != me)):
+                address = address_of(record, str(folder) if record["id"] == me else "")
+                found.append((folder.name.removeprefix("redis-"), address))
+    return found
 
 
 def _look(store: str, address: Address) -> ServerRow:

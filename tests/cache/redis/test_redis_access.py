@@ -18,7 +18,7 @@ from redis_tiers import ALL, PATIENT, held, put, record, tier_of
 from stallfree.cache.redis import RedisStore, RedisTier
 from stallfree.errors import InputError, StorageError
 
-RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink +scan"
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"
 """What `RedisStore` says that a user needs."""
 
 pytestmark = needs_server

@@ -228,7 +228,6 @@ def test_a_killed_server_is_replaced_and_found(quick: Job) -> None:
     assert quick.on(0, seen)[0] == quick.on(1, seen)[0]
     until(lambda: quick.run(fill) == [True, True], "hits return")
     after = quick.on(0, record_of, 1)
-    assert after["port"] == record["port"], "the port is kept"
     assert after["password"] != record["password"]
 
 
