@@ -64,6 +64,7 @@ assert sorted(epochs[1]) == np.flatnonzero(losses > 50).tolist() and epochs[1] !
 TIER = """
 import torch
 import stallfree as sf
+from stallfree.cache.disk_tier import CompressedDiskTier
 
 class Flat:
     made = 0
@@ -77,18 +78,18 @@ class Flat:
 
 used = {}
 for number, zlib in enumerate((True, False)):
-    tier = sf.DiskTier(f"disk-{number}", capacity="4MiB", zlib=zlib)
-    with sf.CachedDataset(Flat(), capacity="256KiB", store=tier) as cached:
+    kind = CompressedDiskTier if zlib else sf.DiskTier
+    with sf.CachedDataset(Flat(), capacity="256KiB", store=kind(f"disk-{number}", capacity="4MiB")) as cached:
         for epoch in range(2):
             for flat, ids in sf.DataLoader(cached, batch_size=20, shuffle=True):
                 assert flat.shape == (len(ids), 4096) and (flat == (ids % 256)[:, None]).all()
-            cached.cache.flush()
+            cached.cache.tier.flush()
             reads = cached.stats().storage_reads
             if epoch == 0:
                 first, made = reads, Flat.made
         assert (reads, Flat.made) == (first, made), "the second epoch has read from the data set"
-        assert cached.stats().lower.hits > 0
-        used[zlib] = cached.stats().lower.resident_bytes
+        assert cached.stats().tier_hits > 0
+        used[zlib] = cached.tier.records.stats().resident_bytes
 assert used[True] < used[False] / 5, used
 """
 

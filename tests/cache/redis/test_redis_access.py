@@ -19,7 +19,7 @@ from stallfree.cache.redis.store import RedisStore
 from stallfree.cache.redis.tier import RedisTier
 from stallfree.errors import InputError, StorageError
 
-RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink +scan"
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"
 """What `RedisStore` says that a user needs."""
 
 pytestmark = needs_server

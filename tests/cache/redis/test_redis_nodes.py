@@ -1,315 +1,281 @@
-"""Two nodes of a job with a real server each: whole epochs, and servers that are killed, frozen or cut off."""
+"""Training on two nodes with a server each: which samples come, from where, and what one node learns of another."""
 
 from __future__ import annotations
 
-import contextlib
-import multiprocessing
-import os
-import shutil
-import signal
-import socket
-import tempfile
-import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
+import torch
+from torch import distributed
+from torch.utils.data.distributed import DistributedSampler
 
-from redis_servers import needs_server, until
-from redis_tiers import ALL, COUNT, PATIENT, held, put, tier_of
-from stallfree.cache.redis.servers import read_records
-from stallfree.cache.redis.store import RedisStore
+import stallfree as sf
+from importance_tools import Residents
+from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows
+from redis_servers import needs_server
 from stallfree.errors import WaitError
+from stallfree.ipc.folders import default_root
+from stallfree.pipeline import StallfreeWarning
+from unseen import fraction, unseen_ids
 
 pytestmark = needs_server
 
-LIMIT = 120.0
-
-
-def _keep_store(connection: Any) -> None:
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
-    connection.send(store.port)
-    connection.poll(None)
-
-
-def _live(connection: Any, number: int, count: int, root: str, port: int) -> None:
-    """A process of a node: run the functions that come."""
-    os.environ.update({"RANK": str(number), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": "1", "STALLFREE_ROOT": root})
-    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-    kept: dict[str, Any] = {}
-    with contextlib.suppress(EOFError):
-        while True:
-            function, arguments = connection.recv()
-            try:
-                answer = True, function(kept, *arguments)
-            except BaseException:
-                answer = False, traceback.format_exc()
-            connection.send(answer)
-
-
-class Job:
-    """Processes of a job, each on a node of its own: with shared memory of its own."""
-
-    def __init__(self, count: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.folder = Path(tempfile.mkdtemp(prefix="stallfree-test-job-", dir="/dev/shm"))
-        self.ends, self.processes = [], []
-
-        def start(target: Callable[..., None], *arguments: Any) -> Any:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, *arguments))
-            process.start()
-            theirs.close()
-            self.processes.append(process)
-            self.ends.append(ours)
-            return ours
-
-        self._master = start(_keep_store)
-        self.port = self._master.recv()
-        for number in range(count):
-            (self.folder / str(number)).mkdir(mode=0o700)
-            start(_live, number, count, str(self.folder / str(number)), self.port)
-
-    def begin(self, number: int, function: Callable[..., Any], *arguments: Any) -> None:
-        self.ends[1 + number].send((function, arguments))
-
-    def result(self, number: int) -> Any:
-        assert self.ends[1 + number].poll(LIMIT), f"node {number} has said nothing"
-        good, result = self.ends[1 + number].recv()
-        assert good, f"on node {number}:\n{result}"
-        return result
-
-    def run(self, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-        """The results of a function on all nodes."""
-        numbers = range(len(self.ends) - 1)
-        for number in numbers:
-            self.begin(number, function, *arguments)
-        return [self.result(number) for number in numbers]
-
-    def on(self, number: int, function: Callable[..., Any], *arguments: Any) -> Any:
-        self.begin(number, function, *arguments)
-        return self.result(number)
-
-    def server(self, number: int) -> psutil.Process:
-        """The process of a node's server."""
-
-        def find() -> psutil.Process | None:
-            for child in psutil.Process(self.processes[1 + number].pid).children():
-                with contextlib.suppress(psutil.Error):
-                    if child.name() in ("redis-server", "valkey-server"):
-                        return child
-            return None
-
-        found: psutil.Process = until(find, "the server runs")
-        return found
-
-    def close(self) -> None:
-        for end in self.ends[1:] + self.ends[:1]:
-            with contextlib.suppress(OSError):
-                end.send(None) if end is self._master else end.close()
-        for process in self.processes:
-            process.join(LIMIT)
-            process.close()
-        self._master.close()
-        shutil.rmtree(self.folder)
-
-
-@contextlib.contextmanager
-def job(count: int = 2, **options: Any) -> Iterator[Job]:
-    made = Job(count)
-    try:
-        made.run(open_tier, options)
-        yield made
-        made.run(close_store)
-        assert [list(folder.iterdir()) for folder in made.folder.iterdir()] == [[]] * count
-    finally:
-        made.close()
+COUNT = 240
 
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Job]:
-    with job(timeout=PATIENT) as made:
+    """Two nodes of two processes each, which have opened the store."""
+    with job(2, 2) as made:
         yield made
 
 
-# --- what processes of the nodes do ---------------------------------------------------------------------------------
-
-
-def open_tier(kept: dict[str, Any], options: dict[str, Any]) -> None:
-    kept["store"] = RedisStore(**{"capacity_per_node": "64MiB", **options})
-    kept["tier"] = tier_of(kept["store"])
-
-
-def close_store(kept: dict[str, Any]) -> None:
-    kept["store"].close()
-
-
-def place_of(kept: dict[str, Any]) -> tuple[int | None, int, list[int]]:
-    return kept["tier"].me, kept["tier"].num_nodes, kept["tier"].owner(ALL).tolist()
-
-
-def epoch(kept: dict[str, Any], ids: np.ndarray) -> tuple[int, int]:
-    """Read samples, and store those that are missing: how many came from storage, and how many from the other node."""
-    tier = kept["tier"]
-    tier.begin_epoch()
-    found = [id for part in tier.parts(ids) for id in held(tier, part)]
-    missing = np.setdiff1d(ids, found)
-    put(tier, missing)
-    return len(missing), int((tier.owner(np.array(found, np.int64)) != tier.me).sum())
-
-
-def fill(kept: dict[str, Any]) -> bool:
-    """Store what is missing; whether nothing was."""
-    return epoch(kept, ALL)[0] == 0
-
-
-def seen(kept: dict[str, Any], seconds: float = 0.0) -> tuple[list[int], float]:
-    """The samples that are read without mistake, again and again for some time at least; and the longest wait."""
-    longest, end = 0.0, time.monotonic() + seconds
-    while True:
-        start = time.monotonic()
-        found = held(kept["tier"])
-        longest = max(longest, time.monotonic() - start)
-        if time.monotonic() >= end:
-            return found, longest
-
-
-def forget(kept: dict[str, Any]) -> None:
-    kept["tier"].clear()
-
-
-def record_of(kept: dict[str, Any], number: int) -> dict[str, Any]:
-    return read_records(kept["store"]._servers.folder.path)[number]
+def close_rows(here: Here) -> None:
+    here.pop("cached").close()
+    here["meet"].wait(LIMIT)
 
 
 # --- epochs ---------------------------------------------------------------------------------------------------------
 
 
-def test_each_sample_is_read_from_storage_once(pair: Job) -> None:
-    places = pair.run(place_of)
-    assert [place[:2] for place in places] == [(0, 2), (1, 2)]
-    assert places[0][2] == places[1][2]
-    assert np.bincount(places[0][2]).tolist() == [COUNT // 2] * 2
-    pair.on(0, forget)
-    for number, part in enumerate((ALL[::2], ALL[1::2])):
-        assert pair.on(number, epoch, part)[0] == COUNT // 2
-    for number, part in enumerate((ALL[1::2], ALL[::2])):
-        missing, remote = pair.on(number, epoch, part)
-        assert missing == 0
-        assert 20 < remote < 80, "hits of the other node"
+def train(here: Here, library: str, options: dict[str, Any]) -> list[list[int]]:
+    """The ids of three epochs. Each ends when everything that was read is stored."""
+    cached, served = here["cached"], []
+    sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=1)
+    module = torch.utils.data if library == "torch" else sf
+    loader: Any = module.DataLoader(cached, batch_size=8, sampler=sampler, **options)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        served.append([id for values, ids in loader for id in check_batch(values, ids)])
+        cached.cache.tier.flush()
+        here["meet"].wait(LIMIT)
+    if library != "torch":
+        loader.close()
+    return served
 
 
-# --- faults ---------------------------------------------------------------------------------------------------------
+def counts(here: Here) -> Any:
+    return here["cached"].stats()
 
 
-@pytest.fixture
-def quick() -> Iterator[Job]:
-    """Two nodes that have stored all samples, with the usual time limit."""
-    with job() as made:
-        until(lambda: all(made.run(fill)), "all is stored")
-        yield made
+FORK = {"multiprocessing_context": "fork"}
 
 
-def test_a_killed_server_is_replaced_and_found(quick: Job) -> None:
-    before, record = quick.server(1), quick.on(0, record_of, 1)
-    before.kill()
-    for number in (0, 1):
-        found, longest = quick.on(number, seen, 1.0)
-        assert len(found) == COUNT // 2
-        assert longest < 5
-    assert quick.on(0, seen)[0] == quick.on(1, seen)[0]
-    until(lambda: quick.run(fill) == [True, True], "hits return")
-    after = quick.on(0, record_of, 1)
-    assert after["port"] == record["port"], "the port is kept"
-    assert after["password"] != record["password"]
+@pytest.mark.parametrize(
+    ("library", "capacity", "options"),
+    [
+        ("stallfree", 0, {}),
+        ("stallfree", "8MiB", {"num_workers": 1, "persistent_workers": True, **FORK}),
+        pytest.param("stallfree", 0, {"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
+        pytest.param("torch", 0, {"num_workers": 1, **FORK}, marks=pytest.mark.slow),
+    ],
+)
+def test_each_sample_comes_once_per_epoch_and_from_storage_once_in_all(
+    library: str, capacity: Any, options: dict[str, Any], pair: Job
+) -> None:
+    pair.run(open_rows, COUNT, {"capacity": capacity, "name": f"{library}-{capacity}-{len(options)}"})
+    looked_at = set(pair.reads())
+    ran = pair.run(train, library, options)
+    for epoch in range(3):
+        assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
+    assert sorted(pair.reads()) == sorted({*range(COUNT)} - looked_at), "once by all nodes, and never after epoch 1"
+    stats = pair.run(counts)
+    assert stats[0] == stats[1], "of a node"
+    for node in stats[::2]:
+        assert node.tier_rejected == node.evictions == node.damaged == 0
+        assert node.hits >= COUNT, "two epochs of half of all"
+        assert node.tier_hits > 20, "of the other node too"
+    pair.run(close_rows)
 
 
-def test_a_frozen_server_comes_back(quick: Job) -> None:
-    server = quick.server(1)
-    server.suspend()
-    try:
-        for number in (0, 1):
-            assert len(quick.on(number, seen, 1.0)[0]) == COUNT // 2
-    finally:
-        server.send_signal(signal.SIGCONT)
-    until(lambda: [len(found) for found, _ in quick.run(seen)] == [COUNT] * 2, "hits return, without an epoch")
-    assert quick.server(1).pid == server.pid
+def test_a_local_sampler_serves_what_the_node_stores(pair: Job) -> None:
+    pair.run(open_rows, COUNT, {"name": "local"})
+    ran = pair.run(train_locally)
+    for epoch in range(2):
+        assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
+        assert ran[0][0] != ran[0][1]
+    pair.run(close_rows)
 
 
-def test_no_password_is_sent_to_a_stranger_at_the_port(quick: Job) -> None:
-    record = quick.on(0, record_of, 1)
-    quick.server(1).kill()
-    stranger = socket.socket()
-    stranger.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    received: list[bytes] = []
-
-    def bind() -> bool:
-        with contextlib.suppress(OSError):
-            stranger.bind((record["host"], record["port"]))
-            return True
-        return False
-
-    def listen() -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = stranger.accept()
-                with connection:
-                    connection.settimeout(1)
-                    with contextlib.suppress(OSError):
-                        received.append(connection.recv(4096))
-
-    until(bind, "the port is free")
-    stranger.listen()
-    thread = threading.Thread(target=listen)
-    thread.start()
-    try:
-        assert len(quick.on(0, seen, 1.5)[0]) == COUNT // 2
-        until(lambda: quick.run(fill) == [True, True], "hits return")
-        after = quick.on(0, record_of, 1)
-        assert after["port"] != record["port"]
-        assert b"".join(received) == b""
-    finally:
-        stranger.shutdown(socket.SHUT_RDWR)
-        thread.join()
-        stranger.close()
+def train_locally(here: Here) -> list[list[int]]:
+    cached, served = here["cached"], []
+    sampler = sf.LocalSampler(cached, seed=1, rank=here["number"], num_ranks=here["count"])
+    with sf.DataLoader(cached, 8, sampler=sampler) as loader:
+        for _ in range(2):
+            served.append([id for values, ids in loader for id in check_batch(values, ids)])
+            foreign = cached.tier.owner(np.array(served[-1])) != cached.tier.me
+            assert foreign.sum() <= 1, "nodes whose numbers of samples differ"
+    return served
 
 
-def test_a_node_whose_processes_are_killed_costs_its_hits(tmp_path: Path) -> None:
-    made = Job(2)
-    try:
-        made.run(open_tier, {})
-        until(lambda: all(made.run(fill)), "all is stored")
-        server = made.server(1)
-        made.processes[2].kill()
-        until(lambda: not server.is_running() or server.status() == psutil.STATUS_ZOMBIE, "its server ends")
-        assert len(made.on(0, seen, 1.0)[0]) == COUNT // 2
-        made.on(0, epoch, ALL)
-        made.on(0, close_store)
-    finally:
-        made.close()
+def test_values_of_a_cache_loader_are_loaded_once_by_all_nodes(pair: Job) -> None:
+    loads = [key for process in pair.run(load_by_key) for key in process]
+    assert Counter(loads) == Counter([*range(40), *map(str, range(40))])
+
+
+def load_by_key(here: Here) -> list[Any]:
+    """Each process loads its part of the keys, then all."""
+    keys: list[Any] = [*range(40), *map(str, range(40))]
+    loads: list[Any] = []
+
+    def load(key: Any) -> Any:
+        loads.append(key)
+        return None if key == "7" else {"key": key}
+
+    with sf.CacheLoader(capacity="4MiB", store=here["store"], name="keys") as loader:
+        here["meet"].wait(LIMIT)
+        for some in (keys[here["number"] :: 4], keys):
+            for key in some:
+                assert loader.get(key, load) == (None if key == "7" else {"key": key})
+            loader.cache.tier.flush()
+            here["meet"].wait(LIMIT)
+    return loads
+
+
+def test_auto_is_a_store_of_all_nodes_unless_the_data_set_has_no_fingerprint(pair: Job) -> None:
+    assert pair.run(open_auto, False) == [(2, 0)] * 4
+    assert pair.run(open_auto, True) == [(None, 8 << 20)] * 4
+
+
+def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
+    """The nodes of the tier, and the memory in front of it."""
+    data = Rows(here["folder"], COUNT)
+    if private:
+        data.fingerprint = lambda: here["meet"]  # type: ignore[assignment,method-assign,return-value]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        cached = sf.CachedDataset(data, capacity="8MiB", store="auto")
+    with cached:
+        here["meet"].wait(LIMIT)
+        assert private == any("each node caches samples separately" in str(warning.message) for warning in caught)
+        assert (default_root() / "redis-auto").exists() != private
+        return getattr(cached.tier, "num_nodes", None), cached.cache.capacity
 
 
 def test_a_node_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Job(1)
     try:
-        for name, value in {
-            "RANK": "0",
-            "WORLD_SIZE": "2",
-            "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1",
-        }.items():
+        names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+        for name, value in (names | {"MASTER_PORT": made.port}).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("MASTER_PORT", str(made.port))
         monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 1.0)
         with pytest.raises(WaitError, match="number 1 did not create the store"):
-            RedisStore(capacity_per_node="64MiB")
+            sf.RedisStore(capacity_per_node="64MiB")
     finally:
         made.close()
+
+
+# --- a late random step ---------------------------------------------------------------------------------------------
+
+LATE = unseen_ids(COUNT)[-20]
+
+
+class Shifted:
+    """Random, for one sample alone."""
+
+    def __call__(self, sample: Any) -> Any:
+        values, id = sample
+        return values, id, float(id) + (fraction() if id == LATE else 0.0)
+
+
+def test_a_step_that_proves_random_late_on_one_node_is_random_on_the_other(pair: Job) -> None:
+    pair.run(open_rows, COUNT, {"name": "late", "transform": Shifted(), "capacity": "1MiB"})
+    draws, warned = [], []
+    for process in (0, 2, 1, 3):  # one after the other: the second one finds samples that the first one has stored
+        ((values, said),) = pair.run(draw_late, only=process)
+        draws += values
+        warned += said
+    assert len(set(draws)) == len(draws) == 12, "it draws anew in every epoch, on all nodes"
+    assert ["Shifted" in message for message in warned] == [True] * 4, "one warning in each process"
+    pair.run(close_rows)
+
+
+def draw_late(here: Here) -> tuple[list[float], list[str]]:
+    """What the step draws in three epochs of all samples, and the warnings."""
+    draws = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for epoch in range(3):
+            loader = sf.DataLoader(here["cached"], 16, seed=10 * here["number"] + epoch, ranks=(0, 1))
+            values, ids, shifted = zip(*loader, strict=True)
+            assert check_batch(torch.cat(values), torch.cat(ids)) == list(range(COUNT))
+            draws.append(float(torch.cat(shifted)[LATE]))
+            here["cached"].cache.tier.flush()
+    return draws, [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
+
+
+# --- importance -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What a rank saw of an epoch: the plan of all ranks, the ids assumed to be stored, and its own batches."""
+
+    plan: list[int]
+    resident: list[int]
+    served: list[int]
+    weights: list[float]
+    losses: list[float]
+
+
+def begin_importance(here: Here, options: dict[str, Any]) -> None:
+    limit = timedelta(seconds=LIMIT)
+    place = {"init_method": f"file://{here['folder'] / 'ranks'}", "rank": here["number"], "world_size": here["count"]}
+    distributed.init_process_group("gloo", timeout=limit, **place)
+    sampler = sf.ImportanceSampler(COUNT, cache=here["cached"].cache, seed=3, max_age=20, **options)
+    here["loader"] = sf.DataLoader(here["cached"], 6, sampler=sampler)
+
+
+def draw(here: Here, number: int) -> Drawn:
+    """Train an epoch, and wait until all that was read is stored."""
+    loader, cache = here["loader"], here["cached"].cache
+    batches = iter(loader)  # draws the plan, with all ranks
+    plan = loader.sampler.plan(number).ids.tolist()
+    resident = np.flatnonzero(loader.sampler._draw.resident).tolist()
+    served, weights, losses = [], [], []
+    for batch in batches:
+        assert check_batch(*batch.data) == batch.ids.tolist()
+        loss = 0.1 + ((batch.ids * 37 + number * 11) % 101).float() / 10
+        loader.update(batch.ids, loss)
+        served += batch.ids.tolist()
+        weights += batch.weights.tolist()
+        losses += loss.tolist()
+        distributed.all_reduce(loss.sum())  # as that of the gradients
+    cache.tier.flush()
+    distributed.barrier()
+    return Drawn(plan, resident, served, weights, losses)
+
+
+def end_importance(here: Here) -> None:
+    here.pop("loader").close()
+    distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("plan", ["unbiased", pytest.param("icache", marks=pytest.mark.slow)])
+def test_ranks_of_all_nodes_serve_one_plan_and_read_what_no_server_has(plan: str, pair: Job) -> None:
+    pair.run(open_rows, COUNT, {"name": f"importance-{plan}", "policy": "importance"})
+    pair.run(begin_importance, {"plan": plan, "on_miss": None})
+    pair.reads()
+    alone = sf.ImportanceSampler(COUNT, cache=Residents(COUNT, given=True), seed=3, max_age=20, plan=plan)
+    for number in range(3):
+        ran = pair.run(draw, number)
+        resident = set(ran[0].resident)
+        alone.cache.there[:] = np.isin(np.arange(COUNT), ran[0].resident)  # type: ignore[union-attr]
+        begun = alone.begin(number, 6)
+        for rank in ran:
+            assert (rank.plan, rank.resident) == (alone.plan(number).ids.tolist(), ran[0].resident)
+            assert rank.weights == pytest.approx(begun.served(np.array(rank.served)).tolist())
+            alone.update(rank.served, rank.losses)
+        begun.end()
+        served = [id for rank in ran for id in rank.served]
+        assert sorted(served) == sorted(ran[0].plan)
+        assert sorted(pair.reads()) == sorted(set(served) - resident)
+        assert number == 0 or len(resident) > COUNT / 3
+    pair.run(end_importance)
+    pair.run(close_rows)

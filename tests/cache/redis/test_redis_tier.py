@@ -189,7 +189,7 @@ def test_a_lost_server_costs_its_hits_until_it_is_back(how: str, tmp_path: Path,
     with Server(tmp_path) as lost, given(pair[0], lost, timeout=0.25) as store:
         tier = tier_of(store)
         until(lambda: put(tier, ALL).all(), "all are stored")
-        (index,) = [at for at, row in enumerate(tier.status()) if row.name.endswith(str(lost.port))]
+        (index,) = [at for at, row in enumerate(tier.status()) if str(lost.port) in row.name]
         theirs = ALL[tier.owner(ALL) != index].tolist()
         lost.kill() if how == "killed" else lost.freeze()
         start = time.monotonic()
@@ -278,8 +278,8 @@ def test_a_closed_store(pair: list[Server]) -> None:
     tier = tier_of(store)
     put(tier, ALL)
     tier.close()
-    assert "2 servers" in repr(store)
-    assert (store.num_nodes, store.room) == (1, 0)
+    assert str(pair[0].port) in repr(store)
+    assert store.room == 0
     store.close()
     store.close()
     assert held(tier) == []
@@ -291,10 +291,10 @@ def test_a_closed_store(pair: list[Server]) -> None:
 @pytest.mark.parametrize(
     ("host", "message"),
     [
-        ("localhost:6379", "given as str"),
+        ("localhost:6379", "no address of a server"),
         ({"hots": "a"}, "hots"),
         ({"port": "first"}, "port"),
-        ({"path": "/a", "port": 1}, "path, port"),
+        ({"path": "/a", "port": 1}, "port"),
         ({"ssl_certfile": "a"}, "ssl_certfile"),
     ],
 )
@@ -343,7 +343,6 @@ def test_a_cluster_as_the_library_gives_it(tmp_path: Path, pair: list[Server]) -
                 assert held(copy) == ALL.tolist()
             (row,) = tier.status()
             assert not row.lost
-            assert row.used_bytes > 0
             tier.drop(ALL[:50])
             assert held(tier) == ALL[50:].tolist()
             tier.clear()

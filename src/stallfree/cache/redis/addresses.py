@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -25,30 +24,23 @@ Address = dict[str, Any]
 """Address and credentials of a server: arguments of redis-py's connections, and `ssl`."""
 
 
-def checked_address(given: Mapping[str, Any]) -> Address:
+def checked_address(given: Any) -> Address:
     """Return the address in a dict that a user has given; None counts as missing.
 
     Raises `InputError` for names and values that redis-py does not accept.
     """
-    if not isinstance(given, Mapping):
-        raise server_address(f"a host was given as {type(given).__name__}: give a dict such as {EXAMPLE}")
-    items = {name: value for name, value in given.items() if value is not None}
-    address = {name: os.fspath(value) if isinstance(value, os.PathLike) else value for name, value in items.items()}
     try:
+        address = {name: value for name, value in dict(given).items() if value is not None}
         open_client(address, 1.0).connection_pool.make_connection()
     except (TypeError, ValueError) as error:
-        raise server_address(
-            f"a host was given with {', '.join(address)}: {error}. Give a dict such as {EXAMPLE}"
-        ) from None
+        raise server_address(f"a host is no address of a server ({error}): give a dict such as {EXAMPLE}") from None
     return address
 
 
 def shown_address(address: Address) -> str:
     """Return the address without credentials."""
-    if "path" in address:
-        return str(address["path"])
-    host, port = address.get("host", "localhost"), address.get("port", 6379)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    where = address.get("path") or f"{address.get('host', 'localhost')}:{address.get('port', 6379)}"
+    return f"{where}/{address.get('db') or ''}".rstrip("/")
 
 
 def open_client(address: Address, timeout: float, check: Callable[[Any], None] = lambda connection: None) -> Any:

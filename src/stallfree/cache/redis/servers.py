@@ -7,25 +7,22 @@ A server of another node is *guarded*: its TCP port may belong to a stranger aft
 no process connects to it, and so sends it no password, until the node's first process has confirmed its address
 (launch.py). Other addresses are given by the user, or are Unix sockets in a folder of this user.
 
-The state of a server is four numbers in a file of the store's folder, without a lock between processes. A race or a
+The state of a server is three numbers in a file of the store's folder, without a lock between processes. A race or a
 dead process may leave a wrong number, which the next ping or confirmation corrects.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
 import threading
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -36,8 +33,6 @@ from stallfree.ipc.shared_array import shared_array
 
 log = logging.getLogger("stallfree")
 
-T = TypeVar("T")
-Command = tuple[Any, ...]
 Record = dict[str, Any]
 """A server of a node: its id, host, port, password and beat."""
 
@@ -50,10 +45,8 @@ START_SECONDS = 5.0
 PAUSE, LONGEST = 0.25, 8.0
 """Seconds without requests after a failure. They double with each failure until a request has succeeded."""
 
-_RETRY_AT, _PAUSE, _GENERATION, _BARRED = range(4)
-# Time of the next ping, 0 while closed; pause; number of the confirmed address; lowest number that is not lost.
-
-_KEYS = 1000
+_RETRY_AT, _PAUSE, _ADDRESS = range(3)
+# Time of the next ping, 0 while closed; pause; number of the address, negative while it must be confirmed.
 
 _inherited: list[Any] = []
 """Clients of a parent process. They are never used and never freed, as both take locks that no thread may release."""
@@ -65,19 +58,14 @@ class Server:
     Args:
         name: for people.
         find: returns the current address.
-        cells: four numbers that all processes of the node share.
+        cells: three numbers that all processes of the node share.
         timeout: seconds without data after which the server is lost.
         guarded: whether an address must be confirmed after a failure.
     """
 
-    is_cluster = False
-
-    def __init__(
-        self, name: str, find: Callable[[], Address], cells: Any, timeout: float, guarded: bool = False
-    ) -> None:
+    def __init__(self, name: str, find: Callable[[], Address], cells: Any, timeout: float, guarded: bool) -> None:
         self.name, self._find, self._cells, self._timeout, self._guarded = name, find, cells, timeout, guarded
-        self._client: tuple[tuple[int, int], Any] = (os.getpid(), -1), None
-        self._closed = False
+        self._client: tuple[Any, Any] = (os.getpid(), None), None
 
     @property
     def lost(self) -> bool:
@@ -87,19 +75,20 @@ class Server:
     @property
     def barred(self) -> bool:
         """Whether the address must be confirmed before it is used again."""
-        return bool(self._guarded and self._cells[_GENERATION] < self._cells[_BARRED])
+        return bool(self._cells[_ADDRESS] < 0)
 
     def confirm(self, *, answers: bool) -> None:
         """Allow connections to the current address. If the server `answers`, requests are sent at once."""
-        self._cells[_GENERATION] = max(self._cells[_GENERATION] + 1, self._cells[_BARRED])
+        self._cells[_ADDRESS] = abs(self._cells[_ADDRESS]) + 1
         if answers:
             self._cells[_RETRY_AT] = 0
 
-    def lose(self, reason: object, generation: int) -> None:
-        """Open the breaker, unless `generation` is an earlier address."""
+    def lose(self, reason: object, number: int) -> None:
+        """Open the breaker, unless `number` is that of an earlier address."""
         cells = self._cells
-        if generation == cells[_GENERATION]:
-            cells[_BARRED] = generation + 1
+        if number == cells[_ADDRESS]:
+            if self._guarded:
+                cells[_ADDRESS] = -number - 1
             if not self.lost:
                 cells[_PAUSE] = min(max(2 * cells[_PAUSE], PAUSE), LONGEST)
                 cells[_RETRY_AT] = time.monotonic() + cells[_PAUSE]
@@ -108,78 +97,80 @@ class Server:
     def is_usable(self) -> bool:
         """Return whether requests may be sent. If not, start a ping if one is due."""
         if not self.lost:
-            return not self._closed
+            return True
         cells, now = self._cells, time.monotonic()
-        if not (self.barred or self._closed or now < cells[_RETRY_AT] <= now + 2 * LONGEST):
+        if not (self.barred or now < cells[_RETRY_AT]):
             cells[_RETRY_AT] = now + min(max(cells[_PAUSE], PAUSE) + self._timeout, LONGEST)  # of the next ping
             threading.Thread(target=self._ping, name="stallfree-ping", daemon=True).start()
         return False
 
     def _ping(self) -> None:
-        if self.request(lambda client: client.ping(), is_ping=True):
+        if self._request(lambda client: client.ping()):
             self._cells[_RETRY_AT] = 0
 
-    def request(self, function: Callable[[Any], T], *, is_ping: bool = False) -> T | None:
-        """Return `function(client)`, with a client of redis-py. Return None if the server is lost."""
-        if not (is_ping or self.is_usable()):
-            return None
-        generation = int(self._cells[_GENERATION])
+    def _request(self, function: Callable[[Any], Any]) -> Any:
+        """Return `function(client)`, with a client of redis-py. Return None if the server does not answer."""
+        number = int(self._cells[_ADDRESS])
         try:
-            result = function(self._connected(generation))
+            return function(self._connected(number))
         except Exception as error:  # of the socket, of redis-py, or of a parser on invalid data
-            self.lose(error, generation)
+            self.lose(error, number)
             return None
-        if self._cells[_PAUSE] and not is_ping:
-            self._cells[_PAUSE] = 0
-        return result
 
-    def _connected(self, generation: int) -> Any:
+    def _connected(self, number: int) -> Any:
         """Return the client for an address, which has connections of its own."""
-        now, (key, client) = (os.getpid(), generation), self._client
+        now, (key, client) = (os.getpid(), number), self._client
         if key != now:
             if key[0] != now[0]:
                 _inherited.append(client)
-            client = self._open(generation)
+            client = self._open(partial(self._check, number))
             self._client = now, client
         return client
 
-    def _open(self, generation: int) -> Any:
-        return open_client(self._find(), self._timeout, partial(self._check, generation))
+    def _open(self, check: Callable[[Any], None]) -> Any:
+        return open_client(self._find(), self._timeout, check)
 
-    def _check(self, generation: int, connection: Any) -> None:
+    def _check(self, number: int, connection: Any) -> None:
         """Raise an error if a guarded address may belong to a stranger by now."""
         if self._guarded and getattr(connection, "is_checked", False):  # its server closed it
-            self.lose("it has closed a connection", generation)
-        if self._guarded and generation < self._cells[_BARRED]:
+            self.lose("it has closed a connection", number)
+        if self.barred or number != self._cells[_ADDRESS]:
             raise ConnectionError("its address is not confirmed")
         connection.is_checked = True
 
-    def send(self, commands: Sequence[Command]) -> list[Any]:
-        """Return the replies to commands, errors of commands as exceptions. Empty if the server is lost."""
-        return self.request(lambda client: _pipelined(client, commands)) or []
+    def send(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the replies to commands; an `OutOfMemoryError` of redis-py is one. Empty if the server is lost.
 
-    def clear(self, pattern: bytes) -> None:
-        """Remove all keys that match."""
+        Raises `StorageError` if the server refuses a command.
+        """
+        from redis.exceptions import OutOfMemoryError
 
-        def remove(client: Any) -> None:
-            keys = client.scan_iter(pattern, _KEYS)
-            while some := list(islice(keys, _KEYS)):
-                _pipelined(client, [("UNLINK", key) for key in some])
+        def send(client: Any) -> list[Any]:
+            pipeline = client.pipeline(transaction=False)
+            for command in commands:
+                pipeline.execute_command(*command)
+            return list(pipeline.execute(raise_on_error=False))
 
-        self.request(remove)
+        replies = (self._request(send) if self.is_usable() else None) or []
+        for reply in replies:
+            if isinstance(reply, Exception) and not isinstance(reply, OutOfMemoryError):
+                raise errors.StorageError(f"the server {self.name} refuses a request: {reply}", page="server-refused")
+        if replies and self._cells[_PAUSE]:
+            self._cells[_PAUSE] = 0
+        return replies
 
-    def info(self) -> dict[str, int]:
-        """Return memory use and hits by their names in Redis, as sums over a cluster; empty if lost."""
-        options = {"target_nodes": "primaries"} if self.is_cluster else {}
-        found = self.request(lambda client: client.info(**options)) or {}
-        sums: Counter[str] = Counter()
-        for part in found.values() if self.is_cluster and "used_memory" not in found else [found]:
-            sums.update({name: value for name, value in part.items() if isinstance(value, int)})
-        return sums
+    def read(self, keys: Sequence[bytes]) -> Any:
+        """Return the reply to a request for values: a list with one for each of `keys`, unless it is wrong or lost."""
+        replies = self.send([("MGET", *keys)])
+        return replies[0] if replies else []
+
+    def info(self) -> dict[str, Any]:
+        """Return memory use and hits by their names in Redis; empty if lost."""
+        return (self._request(lambda client: client.info()) if self.is_usable() else None) or {}
 
     def close(self) -> None:
         """Close the connections, and send no more requests."""
-        self._closed, self._cells = True, self._cells.copy()  # not shared any more
+        self._cells = np.array([np.inf, 0, 0])  # not shared any more, and lost for ever
         if self._client[1] is not None and self._client[0][0] == os.getpid():
             self._client[1].close()
 
@@ -187,28 +178,21 @@ class Server:
 class Cluster(Server):
     """A Redis Cluster as `redis.RedisCluster` provides it; one circuit breaker for all of its servers."""
 
-    is_cluster = True
-
-    def _open(self, generation: int) -> Any:
+    def _open(self, check: Callable[[Any], None]) -> Any:
         from redis.backoff import NoBackoff
         from redis.cluster import RedisCluster
         from redis.retry import Retry
 
         limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), self._timeout)
-        options = {**limits, "protocol": 2, **self._find()}
-        return RedisCluster(retry=Retry(NoBackoff(), 1), **options)
+        return RedisCluster(retry=Retry(NoBackoff(), 1), **{**limits, "protocol": 2, **self._find()})
 
+    def read(self, keys: Sequence[bytes]) -> Any:
+        """See `Server`: with a request for each key, as a batch has keys of many slots."""
+        return self.send([("GET", key) for key in keys])
 
-def _pipelined(client: Any, commands: Sequence[Command]) -> list[Any]:
-    pipeline = client.pipeline(transaction=False)
-    for command in commands:
-        pipeline.execute_command(*command)
-    return list(pipeline.execute(raise_on_error=False))
-
-
-def refusal(server: Server, reply: object) -> errors.StorageError:
-    """Return the error for a reply that refuses a request."""
-    return errors.StorageError(f"the server {server.name} refuses a request: {reply}", page="server-refused")
+    def info(self) -> dict[str, Any]:
+        """Return nothing: each server has numbers of its own."""
+        return {}
 
 
 def read_records(folder: Path) -> list[Record]:
@@ -217,27 +201,14 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def write_records(folder: Path, records: list[Record]) -> None:
-    """Replace the servers of all nodes, for the processes of this node. Only this user can read the file."""
+    """Replace the servers of all nodes, for the processes of this node."""
     new = folder / f"{RECORDS}.{os.getpid()}"
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
-        json.dump(records, file)
-    os.replace(new, folder / RECORDS)
+    new.write_text(json.dumps(records))
+    new.replace(folder / RECORDS)
 
 
-def node_servers(root: Path) -> list[tuple[str, Address]]:
-    """Return the names of this user's stores below `root` and the addresses of their servers, this node's first."""
-    found = []
-    for folder in sorted(file.parent for file in root.glob(f"redis-*/{RECORDS}")):
-        with contextlib.suppress(OSError):  # it is being removed
-            me = (folder / ID).read_text()
-            for record in sorted(read_records(folder), key=lambda record: bool(record["id"] != me)):
-                address = _address(record, str(folder) if record["id"] == me else "")
-                found.append((folder.name.removeprefix("redis-"), address))
-    return found
-
-
-def _address(record: Record, folder: str) -> Address:
-    """Return the address of a node's server: the socket in `folder` if this is the node."""
+def address_of(record: Record, folder: str = "") -> Address:
+    """Return the address of a node's server: its socket in `folder`, or its TCP port."""
     where = {"path": f"{folder}/{SOCKET}"} if folder else {name: record[name] for name in ("host", "port")}
     return {**where, "password": record["password"]}
 
@@ -249,50 +220,37 @@ class Servers:
         folder: of the store.
         timeout: seconds without data after which a server is lost.
         given: their addresses; none for those that the nodes have started.
-        is_cluster: whether the first address is a node of a Redis Cluster.
-        node: the `NodeServer` of this process.
+        kind: `Cluster` if the only address is that of a node of a Redis Cluster.
 
     Attributes:
         all: the servers.
         names: of the servers, which determine the owner of an id.
         me: the index of this node's server; None for given servers.
+        node: the `NodeServer` of this process; None for given servers and in copies.
     """
 
-    def __init__(
-        self,
-        folder: SharedFolder,
-        timeout: float,
-        given: Sequence[Address] = (),
-        is_cluster: bool = False,
-        node: Any = None,
-    ) -> None:
-        self.folder, self._arguments = folder, (timeout, given, is_cluster)
-        self.is_copy = False  # of the servers of another process
-        self.node = node
+    def __init__(self, folder: SharedFolder, timeout: float, given: Sequence[Address] = (), kind: Any = Server) -> None:
+        self.folder, self._given, self._arguments = folder, given, (timeout, given, kind)
+        self.node: Any = None
         self._directory = os.open(folder.path, os.O_PATH | os.O_CLOEXEC)  # for a short path of the socket
         self._release = weakref.finalize(self, os.close, self._directory)
         records = [] if given else read_records(folder.path)
         self.ids = [record["id"] for record in records]
         self.me = None if given else self.ids.index((folder.path / ID).read_text())
-        self.names = [f"{shown_address(at)}/{at.get('db', 0)}" for at in given] or [
-            str(at) for at in range(len(records))
-        ]
-        shown = list(map(shown_address, given)) or [
-            f"{folder.path.name} on {at['host'] or 'this host'}" for at in records
-        ]
-        cells = shared_array(folder.path / "state", np.float64, len(shown) * 4).reshape(-1, 4)
-        kind = Cluster if is_cluster else Server
+        self.names = [shown_address(address) for address in given]
+        self.names += [f"{folder.path.name} of node {at} {record['host']}" for at, record in enumerate(records)]
+        cells = shared_array(folder.path / "state", np.float64, len(self.names) * 3).reshape(-1, 3)
         self.all = [
-            kind(shown[index], partial(self._find, index), cells[index], timeout, not given and index != self.me)
-            for index in range(1 if is_cluster else len(shown))
+            kind(name, partial(self._find, index), cells[index], timeout, not given and index != self.me)
+            for index, name in enumerate(self.names)
         ]
 
     def _find(self, index: int) -> Address:
         """Return the current address of a server."""
-        if given := self._arguments[1]:
-            return given[index]
+        if self._given:
+            return self._given[index]
         folder = f"/proc/self/fd/{self._directory}" if index == self.me else ""
-        return _address(read_records(self.folder.path)[index], folder)
+        return address_of(read_records(self.folder.path)[index], folder)
 
     def barred(self) -> list[str]:
         """Return the ids of nodes whose addresses must be confirmed."""
@@ -314,32 +272,26 @@ class Servers:
 
         modes: set[bool] = set()
         for index, server in enumerate(self.all):
+            name = f"the server {server.name}"
             try:
                 with open_client(self._find(index), START_SECONDS) as client:
                     info = client.info("server")
             except (AuthenticationError, ResponseError) as error:
-                raise errors.server_refused(
-                    f"the server {server.name} refuses access: {error}. Give its user and password"
-                ) from error
+                raise errors.server_refused(f"{name} refuses access: {error}. Give its user and password") from error
             except Exception as error:  # of the socket, of redis-py, or of a parser on invalid data
                 raise errors.server_unreachable(
-                    f"the server {server.name} does not answer within {START_SECONDS:.0f} s ({error}): start it, "
-                    "correct the address, or allow the port in the firewall"
+                    f"{name} does not answer within {START_SECONDS:.0f} s ({error}): start it, correct the address, or "
+                    "allow the port in the firewall"
                 ) from error
             modes.add(info.get("redis_mode", info.get("server_mode")) == "cluster")
         if len(modes) > 1:
-            raise errors.server_address(
-                f"{', '.join(self.names)}: give standalone servers or a Redis Cluster, not both"
-            )
+            raise errors.server_address(f"{', '.join(self.names)}: standalone servers and a Redis Cluster, not both")
         return modes.pop()
 
-    def begin_epoch(self) -> None:
-        """Start the server of this node again if it has died."""
-        if self.node is not None:
-            self.node.begin_epoch()
-
     def close(self) -> None:
-        """Close all connections, and leave the folder."""
+        """End the server of this node if this process has started it, close all connections, and leave the folder."""
+        if self.node is not None:
+            self.node.close()
         for server in self.all:
             server.close()
         self._release()
@@ -352,6 +304,5 @@ class Servers:
 def _attached(path: Path, *arguments: Any) -> Servers:
     folder = SharedFolder(path.name, root=path.parent, initialize=None)
     servers = Servers(folder, *arguments)
-    servers.is_copy = True
     weakref.finalize(servers, folder.close)
     return servers

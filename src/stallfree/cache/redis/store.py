@@ -14,13 +14,13 @@ import xxhash
 from stallfree import errors
 from stallfree.cache.capacity import check_free_memory
 from stallfree.cache.redis.addresses import EXAMPLE, checked_address, load_client, shown_address
-from stallfree.cache.redis.launch import Nodes, NodeServer
-from stallfree.cache.redis.servers import ID, Servers
+from stallfree.cache.redis.launch import NodeServer
+from stallfree.cache.redis.servers import ID, Cluster, Servers
 from stallfree.cache.redis.tier import RedisTier
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.ipc.forked import Owner
 from stallfree.platform import need_linux
-from stallfree.units import format_size, parse_size
+from stallfree.units import parse_size, parse_whole
 
 
 class RedisStore:
@@ -40,12 +40,11 @@ class RedisStore:
     Args:
         hosts: None, or the servers, each a dict such as `{"host": "node1", "port": 6379, "password": "..."}`. Further
             keys are "path" (of a Unix socket), "username", "db", "ssl", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile".
-            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +unlink +scan`, `+select` for another
+            An ACL user needs at least `~stallfree:* +ping +info +get +mget +set +unlink`, `+select` for another
             database than 0, and `+cluster +command` for a Redis Cluster.
         capacity_per_node: memory limit of the server of each node, as an int or a string like "64GiB". With `hosts`:
             storing on a server stops at this memory use; None for the servers' own `maxmemory`.
         name: of the store; the processes of a node with the same name share its server.
-        interface: network interface, by name or address, at which other nodes reach this one.
         port: of the server; 0: a free port.
         timeout: seconds without an answer after which a server temporarily counts as lost.
         allow_pickle: whether samples that can only be pickled are loaded. Any process that can write to a server could
@@ -73,7 +72,6 @@ class RedisStore:
         *,
         capacity_per_node: int | str | None = None,
         name: str = "default",
-        interface: str | None = None,
         port: int = 0,
         timeout: float = 0.25,
         allow_pickle: bool = False,
@@ -81,27 +79,23 @@ class RedisStore:
         need_linux("RedisStore", "use store='memory'")
         load_client()
         if capacity_per_node is None and hosts is None:
-            raise errors.argument_conflict(
-                "RedisStore() without capacity_per_node: give the bytes of each node's server"
-            )
+            raise errors.argument_conflict("RedisStore() without capacity_per_node: give the bytes of a node's server")
         self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
             raise errors.InputError(f"timeout={timeout!r}: give seconds above 0")
-        if isinstance(port, bool) or not isinstance(port, int) or not 0 <= port < 1 << 16:
-            raise errors.InputError(f"port={port!r}: give a number from 1 to 65535, or 0 for a free one")
+        port = parse_whole(port, "port", 0)
         self.name, self.allow_pickle = check_name(name), allow_pickle
         sweep(default_root())
         if hosts is not None:
-            self._servers = _given_servers(hosts, timeout)
+            self._servers = _given_servers(hosts, timeout, self.capacity)
         else:
             folder = SharedFolder(f"redis-{name}", initialize=self._initialize)
             try:
-                nodes = Nodes(name, (folder.path / ID).read_text(), interface)
-                self._servers = NodeServer(folder, self.capacity or 0, port, nodes, timeout).servers
+                self._servers = NodeServer(folder, self.capacity or 0, port, name, timeout).servers
             except BaseException:
                 folder.close()
                 raise
-        self._finish = weakref.finalize(self, _finish, Owner(), self._servers)
+        self._finish = weakref.finalize(self, _close, Owner(), self._servers)
 
     def _initialize(self, folder: Path) -> None:
         check_free_memory(self.capacity or 0, f"capacity_per_node={self.capacity}")
@@ -121,9 +115,7 @@ class RedisStore:
         Raises `InputError` if the store is closed.
         """
         if not self._finish.alive:
-            raise errors.object_closed(
-                f"the store {self.name!r} is closed: make a new one, and close it after training"
-            )
+            raise errors.object_closed(f"the store {self.name!r} is closed: make a new one, close it after training")
         limit = self.capacity if self._servers.me is None else None
         tier = RedisTier(num_ids, self._servers, name, fingerprint, limit, self.allow_pickle)
         tier.store = self  # which ends its server when it is collected
@@ -133,11 +125,6 @@ class RedisStore:
     def room(self) -> int:
         """Total bytes of all servers, within the limits set here."""
         return (self.capacity or 0) * len(self._servers.all)
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes of the job, each with a server."""
-        return 1 if self._servers.me is None else len(self._servers.all)
 
     def close(self) -> None:
         """Detach from the store; its tiers have only misses then. Idempotent.
@@ -153,32 +140,31 @@ class RedisStore:
         self.close()
 
     def __repr__(self) -> str:
-        kind = "servers" if self._servers.me is None else "nodes"
-        each = "" if self.capacity is None else f", {format_size(self.capacity)} on each"
-        return f"RedisStore({self.name!r}, {len(self._servers.all)} {kind}{each})"
+        return f"RedisStore({self.name!r}, {', '.join(self._servers.names)})"
 
 
-def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float) -> Servers:
+def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float, limit: int | None) -> Servers:
     """Attach to servers given by the user. Raises errors of their addresses and of servers that do not answer."""
     if not isinstance(hosts, (list, tuple)) or not hosts:
         raise errors.server_address(f"hosts was given as {type(hosts).__name__}: give a list of servers: [{EXAMPLE}]")
-    given = [checked_address(host) for host in hosts]
-    given.sort(key=lambda address: f"{shown_address(address)}/{address.get('db', 0)}")
-    if len({(shown_address(address), address.get("db")) for address in given}) < len(given):
-        raise errors.server_address(f"the servers {', '.join(map(shown_address, given))}: give each of them once")
-    name = xxhash.xxh3_64_hexdigest(" ".join(map(shown_address, given)).encode())
+    addresses = {shown_address(address): address for address in map(checked_address, hosts)}
+    if len(addresses) < len(hosts):
+        raise errors.server_address(f"the servers {', '.join(addresses)}: give each of them once")
+    given = [addresses[name] for name in sorted(addresses)]
+    name = xxhash.xxh3_64_hexdigest(" ".join(sorted(addresses)).encode())
     folder = SharedFolder(f"redis-given-{name}", initialize=lambda folder: None)
     try:
         servers = Servers(folder, timeout, given)
-        return Servers(folder, timeout, given, True) if servers.check() else servers
+        if not servers.check():
+            return servers
+        if limit is not None:
+            raise errors.argument_conflict("capacity_per_node with a Redis Cluster: set the maxmemory of its servers")
+        return Servers(folder, timeout, given[:1], Cluster)
     except BaseException:
         folder.close()
         raise
 
 
-def _finish(owner: Owner, servers: Servers) -> None:
-    if not owner.is_here:  # a forked child
-        return
-    if servers.node is not None:
-        servers.node.close()
-    servers.close()
+def _close(owner: Owner, servers: Servers) -> None:
+    if owner.is_here:  # not in a forked child
+        servers.close()

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.records import MISS
-from stallfree.cache.redis.servers import Server, Servers, refusal
+from stallfree.cache.redis.servers import Server, Servers
 from stallfree.cache.redis.values import check_value, data_key, owners, pack_head
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import read_record
@@ -30,6 +30,9 @@ Array = npt.NDArray[Any]
 
 _FULL_SECONDS = 1.0
 """Pause in storing on a full server."""
+
+_STEP = 10_000
+"""Ids per request of `clear`."""
 
 
 @dataclass(frozen=True)
@@ -73,12 +76,12 @@ class RedisTier:
         self, num_ids: int, servers: Servers, name: str, fingerprint: str, limit: int | None, allow_pickle: bool
     ) -> None:
         self._arguments = num_ids, servers, name, fingerprint, limit, allow_pickle
-        self._num_ids, self._servers, self._limit, self.allow_pickle = num_ids, servers, limit, allow_pickle
+        self._servers, self._limit, self.allow_pickle = servers, limit, allow_pickle
         self.me, self.num_nodes = servers.me, 1 if servers.me is None else len(servers.all)
         self._key, label = data_key(name, fingerprint), re.sub(r"[^0-9A-Za-z._-]", "_", name)
         self._prefix = f"stallfree:{label}-{self._key.hex()[:8]}:".encode()
-        self._owner = owners(num_ids, servers.names[: len(servers.all)])
-        self.store: Any = None  # the `RedisStore` of this process
+        self._owner = owners(num_ids, servers.names)
+        self.store: Any = None  # the `RedisStore` of this process; None in copies
         self._full: dict[int, float] = {}  # time until which a server counts as full
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -101,7 +104,8 @@ class RedisTier:
 
     def begin_epoch(self) -> None:
         """Start the server of this node again if it has died. Call it at the start of each epoch; it never raises."""
-        self._servers.begin_epoch()
+        if self._servers.node is not None:
+            self._servers.node.begin_epoch()
 
     def get_many(self, ids: Array) -> list[Any]:
         """Return the values of `ids`, `MISS` for absent ones. Servers are read one after the other.
@@ -110,85 +114,64 @@ class RedisTier:
         """
         values: list[Any] = [MISS] * len(ids)
         for _, server, at in self._by_server(ids):
-            self._read(server, ids[at].tolist(), self._keys(ids[at]), at.tolist(), values)
+            found, damaged = server.read(self._keys(ids[at])), []
+            if not isinstance(found, list) or len(found) != len(at):  # lost, or not a reply to this request
+                continue
+            found.reverse()
+            for position in at.tolist():
+                value = found.pop()  # its memory is used for the next sample: fresh pages cost more than the copy
+                if isinstance(value, bytes):
+                    record = check_value(np.frombuffer(value, np.uint8), self._key, int(ids[position]))
+                    if record is None:
+                        damaged.append(position)
+                    else:
+                        with contextlib.suppress(CodecError):  # of another version, or a pickle
+                            values[position] = read_record(record, copy=True, allow_pickle=self.allow_pickle)
+            if damaged:
+                self.drop(ids[damaged])
         return values
-
-    def _read(self, server: Server, ids: list[int], keys: list[bytes], at: list[int], values: list[Any]) -> None:
-        commands = [("GET", key) for key in keys] if server.is_cluster else [("MGET", *keys)]
-        found = server.send(commands)
-        for reply in found:
-            if isinstance(reply, Exception):
-                raise refusal(server, reply)
-        if found and not server.is_cluster:
-            (found,) = found
-        if not isinstance(found, list) or len(found) != len(keys):  # lost, or not a reply to this request
-            return
-        damaged = []
-        found.reverse()
-        for id, key, position in zip(ids, keys, at, strict=True):
-            value = found.pop()  # its memory is used again for the next sample: fresh pages cost more than the copy
-            if isinstance(value, bytes):
-                record = check_value(np.frombuffer(value, np.uint8), self._key, id)
-                if record is None:
-                    damaged.append(key)
-                else:
-                    with contextlib.suppress(CodecError):  # of another version, or a pickle
-                        values[position] = read_record(record, copy=True, allow_pickle=self.allow_pickle)
-        if damaged:
-            self._remove(server, damaged)
 
     def put_many(self, ids: Array, records: Sequence[Array]) -> Array:
         """Store `records`. Return which of `ids` are stored now, as an array of bool.
 
         A full or lost server stores nothing. Raises `StorageError` if a server refuses for another reason.
         """
-        from redis.exceptions import OutOfMemoryError
-
         stored = np.zeros(len(ids), bool)
         for index, server, at in self._by_server(ids):
-            if not self._has_space(index, server):
+            if self._is_full(index, server):
                 continue
-            owned, keys = ids[at].tolist(), self._keys(ids[at])
-            parts = [
-                (pack_head(self._key, id, records[i]), records[i]) for id, i in zip(owned, at.tolist(), strict=True)
-            ]
-            replies = server.send([("SET", key, b"".join(part)) for key, part in zip(keys, parts, strict=True)])
-            for position, reply in zip(at.tolist(), replies, strict=False):
-                if isinstance(reply, OutOfMemoryError):
-                    self._full[index] = time.monotonic() + _FULL_SECONDS
-                elif isinstance(reply, Exception):
-                    raise refusal(server, reply)
-                else:
-                    stored[position] = True
+            heads = {i: pack_head(self._key, int(ids[i]), records[i]) for i in at.tolist()}
+            keys = zip(self._keys(ids[at]), heads.items(), strict=True)
+            replies = server.send([("SET", key, b"".join((head, records[i]))) for key, (i, head) in keys])
+            refused = np.array([isinstance(reply, Exception) for reply in replies], bool)
+            stored[at[: len(replies)]] = ~refused
+            if refused.any():
+                self._full[index] = time.monotonic() + _FULL_SECONDS
         return stored
 
-    def _has_space(self, index: int, server: Server) -> bool:
+    def _is_full(self, index: int, server: Server) -> bool:
         if self._limit is not None and server.info().get("used_memory", self._limit) >= self._limit:
-            return False
-        return self._full.get(index, 0.0) <= time.monotonic()
+            return True
+        return time.monotonic() < self._full.get(index, 0.0)
 
     def drop(self, ids: Array) -> None:
-        """Remove `ids` from the servers that are not lost."""
+        """Remove `ids` from the servers that are not lost. Raises `StorageError` if a server refuses."""
         for _, server, at in self._by_server(ids):
-            self._remove(server, self._keys(ids[at]))
+            server.send([("UNLINK", key) for key in self._keys(ids[at])])
 
     def clear(self) -> None:
         """Remove all samples of this data set, and of no other, from the servers that are not lost."""
-        for server in self._servers.all:
-            server.clear(self._prefix + b"[0-9]*")
-
-    def _remove(self, server: Server, keys: Sequence[bytes]) -> None:
-        for reply in server.send([("UNLINK", key) for key in keys]):
-            if isinstance(reply, Exception):
-                raise refusal(server, reply)
+        ids = np.arange(len(self._owner))
+        for start in range(0, len(ids), _STEP):
+            self.drop(ids[start : start + _STEP])
 
     def status(self) -> list[ServerStatus]:
-        """Return the memory and hits of every server, by request. A Redis Cluster is one row of sums."""
+        """Return the memory and hits of every server, by request. A Redis Cluster is one row without numbers."""
         names = ("used_memory", "maxmemory", "keyspace_hits", "keyspace_misses")
         rows = [(server, server.info()) for server in self._servers.all]
         return [ServerStatus(server.name, server.lost, *(info.get(name, 0) for name in names)) for server, info in rows]
 
     def close(self) -> None:
         """Close the connections of a copy in another process; those of this process belong to the store."""
-        if self._servers.is_copy:
+        if self.store is None:
             self._servers.close()

@@ -8,18 +8,19 @@ import os
 import random
 import threading
 from collections import Counter
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from redis_tools import client, node, sample
 
 import stallfree as sf
 from children import Child
 from redis_servers import Server, needs_server
+from redis_tiers import admin, sample
+from stallfree.ipc.folders import default_root
 
 pytestmark = needs_server
 
@@ -27,7 +28,8 @@ NUM = 1000
 BATCH = 64
 
 
-class Samples(torch.utils.data.Dataset):
+@sf.mark_deterministic
+class Samples(torch.utils.data.Dataset[tuple[np.ndarray, int]]):
     """One of the data sets."""
 
     def __init__(self, salt: int) -> None:
@@ -47,37 +49,37 @@ def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
         for number in range(2):
             (tmp_path / f"server{number}").mkdir()
             servers.append(stack.enter_context(Server(tmp_path / f"server{number}")))
-        readers = [
-            Child(read, number, tmp_path, [server.port for server in servers], reads // 2) for number in range(2)
-        ]
+        hosts = [server.host for server in servers]
+        readers = [Child(read, number, tmp_path, hosts, reads // 2) for number in range(2)]
         harm = Harm(servers, tmp_path)
         try:
             ended = [os.waitpid(reader.pid, 0)[1] for reader in readers]
         finally:
             harm.end()
     assert ended == [0, 0]
-    done = Counter(json.loads((tmp_path / "done0").read_text())) + Counter(json.loads((tmp_path / "done1").read_text()))
+    done = sum((Counter(json.loads((tmp_path / f"done{number}").read_text())) for number in range(2)), Counter[str]())
     assert done["reads"] >= reads
-    assert min(done[kind] for kind in ("hits", "misses", "damaged", "forked", "killed")) > 0
+    assert min(done[kind] for kind in ("tier_hits", "misses", "forked", "killed")) > 0
     assert min(harm.done[kind] for kind in Harm.KINDS) > 0
 
 
 # --- readers --------------------------------------------------------------------------------------------------------
 
 
-def read(number: int, folder: Path, ports: list[int], reads: int) -> None:
-    """Be a node that reads both data sets, one of them with memory in front, until all harm was done and met."""
+def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) -> None:
+    """Be a node that reads both data sets, one of them with memory in front, until all harm was done."""
     chance, done = random.Random(number), Counter[str]()
-    hosts = [{"host": "127.0.0.1", "port": port} for port in ports]
-    with node(folder / f"node{number}"), contextlib.ExitStack() as stack:
-        store = stack.enter_context(sf.RedisStore(hosts=hosts, timeout=0.5))
+    os.environ["STALLFREE_ROOT"] = str(default_root() / f"node{number}")
+    os.mkdir(os.environ["STALLFREE_ROOT"], 0o700)
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(sf.RedisStore(hosts, timeout=0.5))
         sets = [
-            stack.enter_context(sf.CachedDataset(Samples(salt), capacity=room, store=store, name="chaos"))
-            for salt, room in enumerate((0, "600KB"))
+            stack.enter_context(sf.CachedDataset(Samples(salt), capacity=capacity, store=store, name=f"chaos{salt}"))
+            for salt, capacity in enumerate((0, "600KB"))
         ]
         (folder / f"ready{number}").touch()
         helpers: list[Child] = []
-        while done["reads"] < reads or not (folder / "enough").exists() or not met(sets, done):
+        while done["reads"] < reads or not (folder / "enough").exists() or min(done["forked"], done["killed"]) == 0:
             read_some(sets, chance)
             done["reads"] += BATCH
             step = chance.randrange(100)
@@ -88,22 +90,16 @@ def read(number: int, folder: Path, ports: list[int], reads: int) -> None:
                 helpers.pop(0).kill()
                 done["killed"] += 1
             elif step == 5:
-                chance.choice(sets).cache.drop(chance.sample(range(NUM), 100))
+                cache = chance.choice(sets).cache
+                cache.tier.drop(np.array(chance.sample(range(NUM), 100)))
             if len(helpers) > 3:
                 assert os.waitpid(helpers.pop(0).pid, 0)[1] == 0
         for helper in helpers:
             assert os.waitpid(helper.pid, 0)[1] == 0
         for dataset in sets:
-            stats = dataset.cache.servers.stats()
-            done.update(hits=stats.hits, misses=stats.misses, damaged=stats.damaged)
+            done.update(tier_hits=dataset.stats().tier_hits, misses=dataset.stats().misses)
+    os.rmdir(os.environ["STALLFREE_ROOT"])
     (folder / f"done{number}").write_text(json.dumps(done))
-
-
-def met(sets: list[sf.CachedDataset], done: Counter[str]) -> bool:
-    """Whether all that is to happen to a reader has happened."""
-    stats = [dataset.cache.servers.stats() for dataset in sets]
-    seen = (sum(getattr(one, kind) for one in stats) for kind in ("hits", "misses", "damaged"))
-    return min(*seen, done["forked"], done["killed"]) > 0
 
 
 def help_reading(sets: list[sf.CachedDataset], seed: float) -> None:
@@ -142,7 +138,6 @@ class Harm:
         self._thread.start()
 
     def end(self) -> None:
-        """End it."""
         self._over.set()
         self._thread.join()
 
@@ -153,68 +148,67 @@ class Harm:
         for kind in cycle(self.KINDS):
             if self._over.wait(self._chance.uniform(0.0, 0.3)):
                 return
-            getattr(self, f"_{kind}")(self._chance.choice(self._servers))
+            self.done[kind] += getattr(self, f"_{kind}")(self._chance.choice(self._servers))
             if min(self.done[kind] for kind in self.KINDS) > 0:
                 (self._folder / "enough").touch()
 
-    def _kill(self, server: Server) -> None:
+    def _kill(self, server: Server) -> int:
         server.kill()
         self._over.wait(self._chance.uniform(0.0, 1.0))
         server.start()
-        self.done["kill"] += 1
+        return 1
 
-    def _freeze(self, server: Server) -> None:
+    def _freeze(self, server: Server) -> int:
         server.freeze()
         self._over.wait(self._chance.uniform(0.0, 1.5))
         server.thaw()
-        self.done["freeze"] += 1
+        return 1
 
-    def _flush(self, server: Server) -> None:
-        with client(server) as there:
-            there.flushall()
-        self.done["flush"] += 1
+    def _flush(self, server: Server) -> int:
+        with admin(server) as client:
+            client.flushall()
+        return 1
 
-    def _flip(self, server: Server) -> None:
-        self._change(server, "flip", lambda value: flipped(value, self._chance))
+    def _disconnect(self, server: Server) -> int:
+        with admin(server) as client:
+            client.client_kill_filter(_type="normal", skipme=True)
+        return 1
 
-    def _cut(self, server: Server) -> None:
-        self._change(server, "cut", lambda value: value[: self._chance.randrange(len(value))])
-
-    def _swap(self, server: Server) -> None:
-        """Give some keys the values of other samples and of the other data set."""
-        with client(server) as there:
-            keys = there.keys("stallfree:*")
-            for key in self._chance.sample(keys, len(keys) // 4):
-                value = there.get(self._chance.choice(keys))
-                if value is not None:
-                    there.set(key, value)
-                    self.done["swap"] += 1
-
-    def _disconnect(self, server: Server) -> None:
-        with client(server) as there:
-            there.client_kill_filter(_type="normal", skipme=True)
-        self.done["disconnect"] += 1
-
-    def _fill(self, server: Server) -> None:
-        with client(server) as there:
-            there.config_set("maxmemory", 1)
+    def _fill(self, server: Server) -> int:
+        with admin(server) as client:
+            client.config_set("maxmemory", 1)
             self._over.wait(self._chance.uniform(0.0, 0.5))
-            there.config_set("maxmemory", 0)
-        self.done["fill"] += 1
+            client.config_set("maxmemory", 0)
+        return 1
 
-    def _change(self, server: Server, kind: str, change: Any) -> None:
-        with client(server) as there:
-            keys = there.keys("stallfree:*")
+    def _flip(self, server: Server) -> int:
+        def flipped(value: bytes) -> bytes:
+            at, changed = self._chance.randrange(8 * len(value)), bytearray(value)
+            changed[at // 8] ^= 1 << at % 8
+            return bytes(changed)
+
+        return self._change(server, flipped)
+
+    def _cut(self, server: Server) -> int:
+        return self._change(server, lambda value: value[: self._chance.randrange(len(value))])
+
+    def _swap(self, server: Server) -> int:
+        """Give some keys the values of other samples and of the other data set."""
+        before = [b""]
+
+        def last(value: bytes) -> bytes:
+            before.append(value)
+            return before[-2] or value
+
+        return self._change(server, last)
+
+    def _change(self, server: Server, change: Callable[[bytes], bytes]) -> int:
+        """Change a quarter of the values; how many."""
+        number = 0
+        with admin(server) as client:
+            keys = client.keys("stallfree:*")
             for key in self._chance.sample(keys, len(keys) // 4):
-                value = there.get(key)
-                if value:
-                    there.set(key, change(value))
-                    self.done[kind] += 1
-
-
-def flipped(value: bytes, chance: random.Random) -> bytes:
-    """`value` with one other bit."""
-    at = chance.randrange(8 * len(value))
-    changed = bytearray(value)
-    changed[at // 8] ^= 1 << at % 8
-    return bytes(changed)
+                if value := client.get(key):
+                    client.set(key, change(value))
+                    number += 1
+        return number
