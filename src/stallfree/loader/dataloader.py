@@ -278,15 +278,16 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
-    @short_traceback
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
-        chosen = name == "num_workers" and vars(self).get("_auto") is not None
-        if self.__initialized and name in _ARGUMENTS and (chosen or name not in SETTABLE):
+        object.__setattr__(self, name, self._settable(name, value) if self.__initialized else value)
+
+    @short_traceback
+    def _settable(self, name: str, value: Any) -> Any:
+        chosen = name == "num_workers" and self._auto is not None
+        if name in _ARGUMENTS and (chosen or name not in SETTABLE):
             raise argument_conflict(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
-        if name == "multiprocessing_context" and value is not None:
-            value = context_of(value)
-        object.__setattr__(self, name, value)
+        return context_of(value) if name == "multiprocessing_context" and value is not None else value
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
@@ -366,8 +367,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
         runner = self._runner
-        self.__dict__.update(seed=runner.seed, num_workers=runner.options.workers)
-        self._adopted = Attributes(self)
+        self.__dict__["seed"] = runner.seed
+        if self.num_workers != runner.options.workers:
+            self.__dict__["num_workers"] = runner.options.workers
+            self._adopted = Attributes(self)
         return iterator
 
     @property
