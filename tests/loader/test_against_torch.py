@@ -88,7 +88,9 @@ def samples_of(taken: list[Any], most: int | None) -> Any:
     batches = [found for found in taken if isinstance(found, tuple)]
     sizes = [(number, len(batch) if isinstance(batch, list) else batch == "end") for number, batch in batches]
     whole = [
-        sorted(repr(sample) for which, batch in batches if which == number and isinstance(batch, list) for sample in batch)
+        sorted(
+            repr(sample) for which, batch in batches if which == number and isinstance(batch, list) for sample in batch
+        )
         for number in (0, 1)
     ]
     return [sizes, whole if most is None else None]

@@ -19,7 +19,6 @@ from loader_data import (
     Noisy,
     as_list,
     brighter,
-    jittered,
     labels_of,
     noisy_collate,
     picture,

@@ -58,9 +58,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
         batch_sampler: yields lists of ids.
         num_workers: worker processes; 0 (the default): the training process itself. With `cache="auto"`, the default is
-            the number that is fastest.
-        collate_fn: creates a batch from a list of samples; torch's default if None. Its random numbers are a function
-            of (seed, epoch, batch number).
+            the number that is fastest. With workers, a cache or a `device`, random numbers are a function of
+            (seed, epoch, id); otherwise they come from the global generators, as with torch's loader.
+        collate_fn: creates a batch from a list of samples; torch's default if None. Where samples are seeded, its
+            random numbers are a function of (seed, epoch, batch number).
         pin_memory: yield batches in pinned memory if there is an accelerator.
         drop_last: leave out an incomplete last batch.
         timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `num_workers=0` for sources that are
