@@ -356,7 +356,7 @@ def double(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, An
 @pytest.mark.parametrize("transform", [None, double])
 def test_files_are_cached_where_samples_are_random(tmp_path: Path, transform: Any) -> None:
     data = Files(tmp_path)
-    with sf.DataLoader(data, 8, shuffle=True, seed=3) as without:
+    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
         expected = epochs(without, 3)
     options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": transform}
     with sf.DataLoader(data, 8, capacity=ROOM, **options) as loader:

@@ -81,12 +81,15 @@ class TransformSplit:
         self._begin()
 
     def _begin(self) -> None:
+        self._trust = list[Trust]()
+        self.fetches_twice = self._compares = self._watches = False
+        if self._cache is None:
+            return
         source = Trust.of(self.origin)
         self._trust = [source, *map(Trust.of, self.deterministic)]
         self.fetches_twice = self.origin is not self.source and not source.outputs
-        caches = self._cache is not None
-        self._compares = caches and (self.fetches_twice or not all(known.outputs for known in self._trust[1:]))
-        self._watches = caches and not all(known.draws for known in self._trust)
+        self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
+        self._watches = not all(known.draws for known in self._trust)
 
     @property
     def caches(self) -> bool:

@@ -53,9 +53,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
         batch_sampler: yields lists of ids.
         num_workers: worker processes; 0 (the default): the training process itself. With `cache="auto"`, the default is
-            the number that is fastest.
-        collate_fn: creates a batch from a list of samples; torch's default if None. Its random numbers are a function
-            of (seed, epoch, batch number).
+            the number that is fastest. With workers, a cache or a `device`, random numbers are a function of
+            (seed, epoch, id); otherwise they come from the global generators, as with torch's loader.
+        collate_fn: creates a batch from a list of samples; torch's default if None. Where samples are seeded, its
+            random numbers are a function of (seed, epoch, batch number).
         pin_memory: yield batches in pinned memory if there is an accelerator.
         drop_last: leave out an incomplete last batch.
         timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `num_workers=0` for sources that are
@@ -206,11 +207,12 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
-        if self.__initialized and (name in FIXED or (name == "num_workers" and self._auto is not None)):
+        object.__setattr__(self, name, self._settable(name, value) if self.__initialized else value)
+
+    def _settable(self, name: str, value: Any) -> Any:
+        if name in FIXED or (name == "num_workers" and self._auto is not None):
             raise argument_conflict(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
-        if name == "multiprocessing_context" and value is not None:
-            value = context_of(value)
-        object.__setattr__(self, name, value)
+        return context_of(value) if name == "multiprocessing_context" and value is not None else value
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
@@ -307,8 +309,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
-        self.__dict__.update(seed=self._runner.seed, num_workers=self._counts["num_workers"])
-        self._adopted = Attributes(self)
+        self.__dict__["seed"] = self._runner.seed
+        if self.num_workers != self._counts["num_workers"]:
+            self.__dict__["num_workers"] = self._counts["num_workers"]
+            self._adopted = Attributes(self)
         return iterator
 
     @property

@@ -247,9 +247,8 @@ class EpochRunner:
                 reader.cache.tier.begin_epoch()
             reader.check_settings()
         elif self._tuner is None and reader.settings.changes():
-            self.options = replace(
-                self.options, reader=reader_of(self.options.dataset, divide=self.options.workers > 0)
-            )
+            divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
+            self.options = replace(self.options, reader=divided)
 
     def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
         """Record a finished iteration."""

@@ -69,6 +69,8 @@ class Settings:
 
     def _saved(self) -> dict[tuple[int, str], tuple[object, _Value]]:
         """The value of each attribute, by the identity of its owner, which is kept alive, and its name."""
+        if not self._things:
+            return {}
         owners = list(self._owners())
         used: set[str] = set().union(*(_names(cls) for cls in set(map(type, owners))))
         return {

@@ -192,7 +192,9 @@ class SamplerOrder(_Counted):
             self._distributed.set_epoch(epoch)
             _set[self._distributed] = epoch
         setup = self._setup
-        given = setup.batch_sampler if setup.sampler is None else self._chunks(setup.sampler)
+        given = setup.batch_sampler
+        if setup.sampler is not None:  # single ids are drawn from its iterator, which torch's loader creates at once
+            given = self._chunks(iter(setup.sampler) if setup.batch_size is None else setup.sampler)
         first = 0 if resume is None else resume.batches  # of an endless sampler
         return EpochPlan(map(self._checked, given), first, skip=first)
 
