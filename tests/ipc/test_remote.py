@@ -72,7 +72,7 @@ def test_what_has_no_pickle_is_left_out() -> None:
     assert (type(got), str(got)) == (Coded, "code 3")
     got = sent(ValueError("no", threading.Lock()))
     assert isinstance(got, sf.StallfreeError)
-    assert text_of(got).startswith("ValueError: ('no', <unlocked _thread.lock")
+    assert text_of(got).startswith("another process raised ValueError: ('no', <unlocked _thread.lock")
 
 
 def test_a_type_that_another_process_does_not_find() -> None:
@@ -80,7 +80,7 @@ def test_a_type_that_another_process_does_not_find() -> None:
         pass
 
     got = sent(Local("no"))
-    assert (type(got), text_of(got)) == (sf.StallfreeError, "Local: no")
+    assert (type(got), text_of(got)) == (sf.StallfreeError, "another process raised Local: no")
     assert "Local: no" in str(got.__cause__)
 
 
@@ -98,5 +98,5 @@ def test_an_error_whose_text_fails() -> None:
         def __str__(self) -> str:
             raise RuntimeError
 
-    assert text_of(sent(Bad())) == "Bad: (its text cannot be made: RuntimeError)"
+    assert text_of(sent(Bad())) == "another process raised Bad: (its text cannot be made: RuntimeError)"
     assert pickle.loads(pack_error(Bad()))

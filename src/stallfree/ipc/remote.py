@@ -39,7 +39,7 @@ def unpack_error(packed: bytes | bytearray | memoryview) -> BaseException:
     try:
         error = _made(data)
     except Exception:
-        error = batch_failed(text)
+        error = batch_failed(f"another process raised {text}")
     error.__cause__ = RemoteTraceback(trace)
     return error
 
