@@ -11,7 +11,9 @@ import stallfree.errors as errors
 from stallfree.errors import DOCUMENTATION, StallfreeError, WorkerError, missing_extra, text_of
 
 ALL: list[type[StallfreeError]] = [
-    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 ]
 PLAIN = [kind for kind in ALL if kind is not WorkerError]
 

@@ -50,6 +50,8 @@ CACHE_NAMES = [
     "stallfree_cache_resident_bytes",
     "stallfree_cache_capacity_bytes",
     "stallfree_cache_used_bytes",
+    "stallfree_cache_tier_hits_total",
+    "stallfree_cache_tier_rejected_total",
     "stallfree_cache_hit_ratio",
 ]
 WINDOW_NAMES = [

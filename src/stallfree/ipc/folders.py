@@ -26,8 +26,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from stallfree import errors
-from stallfree.errors import InputError, StorageError
+from stallfree.errors import InputError, StorageError, folder_gone, folder_owner, lock_held, name_invalid
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
 ATTACH_SECONDS = 10.0
@@ -135,12 +134,12 @@ def _check(fd: int, folder: Path, root: Path) -> None:
     if owner != mine and not (
         within and (owner == 0 or (owner == _OVERFLOW_ID and _EVERY_ID not in _ID_MAP.read_text()))
     ):
-        raise errors.folder_owner(
+        raise folder_owner(
             f"the folder {folder}{within} belongs to user {owner}, who could replace a cache in it with a forged one; "
             f"you are user {mine}. Give a folder of your own, in folders of your own or of root"
         )
     if mode & 0o022 and not (within and mode & stat.S_ISVTX):  # an ACL shows in the mode of the group
-        raise errors.folder_owner(
+        raise folder_owner(
             f"other users may write to the folder {folder}{within} (mode {mode:o}) and could replace a cache in it "
             f"with a forged one. Give another folder, or `chmod go-w {folder}`"
         )
@@ -152,7 +151,7 @@ def _check(fd: int, folder: Path, root: Path) -> None:
 def check_name(name: str) -> str:
     """Return `name` if it is a valid folder name. Raises `InputError` otherwise."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
-        raise errors.name_invalid(
+        raise name_invalid(
             f"name={name!r} cannot name a cache: use 1 to 120 of the letters a-z and A-Z, digits, '.', '_' and '-', "
             "not starting with '.' or '-'"
         )
@@ -189,12 +188,12 @@ class SharedFolder:
             fd = _locked(self.path, fcntl.LOCK_SH)
             if fd is None and not os.path.lexists(self.path):
                 if initialize is None:
-                    raise errors.folder_gone(f"{self.path} is gone, with the process that made it. Make a new loader")
+                    raise folder_gone(f"{self.path} is gone, with the process that made it. Make a new loader")
                 fd = self._create(initialize)
             if fd is not None:
                 break
             if time.monotonic() > deadline:
-                raise errors.lock_held(f"{self.path} is locked by a process, or no stallfree folder: give another name")
+                raise lock_held(f"{self.path} is locked by a process, or no stallfree folder: give another name")
             time.sleep(0.001)
         self._fd = fd
         if persist:

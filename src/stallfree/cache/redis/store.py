@@ -146,7 +146,8 @@ class RedisStore:
 def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float, limit: int | None) -> Servers:
     """Attach to servers given by the user. Raises errors of their addresses and of servers that do not answer."""
     if not isinstance(hosts, (list, tuple)) or not hosts:
-        raise errors.server_address(f"hosts was given as {type(hosts).__name__}: give a list of servers: [{EXAMPLE}]")
+        shown = {**hosts, "password": "..."} if isinstance(hosts, Mapping) and "password" in hosts else hosts
+        raise errors.server_address(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
     addresses = {shown_address(address): address for address in map(checked_address, hosts)}
     if len(addresses) < len(hosts):
         raise errors.server_address(f"the servers {', '.join(addresses)}: give each of them once")
