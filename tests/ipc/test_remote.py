@@ -123,7 +123,6 @@ def test_class_arguments_and_attributes(error: BaseException, fields: dict[str, 
     assert {name: getattr(back, name) for name in fields} == fields
 
 
-<<<<<<< HEAD
 def test_an_argument_without_a_pickle_becomes_text() -> None:
     back = sent(KeyError(local, "left"))
     assert type(back) is KeyError
@@ -140,23 +139,6 @@ def test_cause_notes_and_traceback() -> None:
     assert "in raised" in back.__notes__[1]
     assert (type(back.__cause__), back.__cause__.tries, back.__suppress_context__) == (Missing, 1, True)
     assert "in raised" in back.__cause__.__notes__[0]
-=======
-def test_what_has_no_pickle_is_left_out() -> None:
-    got = sent(Coded(3, threading.Lock()))
-    assert (type(got), str(got)) == (Coded, "code 3")
-    got = sent(ValueError("no", threading.Lock()))
-    assert isinstance(got, sf.StallfreeError)
-    assert text_of(got).startswith("another process raised ValueError: ('no', <unlocked _thread.lock")
-
-
-def test_a_type_that_another_process_does_not_find() -> None:
-    class Local(ValueError):
-        pass
-
-    got = sent(Local("no"))
-    assert (type(got), text_of(got)) == (sf.StallfreeError, "another process raised Local: no")
-    assert "Local: no" in str(got.__cause__)
->>>>>>> w-ipc
 
 
 def test_a_context_is_sent() -> None:
@@ -199,7 +181,6 @@ def test_an_error_whose_text_cannot_be_made() -> None:
         def __str__(self) -> str:
             raise ValueError
 
-<<<<<<< HEAD
     assert "Silent: (its text cannot be made: ValueError)" in str(sent(Silent()))
 
 
@@ -215,7 +196,3 @@ def test_an_error_is_sent_again() -> None:
     twice = sent(once)
     assert (type(twice), twice.args, twice.__notes__) == (KeyError, ("k",), once.__notes__)
     assert pickle.loads(pickle.dumps(once)).args == ("k",)
-=======
-    assert text_of(sent(Bad())) == "another process raised Bad: (its text cannot be made: RuntimeError)"
-    assert pickle.loads(pack_error(Bad()))
->>>>>>> w-ipc

@@ -36,13 +36,7 @@ def unpack_error(packed: bytes | bytearray | memoryview) -> BaseException:
     try:
         return pickle.loads(data)  # type: ignore[no-any-return]
     except Exception:
-<<<<<<< HEAD
         return _stand_in(text)
-=======
-        error = batch_failed(f"another process raised {text}")
-    error.__cause__ = RemoteTraceback(trace)
-    return error
->>>>>>> w-ipc
 
 
 class _Pickler(pickle.Pickler):
