@@ -81,7 +81,6 @@ CHARTS: dict[str, Bars | Lines] = {
     "importance_time": Bars((3,), "seconds per epoch"),
     "importance_accuracy": Lines(4, (5,), "top-1 in % over storage operations per sample, cache of 20%", by=1),
     "store_partitioned": Bars((2,), "seconds per epoch"),
-    "store_costly_prep": Bars((4,), "seconds of the second epoch", (0, 1)),
     "device_law": Bars((2, 4), "batches/s"),
     "cores": Lines(0, (3, 4, 5, 6), "samples/s over workers"),
     "gpu_photos": Bars((2,), "share of an epoch in which the GPU works"),

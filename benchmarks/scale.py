@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import redis
 import torch
-from stallfree.stores.node_state import NodeState
 from stallfree.stores.partitioning import owners
-from stallfree.stores.values import data_key
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 
@@ -29,9 +28,10 @@ from benchmarks.contender import emit
 from benchmarks.harness import RESULTS, ROOT, Json, Options, Report, between, run_child, say, scratch_folder, table
 from benchmarks.shared_team import Meet
 from benchmarks.store_records import make_noise, make_record, time_reads
-from benchmarks.store_team import Nodes
+from benchmarks.store_team import Nodes, as_record, running_server
 from stallfree.analysis.model import Loading, Rates, law, sustained
 from stallfree.cache.layout import index_bytes
+from stallfree.cache.redis.values import owners
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.sampling.plans.plan import local_shares, make_plan
 from stallfree.sampling.ranks import deal
@@ -134,10 +134,11 @@ def child() -> None:
 
 
 def _state(given: Json) -> Json:
-    node = NodeState(data_key("scale", "state"), given["ids"], ["a", "b"])
-    size = sum(path.stat().st_blocks * 512 for path in node.path.iterdir())
-    node.close()
-    return {"bytes": size / given["ids"]}
+    with (
+        sf.RedisStore(capacity_per_node="64MiB") as store,
+        sf.CachedDataset(range(given["ids"]), capacity=0, store=store, name="scale") as cached,  # type: ignore[arg-type]
+    ):
+        return {"bytes": (cached.cache.path / "tier").stat().st_size / given["ids"]}
 
 
 def _counts(given: Json) -> Json:
@@ -203,35 +204,28 @@ def _owners(given: Json) -> Json:
 
 def _requests(given: Json) -> Json:
     count, noise = given["samples"], make_noise(RECORD)
-    with (
-        sf.RedisStore(capacity_per_node="1GiB", timeout=5.0) as store,
-        store.attach(count, fingerprint="scale", name="scale") as cache,
-    ):
+    with running_server() as address, sf.RedisStore([address], timeout=5.0) as store:
+        tier, ids = store.attach(count, fingerprint="scale", name="scale"), np.arange(count)
         for id in range(count):
-            cache.put_many([id], [torch.from_numpy(make_record(noise, id))])
-            cache.flush()
-        if not cache.known(np.arange(count)).all():
-            raise AssertionError("not all samples were stored")
-        assert store._server is not None
-        address = store._server.address()
-        assert address is not None
+            if not tier.put_many(ids[id : id + 1], [as_record(torch.from_numpy(make_record(noise, id)))]).all():
+                raise AssertionError("not all samples were stored")
         client, server = [], []
-        with address.client(5.0) as asking:
+        with redis.Redis(**address) as asking:
 
             def used() -> float:
-                cpu = asking.info("cpu")
+                cpu: Any = asking.info("cpu")
                 return float(cpu["used_cpu_user"] + cpu["used_cpu_sys"])
 
             for keys in _KEYS:
                 calls = 0
 
-                def read(ids: list[int]) -> Any:
+                def read(some: list[int]) -> Any:
                     nonlocal calls
                     calls += 1
-                    return cache.get_many(ids)
+                    return tier.get_many(np.array(some))
 
                 before = used()
-                rate = time_reads(read, list(range(count)), keys, given["seconds"])
+                rate = time_reads(read, ids.tolist(), keys, given["seconds"])
                 client.append(keys / rate)
                 server.append((used() - before) / calls)
     return {"keys": _KEYS, "client": _line(client), "server": _line(server), "calls": [client, server]}

@@ -1,4 +1,4 @@
-"""Six jobs on one shared loader over three tiers, with kills and joins: does anything grow?
+"""Six jobs on one shared loader over a tier, with kills and joins: does anything grow?
 
 `python benchmarks/run.py soak [--minutes 60]` runs it and draws the chart; `--quick` takes three minutes.
 """
@@ -10,7 +10,6 @@ import json
 import os
 import random
 import runpy
-import shutil
 import signal
 import statistics
 import subprocess
@@ -47,8 +46,8 @@ JOBS, STEADY = 6, 3
 """Jobs, and those of them that are never killed."""
 SAMPLES, VALUES, BATCH = 2000, 16_384, 32
 STEP_SECONDS = 0.05
-ROOM = {"capacity": "48MiB", "disk": "48MiB", "redis": "96MiB"}
-"""Of the three tiers; the samples take 125 MiB."""
+ROOM = {"capacity": "48MiB", "redis": "96MiB"}
+"""Of memory and the server; the samples take 125 MiB."""
 MOST_GROWTH = 1.0
 """Percent per hour, of memory."""
 MOST_RATIO = 1.05
@@ -87,33 +86,32 @@ def job(given: Json) -> None:
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
     torch.set_num_threads(1)
-    with sf.RedisStore(capacity_per_node=ROOM["redis"]) as store:
-        tiers = [sf.DiskTier(given["disk"], capacity=ROOM["disk"]), store]
-        with (
-            sf.CachedDataset(
-                Values(),
-                capacity=ROOM["capacity"],
-                store=tiers,
-                form="prepared",
-                transform=shift,
-                name=NAME,
-                seed=_SEED,
-            ) as cached,
-            sf.SharedLoader(
-                cached,
-                group=NAME,
-                batch_size=BATCH,
-                shuffle=True,
-                num_workers=2,
-                seed=_SEED,
-                with_ids=True,
-                join="catchup" if given["number"] % 2 else "next",
-            ) as loader,
-        ):
-            while not ending:
-                _epoch(loader, ending)
-                with open(given["ledger"], "ab") as ledger:  # appended in one write
-                    ledger.write(b"." if not ending else b"")
+    with (
+        sf.RedisStore(capacity_per_node=ROOM["redis"]) as store,
+        sf.CachedDataset(
+            Values(),
+            capacity=ROOM["capacity"],
+            store=store,
+            form="prepared",
+            transform=shift,
+            name=NAME,
+            seed=_SEED,
+        ) as cached,
+        sf.SharedLoader(
+            cached,
+            group=NAME,
+            batch_size=BATCH,
+            shuffle=True,
+            num_workers=2,
+            seed=_SEED,
+            with_ids=True,
+            join="catchup" if given["number"] % 2 else "next",
+        ) as loader,
+    ):
+        while not ending:
+            _epoch(loader, ending)
+            with open(given["ledger"], "ab") as ledger:  # appended in one write
+                ledger.write(b"." if not ending else b"")
 
 
 def _epoch(loader: Any, ending: list[int]) -> None:
@@ -223,7 +221,7 @@ def group_of(process: Process, jobs: dict[int, int]) -> str:
     """The group of a process."""
     if process.pid in jobs:
         return GROUPS[0] if jobs[process.pid] < STEADY else GROUPS[1]
-    if b"redis-server" in process.command or b"valkey-server" in process.command or b"supervisor.py" in process.command:
+    if b"redis-server" in process.command or b"valkey-server" in process.command:
         return GROUPS[3]
     return GROUPS[2]
 
@@ -254,7 +252,7 @@ def soak(given: Json) -> Json:
     """The run: starts the jobs, disturbs them, and samples what they take once per second."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     rng, empty = random.Random(_SEED), shm_bytes()
-    run = Run({"disk": given["disk"], "ledger": given["ledger"]})
+    run = Run({"ledger": given["ledger"]})
     Path(given["ledger"]).touch()
     for number in range(JOBS):
         run.start(number)
@@ -358,13 +356,12 @@ def run(options: Options) -> Report:
     seconds = 60 * minutes
     event_seconds = QUICK_EVENT_SECONDS if minutes <= 10 else EVENT_SECONDS
     say(f"  {minutes:g} minutes")
-    with scratch_folder() as scratch, tempfile.TemporaryDirectory() as disk:
+    with scratch_folder() as scratch, tempfile.TemporaryDirectory() as folder:
         found = run_child(
             MODULE,
             {
                 "what": "soak",
-                "disk": str(Path(disk) / "tier"),
-                "ledger": str(Path(disk) / "ledger"),
+                "ledger": str(Path(folder) / "ledger"),
                 "seconds": seconds,
                 "event_seconds": event_seconds,
             },
@@ -488,7 +485,6 @@ def child() -> None:
     if given["what"] == "job":
         job(given)
         return
-    shutil.rmtree(given["disk"], ignore_errors=True)
     emit(soak(given), stallfree=version("stallfree"), torch=torch.__version__, numpy=np.__version__)
 
 

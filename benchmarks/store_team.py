@@ -6,13 +6,16 @@ readings, loaders and epochs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
+import socket
+import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from multiprocessing import RawValue, get_context
@@ -22,8 +25,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import redis
 import torch
-from stallfree.stores import RedisCache
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 
@@ -32,7 +35,10 @@ from benchmarks.contender import emit
 from benchmarks.shared_team import Meet, Team, TeamError
 from benchmarks.store_records import make_noise, make_record
 from stallfree.cache.layout import plan_layout
-from stallfree.pipeline.codec import encode, record_size
+from stallfree.cache.redis.launch import find_server
+from stallfree.cache.redis.servers import read_records
+from stallfree.ipc.folders import default_root
+from stallfree.pipeline.codec import encode, record_size, write_record
 from stallfree.sources.base import BaseSource
 
 Json = dict[str, Any]
@@ -143,6 +149,25 @@ def node_root(node: int) -> Path:
     return Path(os.environ["STALLFREE_ROOT"]).parent / f"node-{node}"
 
 
+@contextlib.contextmanager
+def running_server() -> Iterator[Json]:
+    """The address of a server on the loopback device, as another host would reach it."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = {"host": "127.0.0.1", "port": free.getsockname()[1], "password": "benchmark"}
+    command = [find_server(), "--port", str(address["port"]), "--requirepass", "benchmark", "--save", ""]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            with redis.Redis(**address) as client:
+                for _ in range(1000):
+                    with contextlib.suppress(redis.RedisError):
+                        client.ping()
+                        break
+                    time.sleep(0.01)
+            yield address
+        finally:
+            process.kill()
+
+
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -193,6 +218,21 @@ class Records(BaseSource):
         return f"records-{self._count}-{self._size}"
 
 
+def as_record(value: Any) -> npt.NDArray[np.uint8]:
+    """`value` as it is given to a tier."""
+    structure, arrays = encode(value)
+    record = np.empty(record_size(structure, arrays), np.uint8)
+    write_record(structure, arrays, record)
+    return record
+
+
+def _socket(name: str) -> Json:
+    """The socket and password of the server that a store has started on this node."""
+    folder = default_root() / f"redis-{name}"
+    (server,) = read_records(folder)
+    return {"unix_socket_path": str(folder / "socket"), "password": server["password"]}
+
+
 def room_for(records: int, source: Records) -> int:
     """Bytes that are room for so many records of `source` and for the index, and not for one more."""
     structure, arrays = encode((torch.from_numpy(make_record(source._noise, 0)), 0))
@@ -230,18 +270,13 @@ class ServerRoom:
     """
 
     def __init__(self, source: Records) -> None:
-        last = len(source) - 1
         with sf.RedisStore(capacity_per_node="64MiB", name="measured") as store:
-            address = store._server.address() if store._server is not None else None
-            assert address is not None
-            with (
-                store.attach(len(source), fingerprint=source.fingerprint(), name="measured") as cache,
-                address.client(PATIENT) as client,
-            ):
+            tier = store.attach(len(source), fingerprint=source.fingerprint(), name="measured")
+            with redis.Redis(**_socket("measured"), protocol=2) as client:
                 self.empty = int(client.info("memory")["used_memory"])
-                cache.put(last, (torch.from_numpy(make_record(source._noise, last)), last))
-                cache.flush()
-                self.record = int(client.memory_usage(client.keys(f"stallfree:*:{last}")[0], samples=0))
+                value = torch.from_numpy(make_record(source._noise, 0)), 0
+                tier.put_many(np.arange(1), [as_record((0, value))])
+                self.record = int(client.memory_usage(client.keys("stallfree:*:0")[0], samples=0))
 
     def __call__(self, records: int) -> int:
         """`capacity_per_node` that is room for so many records."""
@@ -264,14 +299,12 @@ class Epoch:
     ids: list[int]
 
 
-def run_epoch(loader: Iterable[Any], pause: float = 0.0) -> Epoch:
-    """Go through one epoch; with a pause after each batch, which stands for a step of the device."""
+def run_epoch(loader: Iterable[Any]) -> Epoch:
+    """Go through one epoch."""
     labels = []
     begun = time.perf_counter()
     for _, label in loader:
         labels.append(label)
-        if pause:
-            time.sleep(pause)
     seconds = time.perf_counter() - begun
     return Epoch(seconds, torch.cat(labels).tolist())
 
@@ -279,18 +312,6 @@ def run_epoch(loader: Iterable[Any], pause: float = 0.0) -> Epoch:
 def share_of(data: Any, nodes: int, number: int) -> Any:
     """A sampler: another random share of `data` for node `number` of `nodes` in each epoch."""
     return DistributedSampler(data, nodes, number, shuffle=True)
-
-
-def make_loader(data: Any, nodes: int, number: int, batch: int) -> sf.DataLoader:
-    """A loader with one worker, of another random share of `data` for node `number` of `nodes` in each epoch."""
-    sampler = share_of(data, nodes, number)
-    return sf.DataLoader(data, batch_size=batch, sampler=sampler, num_workers=1, persistent_workers=True)
-
-
-def servers_of(cached: sf.CachedDataset) -> RedisCache:
-    """The cache of a data set that lies in servers alone."""
-    assert isinstance(cached.cache, RedisCache)
-    return cached.cache
 
 
 def check_epoch(epochs: Iterable[Epoch], samples: int) -> None:

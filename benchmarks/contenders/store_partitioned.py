@@ -86,7 +86,7 @@ def as_node(
                 "ids": epoch.ids,
                 "bytes": source.bytes - before,
                 "hits": now.hits - was.hits,
-                "lower_hits": getattr(now, "lower_hits", 0) - getattr(was, "lower_hits", 0),
+                "tier_hits": now.tier_hits - was.tier_hits,
             }
         found.append(turn)
     for kind in kinds.values():
@@ -106,7 +106,7 @@ def main() -> None:
         for name in given["kinds"]:
             here = [node[number][name] for node in each]
             team.check_epoch([team.Epoch(one["seconds"], one["ids"]) for one in here], given["samples"])
-            sums = {key: sum(one[key] for one in here) for key in ("hits", "lower_hits")}
+            sums = {key: sum(one[key] for one in here) for key in ("hits", "tier_hits")}
             turn[name] = {"seconds": max(one["seconds"] for one in here), "bytes": here[0]["bytes"], **sums}
         rounds.append(turn)
     team.print_found({"rounds": rounds})

@@ -1,286 +1,93 @@
-"""Hits of a store out of the server of another node, and redis-py reading the same values; hits of a memory tier.
-
-The processes of the nodes stand by, and read in turns with redis-py, which runs in fresh processes.
-"""
+"""Samples of a server that is reached by TCP: `RedisStore` reads them, and redis-py reads the same values, in turns."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from stallfree.stores import RedisCache, TieredCache
 
 import stallfree as sf
 from benchmarks.harness import run_child
 from benchmarks.peers import venvs
 from benchmarks.store_records import make_noise, make_record, same, time_reads
-from benchmarks.store_team import PATIENT, Json, Meet, Nodes, Records, print_found, read_task, room_for
+from benchmarks.store_team import PATIENT, Json, as_record, print_found, read_task, running_server
 from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.pipeline.codec import encode, record_size
+from stallfree.cache.redis.tier import RedisTier
 
 PEER = "benchmarks.peers.redis_py_bench"
-PROCESSES = 4
-"""Of each node."""
-TIER = 110_000
-"""Bytes of the records of the memory tier."""
-
-_JOB_SECONDS = 300.0
 
 
-def sample(noise: Any, id: int) -> tuple[torch.Tensor, int]:
-    return torch.from_numpy(make_record(noise, id)), id
-
-
-# -- the processes of the nodes ---------------------------------------------------------------------------------------
-
-
-def as_process(number: int, meet: Meet, given: Json, pipes: Any) -> None:
-    """Do what comes through the pipe. The first process of node 1 fills its server, those of node 0 read from there."""
-    pipe = pipes[number][1]
-    with sf.RedisStore(capacity_per_node="4GiB", timeout=PATIENT) as store:
-        caches = {size: _attach(store, int(size), count) for size, count in given["records"].items()}
-        ids = {size: np.flatnonzero(cache.owner(np.arange(cache.num_ids)) == 1) for size, cache in caches.items()}
-        if number == PROCESSES:
-            for size, cache in caches.items():
-                _fill(cache, ids[size], make_noise(int(size)))
-            pipe.send(_describe(store, caches, ids))
-        unix: dict[str, RedisCache] = {}
-        while (job := pipe.recv()) is not None:
-            size = job["size"]
-            if job.get("unix") and not unix:
-                server = sf.RedisStore([job["unix"]], capacity_per_node="4GiB", timeout=PATIENT)
-                unix = {size: _attach(server, int(size), count) for size, count in given["records"].items()}
-            if job["what"] == "tier":
-                pipe.send(_tier(caches[size], ids[size], given["seconds"]))
-                continue
-            cache = (unix if job.get("unix") else caches)[size]
-            _check(cache, ids[size][: job["batch"]], make_noise(int(size)))
-            pipe.send(time_reads(_reader(cache), ids[size].tolist(), job["batch"], given["seconds"]))
-        for cache in (*caches.values(), *unix.values()):
-            cache.close()
-
-
-def _attach(store: sf.RedisStore, size: int, count: int) -> RedisCache:
-    """A data set of which each of two nodes owns `count` records."""
-    return store.attach(2 * count, fingerprint=Records(2 * count, size).fingerprint(), name=f"reads-{size}")
-
-
-def _fill(cache: Any, ids: Any, noise: Any) -> None:
-    """Store records and raise unless all were taken."""
-    for start in range(0, len(ids), 16):
-        some = ids[start : start + 16].tolist()
-        cache.put_many(some, [sample(noise, id) for id in some])
-        cache.flush()
-    _check(cache, ids, noise)
-
-
-def _check(cache: Any, ids: Any, noise: Any) -> None:
-    for start in range(0, len(ids), 64):
-        some = ids[start : start + 64].tolist()
-        for id, value in zip(some, cache.get_many(some), strict=True):
-            if value is MISS or value[1] != id or not same(value[0].numpy(), noise, id):
-                raise AssertionError(f"record {id} is missing, or another one")
-
-
-def _describe(store: sf.RedisStore, caches: dict[str, RedisCache], ids: Json) -> Json:
-    """The server of this node and its keys, as redis-py needs them."""
-    assert store._server is not None
-    address = store._server.address()
-    assert address is not None
-    with address.client(PATIENT) as client:
-        keys = [key.decode() for key in client.scan_iter("stallfree:*", count=1000)]
-    records: Json = {}
-    for size in caches:
-        key = next(key for key in keys if key.startswith(f"stallfree:reads-{size}-"))
-        records[size] = {
-            "prefix": key[: key.rindex(":") + 1],
-            "ids": ids[size].tolist(),
-            "length": record_size(*encode(sample(make_noise(int(size)), 0))),
-        }
-    tcp = {"host": address.host, "port": address.port, "password": address.password}
-    socket = str(store._server.folder / "socket")
-    return {"tcp": tcp, "unix": {"path": socket, "password": address.password}, "records": records}
-
-
-def _reader(cache: RedisCache) -> Callable[[list[int]], Any]:
-    def read(ids: list[int]) -> list[Any]:
-        values = cache.get_many(ids)
-        if any(value is MISS for value in values):
-            raise AssertionError("a record is missing")
-        return values
-
-    return read
-
-
-# -- the memory tier --------------------------------------------------------------------------------------------------
-
-
-def _tier(servers: RedisCache, ids: Any, seconds: float) -> Json:
-    """Samples/s of batches out of memory: of a tier over servers, and of a plain cache, in turns."""
-    noise, batch = make_noise(TIER), 64
-    options: Json = {
-        "capacity": room_for(len(ids), Records(servers.num_ids, TIER)),
-        "fingerprint": servers.fingerprint,
-        "example": sample(noise, 0),
-    }
-    with SampleCache(servers.num_ids, name="plain", **options) as plain:
-        tiered = TieredCache(SampleCache(servers.num_ids, name="tier", **options), servers)
-        _check(tiered, ids, noise)  # what is read from the servers moves up
-        for start in range(0, len(ids), 64):
-            some = ids[start : start + 64].tolist()
-            plain.put_many(some, [sample(noise, id) for id in some])
-        if not (tiered.resident(ids).all() and plain.resident(ids).all()):
-            raise AssertionError("not all records are in memory")
-        gathers = [_gatherer(cache, batch) for cache in (tiered, plain)]
-        found = {
-            "gather": _in_turns(*gathers, ids, batch, seconds),
-            "get_many": _in_turns(tiered.get_many, plain.get_many, ids, batch, seconds),
-        }
-        _check(tiered, ids[:batch], noise)
-        tiered.upper.close()
-    return found
-
-
-def _gatherer(cache: Any, batch: int) -> Callable[[Any], Any]:
-    standing = [np.zeros((batch, size), np.uint8) for size in cache.structure.nbytes]
-    aim = cache.aim(standing)
-
-    def gather(ids: Any) -> Any:
-        if not cache.gather(ids, aim).all():
-            raise AssertionError("a record is missing")
-        return standing
-
-    return gather
-
-
-def _in_turns(one: Callable[[Any], Any], other: Callable[[Any], Any], ids: Any, batch: int, seconds: float) -> Json:
-    """Median samples/s of both, which begin in turns."""
-    rng, times = np.random.default_rng(0), ([], [])  # type: tuple[Any, tuple[list[float], list[float]]]
-    end = time.perf_counter() + seconds
-    turn = 0
-    while time.perf_counter() < end or turn < 10:
-        some = rng.permutation(ids)[:batch]
-        for which in (0, 1) if turn % 2 else (1, 0):
-            begun = time.perf_counter()
-            (one, other)[which](some)
-            times[which].append(time.perf_counter() - begun)
-        turn += 1
-    skip = turn // 10
-    return {name: batch / float(np.median(each[skip:])) for name, each in zip(("tier", "plain"), times, strict=True)}
-
-
-# -- all in turns -----------------------------------------------------------------------------------------------------
-
-
-class Readers:
-    """What reads from the server of node 1.
+class Data:
+    """The records of one size in the server.
 
     Args:
-        nodes: the processes.
-        pipes: to them.
-        given: as the contender got it.
+        store: on the server.
+        size: bytes of a record.
+        count: number of records.
     """
 
-    def __init__(self, nodes: Nodes, pipes: Any, given: Json) -> None:
-        self._nodes, self._pipes = nodes, [ours for ours, _ in pipes]
-        self._common = self._receive(PROCESSES)
-        self._seconds = given["seconds"]
-        self.versions: dict[str, str] = {}
+    def __init__(self, store: sf.RedisStore, size: int, count: int) -> None:
+        self.tier: RedisTier = store.attach(count, fingerprint=f"records of {size}", name=f"reads-{size}")
+        self.ids, noise = np.arange(count), make_noise(size)
+        for id in range(count):
+            record = as_record((torch.from_numpy(make_record(noise, id)), id))
+            if not self.tier.put_many(self.ids[id : id + 1], [record]).all():
+                raise AssertionError(f"record {id} was not stored")
+        self.records = {"prefix": self.tier._prefix.decode(), "ids": self.ids.tolist(), "length": len(record)}
+        for id in range(count):
+            ((value, label),) = self.tier.get_many(self.ids[id : id + 1])
+            if label != id or not same(value.numpy(), noise, id):
+                raise AssertionError(f"record {id} is another one")
 
-    def _receive(self, number: int) -> Any:
-        deadline = time.monotonic() + _JOB_SECONDS
-        while not self._pipes[number].poll(1.0):
-            if not self._nodes.all_alive or time.monotonic() > deadline:
-                raise AssertionError(f"process {number} does not answer")
-        return self._pipes[number].recv()
+    def rate(self, batch: int, seconds: float) -> float:
+        """Samples/s of batches."""
 
-    def tier(self) -> Json:
-        """See `_tier`."""
-        self._pipes[0].send({"what": "tier", "size": str(TIER)})
-        found: Json = self._receive(0)
-        return found
+        def read(ids: list[int]) -> list[Any]:
+            values = self.tier.get_many(np.array(ids))
+            if any(value is MISS for value in values):
+                raise AssertionError("a record is missing")
+            return values
 
-    def ours(self, run: Json) -> float:
-        """Samples/s of `RedisCache.get_many`, all processes together."""
-        job = {"what": "read", **run, "unix": self._common["unix"] if run.get("unix") else None}
-        for number in range(run["processes"]):
-            self._pipes[number].send(job)
-        return sum(self._receive(number) for number in range(run["processes"]))
-
-    def peer(self, run: Json, *, passes: int = 0) -> Any:
-        """Samples/s of redis-py; with `passes`, of each of its settings."""
-        seconds = min(0.3, self._seconds) if passes else self._seconds
-        params = {**self._common, "seconds": seconds, "runs": [run], "passes": passes}
-        result = run_child(PEER, params, scratch=Path("/nonexistent"), python=venvs.python_of("redis"))
-        self.versions |= result["versions"]
-        return result["found"][0]
-
-
-def measure(readers: Readers, given: Json) -> Json:
-    """What is tried, and all rounds."""
-    peer = given["peer"]
-    runs = [
-        {"size": size, "batch": batch, "processes": processes}
-        for size in given["records"]
-        for batch in given["batches"]
-        for processes in (1, PROCESSES)
-    ]
-    tried: Json = {}
-    for run in runs if peer else ():
-        passes = given["passes"] if run["processes"] == 1 else 1
-        for way in ("checked", "bare"):
-            tried[_name(run, way)] = readers.peer(run | {"way": way}, passes=passes)
-        if run["processes"] == 1:
-            tried[_name(run, "unix")] = readers.peer(run | {"way": "bare", "unix": True}, passes=given["passes"])
-    best = {name: max(rates, key=lambda setting: rates[setting]) for name, rates in tried.items()}
-    rounds = []
-    for number in range(given["rounds"]):
-        found: Json = {"tier": readers.tier()} if str(TIER) in given["records"] else {}
-        for run in runs:
-            calls: dict[str, Callable[[], float]] = {"ours": lambda run=run: readers.ours(run)}  # type: ignore[misc]
-            for way in ("checked", "bare") if peer else ():
-                setting = best[_name(run, way)]
-                calls[way] = lambda run=run, way=way, setting=setting: readers.peer(  # type: ignore[misc]
-                    run | {"way": way, "setting": setting}
-                )
-            if run["processes"] == 1:
-                calls["ours unix"] = lambda run=run: readers.ours(run | {"unix": True})  # type: ignore[misc]
-                if peer:
-                    setting = best[_name(run, "unix")]
-                    calls["bare unix"] = lambda run=run, setting=setting: readers.peer(  # type: ignore[misc]
-                        run | {"way": "bare", "unix": True, "setting": setting}
-                    )
-            names = list(calls)
-            names = names[number % len(names) :] + names[: number % len(names)]
-            found |= {_name(run, name): calls[name]() for name in names}
-        rounds.append(found)
-    return {"rounds": rounds, "tried": tried, "best": best}
-
-
-def _name(run: Json, way: str) -> str:
-    return f"{run['size']} x {run['batch']} x {run['processes']} {way}"
+        return time_reads(read, self.ids.tolist(), batch, seconds)
 
 
 def main() -> None:
     given = read_task()
     torch.set_num_threads(1)
-    context = get_context("fork")
-    pipes = [context.Pipe() for _ in range(2 * PROCESSES)]
-    with Nodes(2, as_process, given, pipes, ranks=PROCESSES) as nodes:
-        try:
-            readers = Readers(nodes, pipes, given)
-            found = measure(readers, given)
-        finally:
-            for ours, _ in pipes:
-                ours.send(None)
-            nodes.results()
-    print_found(found, **readers.versions)
+    versions: dict[str, str] = {}
+    with running_server() as address, sf.RedisStore([address], timeout=PATIENT) as store:
+        data = {size: Data(store, int(size), count) for size, count in given["records"].items()}
+        common = {"tcp": address, "records": {size: one.records for size, one in data.items()}}
+
+        def peer(run: Json, passes: int, seconds: float) -> Any:
+            """Samples/s of redis-py; with `passes`, of each of its settings."""
+            params = {**common, "seconds": seconds, "runs": [run], "passes": passes}
+            result = run_child(PEER, params, scratch=Path("/nonexistent"), python=venvs.python_of("redis"))
+            versions.update(result["versions"])
+            return result["found"][0]
+
+        cells = [(size, batch) for size in data for batch in given["batches"]]
+        ways = ("checked", "bare") if given["peer"] else ()
+        runs = {(*cell, way): {"size": cell[0], "batch": cell[1], "way": way} for cell in cells for way in ways}
+        tried = {cell: peer(run, given["passes"], min(0.3, given["seconds"])) for cell, run in runs.items()}
+        best = {cell: max(rates, key=rates.__getitem__) for cell, rates in tried.items()}
+        rounds = []
+        for number in range(given["rounds"]):
+            found: Json = {}
+            for size, batch in cells:
+                turns = ["ours", *ways]
+                for way in turns[number % len(turns) :] + turns[: number % len(turns)]:
+                    name = f"{size} x {batch} {way}"
+                    if way == "ours":
+                        found[name] = data[size].rate(batch, given["seconds"])
+                    else:
+                        run = {**runs[size, batch, way], "setting": best[size, batch, way]}
+                        found[name] = peer(run, 0, given["seconds"])
+            rounds.append(found)
+    settings = {f"{size} x {batch} {way}": setting for (size, batch, way), setting in best.items()}
+    print_found({"rounds": rounds, "best": settings}, **versions)
 
 
 if __name__ == "__main__":

@@ -47,8 +47,9 @@ def run(given: dict[str, Any], records: Records, source: Any, disk: Path) -> dic
             seconds, reads = [], []
             for epoch in range(2):
                 if epoch and given["who"] == "tiers":
-                    cached.cache.stack.settle(np.arange(count))  # what is on its way to the disk is written
-                    put_out_of_memory(cached.cache.lower[0].records.path / "data")
+                    tier = cached.cache.tier
+                    tier.drain(np.arange(count))  # what the workers are still writing to the disk
+                    put_out_of_memory(tier.tier.records.path / "data")
                 before = source.requests
                 start = time.perf_counter()
                 ids = [ids for _, ids in loader]
@@ -61,7 +62,7 @@ def run(given: dict[str, Any], records: Records, source: Any, disk: Path) -> dic
         "rates": [count / seconds[1]],
         "seconds": seconds,
         "reads": reads,
-        "disk_hits": getattr(stats, "lower_hits", 0),
+        "disk_hits": stats.tier_hits,
         "in_memory": stats.resident_items,
     }
 

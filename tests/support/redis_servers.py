@@ -19,7 +19,6 @@ import psutil
 import pytest
 import redis
 
-from stallfree.cache.redis.addresses import Address
 from stallfree.cache.redis.launch import PROGRAMS, find_server
 
 PATIENCE = 60.0  # seconds until something that should come counts as never coming
@@ -54,16 +53,6 @@ class Server:
         self.port = 0
         self.process: subprocess.Popen[bytes] | None = None
         self.start()
-
-    @property
-    def address(self) -> Address:
-        """By the Unix socket."""
-        return Address(path=self.path)
-
-    @property
-    def tcp(self) -> Address:
-        """By TCP."""
-        return Address(host="127.0.0.1", port=self.port)
 
     @property
     def host(self) -> dict[str, Any]:
@@ -168,48 +157,10 @@ class Cluster:
         told = self.said(server, "CLUSTER", "INFO").split()
         return b"cluster_state:ok" in told and b"cluster_known_nodes:%d" % len(self.servers) in told
 
-    def add_replica(self, master: Server) -> Server:
-        """A further node, which holds what `master` does."""
-        replica = self._start()
-        self._join()
-        until(lambda: self.id_of(master) in str(self.said(replica, "CLUSTER", "NODES")), "the replica knows its master")
-        self.said(replica, "CLUSTER", "REPLICATE", self.id_of(master))
-        until(lambda: self.said(replica, "INFO")["master_link_status"] == "up", "the replica has it all")
-        return replica
-
-    def begin_move(self, slot: int) -> tuple[Server, Server]:
-        """Begin to give a slot to another master: the one that has it, and the one that gets it."""
-        source = next(server for server in self.servers if self._master(server, slot) == server.port)
-        target = next(server for server in self.servers if server is not source)
-        self.said(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
-        self.said(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))
-        return source, target
-
-    def move_keys(self, slot: int, source: Server, target: Server) -> None:
-        """Move what lies in a slot."""
-        if keys := self.said(source, "CLUSTER", "GETKEYSINSLOT", slot, 1 << 20):
-            self.said(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 60000, "KEYS", *keys)
-
-    def end_move(self, slot: int, source: Server, target: Server) -> None:
-        """End it, and wait until all masters know."""
-        self.move_keys(slot, source, target)
-        for server in (target, source):
-            self.said(server, "CLUSTER", "SETSLOT", slot, "NODE", self.id_of(target))
-        until(lambda: all(self._master(server, slot) == target.port for server in self.servers), "all know of the move")
-
-    def _master(self, server: Server, slot: int) -> int | None:
-        """The port of the master of a slot, as a node says."""
-        ranges = self.said(server, "CLUSTER", "SLOTS")
-        return next((int(master[1]) for first, last, master, *_ in ranges if first <= slot <= last), None)
-
     def said(self, server: Server, *command: Any) -> Any:
         """What a node answers to a command."""
         with redis.Redis.from_url(f"unix://{server.path}") as client:
             return client.execute_command(*command)
-
-    def id_of(self, server: Server) -> str:
-        """By which the other nodes know it."""
-        return str(self.said(server, "CLUSTER", "MYID").decode())
 
     def close(self) -> None:
         """End all of them."""
@@ -248,11 +199,6 @@ class FakeServer:
     def host(self) -> dict[str, Any]:
         """As users give it."""
         return {"host": "127.0.0.1", "port": self._listener.getsockname()[1]}
-
-    @property
-    def tcp(self) -> Address:
-        """Its address."""
-        return Address(host="127.0.0.1", port=self._listener.getsockname()[1])
 
     def _listen(self) -> None:
         while True:

@@ -254,6 +254,8 @@ class CachedDataset(Dataset[SampleT_co]):
         if not 0 <= parse_whole(epoch, "epoch") <= _MOST_EPOCHS:
             raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
         self._epochs.array[0] = epoch + 1
+        if self.cache.tier is not None:
+            self.cache.tier.begin_epoch()
 
     def epoch_source(self, setup: SourceSetup) -> EpochSource:
         """The source of a loader's epochs.

@@ -264,6 +264,9 @@ class SharedLoader(Generic[BatchT_co]):
         active = self._active_pass
         if active is not None:
             active.continue_alone()
+        cache = self._context.options.reader.cache
+        if cache is not None and cache.tier is not None:
+            cache.tier.begin_epoch()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed

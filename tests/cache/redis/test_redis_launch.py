@@ -15,6 +15,7 @@ import psutil
 import pytest
 import redis
 
+import stallfree as sf
 from children import Child
 from redis_servers import needs_server, until
 from redis_tiers import ALL, PATIENT, held, put, tier_of
@@ -138,6 +139,20 @@ def test_a_server_that_has_died_is_replaced_when_an_epoch_begins() -> None:
         assert put(tier, ALL[:3]).all()
         assert held(tier) == [0, 1, 2]
         assert worker.wait() == 0, "a worker that is older than the server finds it"
+
+
+@needs_server
+@pytest.mark.parametrize("how", ["DataLoader", "SharedLoader", "set_epoch"])
+def test_every_way_to_begin_an_epoch_replaces_it(how: str) -> None:
+    with open_store() as store, sf.CachedDataset(range(50), capacity=0, store=store, name="rows") as cached:
+        kill(server_of())
+        if how == "set_epoch":
+            cached.set_epoch(1)
+        else:
+            options = {"group": "rows"} if how == "SharedLoader" else {}
+            with getattr(sf, how)(cached, batch_size=10, **options) as loader:
+                assert sorted(int(id) for batch in loader for id in batch) == list(range(50))
+        assert server_of().is_running()
 
 
 @needs_server

@@ -71,7 +71,12 @@ FORK = {"multiprocessing_context": "fork"}
     [
         ("stallfree", 0, {}),
         ("stallfree", "8MiB", {"num_workers": 1, "persistent_workers": True, **FORK}),
-        pytest.param("stallfree", 0, {"num_workers": 1, "multiprocessing_context": "spawn"}, marks=pytest.mark.slow),
+        pytest.param(
+            "stallfree",
+            0,
+            {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
+            marks=pytest.mark.slow,
+        ),
         pytest.param("torch", 0, {"num_workers": 1, **FORK}, marks=pytest.mark.slow),
     ],
 )

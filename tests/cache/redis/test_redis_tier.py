@@ -207,19 +207,6 @@ def test_a_lost_server_costs_its_hits_until_it_is_back(how: str, tmp_path: Path,
         until(lambda: put(tier, ALL).all() and held(tier) == ALL.tolist(), "hits return")
 
 
-def test_a_changed_password_costs_hits(pair: list[Server]) -> None:
-    with given(pair[0]) as store:
-        tier = tier_of(store)
-        put(tier, ALL)
-        with admin(pair[0]) as client:
-            client.config_set("requirepass", "new")
-            client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            assert held(tier) == []
-            assert not put(tier, ALL).any()
-            client.config_set("requirepass", "")
-        until(lambda: held(tier) == ALL.tolist(), "hits return")
-
-
 NONSENSE = {
     "garbage": b"\x00\xff garbage\r\n",
     "a number": b":7\r\n",
