@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import redis
 import torch
-from stallfree.stores.partitioning import owners
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DistributedSampler
 

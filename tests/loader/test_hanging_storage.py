@@ -88,7 +88,7 @@ def test_close_waits_no_longer_than_some_seconds(
 PROGRAM = """
 import threading, stallfree as sf
 from stallfree.ipc import fetch_threads
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 class Hanging(BaseSource):
     pipeline = sf.Compose([])
