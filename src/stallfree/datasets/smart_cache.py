@@ -137,7 +137,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         name: str | None = None,
         multiprocessing_context: str | BaseContext | None = None,
     ) -> None:
-        need_linux("SmartCacheDataset", "use CachedDataset")
+        need_linux("SmartCacheDataset", "use DataLoader")
         _check(cache_num, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
         if replace_rate:
