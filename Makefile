@@ -1,4 +1,4 @@
-# The everyday commands of stallfree. `make demo` and `make test` work from nothing: python3 >= 3.10 and make are enough.
+# The everyday commands of stallfree. `make demo` and `make test` work from nothing: python3 >= 3.11 and make are enough.
 #
 #   make demo | test | test-slow | test-browser | bench | check | docs | clean
 #   ARGS="..."   passes arguments on:        make demo ARGS="--epochs 2"    make test ARGS="tests/cache -x"
@@ -15,7 +15,7 @@ SHELL := /bin/bash
 VENV ?= .venv
 ARGS ?=
 PYTHON ?=
-CANDIDATES := python3.13 python3.12 python3.11 python3.10 python3
+CANDIDATES := python3.13 python3.12 python3.11 python3
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt
 DECLARED := pyproject.toml constraints.txt hatch_build.py src/stallfree/vision/_native.c src/stallfree/vision/_entropy.h
@@ -26,7 +26,7 @@ help:
 # An interpreter is taken only if it runs, is new enough and can make environments: a name on the PATH may be a shim that
 # leads nowhere, and some systems ship python3 without venv.
 $(VENV)/.made:
-	@probe='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 10))'; \
+	@probe='import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))'; \
 	for python in $(or $(PYTHON),$(CANDIDATES)); do \
 	  if "$$python" -c "$$probe" </dev/null >/dev/null 2>&1; then \
 	    echo "making $(VENV) with $$("$$python" --version)"; \
@@ -35,7 +35,7 @@ $(VENV)/.made:
 	    exit 0; \
 	  fi; \
 	done; \
-	echo "no usable Python: need 3.10 or newer with venv (tried: $(or $(PYTHON),$(CANDIDATES)))." >&2; \
+	echo "no usable Python: need 3.11 or newer with venv (tried: $(or $(PYTHON),$(CANDIDATES)))." >&2; \
 	echo "On Debian and Ubuntu: apt install python3-venv. Or name one: make PYTHON=/path/to/python3" >&2; \
 	exit 1
 

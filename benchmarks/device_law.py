@@ -30,8 +30,9 @@ from benchmarks.harness import (
     run_child,
     scratch_folder,
 )
-from stallfree.device import DevicePrefetcher, prefetcher
+from stallfree.device import prefetcher
 from stallfree.device.backend import Cuda
+from stallfree.device.prefetcher import DevicePrefetcher
 
 NAME = "device_law"
 QUESTION = (

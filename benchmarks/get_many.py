@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, scratch_folder
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 
 NAME = "get_many"
 QUESTION = "256 small records in one call of `get_many`: what does a record cost beyond the copy of its bytes?"

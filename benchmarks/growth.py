@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, say, scratch_folder
-from stallfree.cache import SampleCache
 from stallfree.cache.capacity import free_memory
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.space import Space
 
 NAME = "growth"

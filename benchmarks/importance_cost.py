@@ -14,7 +14,7 @@ import torch
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, scratch_folder
 from stallfree import ImportanceSampler
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 
 NAME = "importance_cost"
 QUESTION = "How long does it take to draw a plan of 1.28 million ids, and what does a step of 256 samples pay for it?"

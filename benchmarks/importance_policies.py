@@ -18,7 +18,7 @@ import numpy.typing as npt
 from stallfree import ImportanceSampler
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
-from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.plan import make_plan
 from stallfree.sampling.plans.probabilities import generator, ranks
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sampling.plans.sampling_plans import Draw

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, run_child, scratch_folder
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 
 NAME = "lru_formula"
 QUESTION = (

@@ -39,7 +39,7 @@ from stallfree.cache.redis.launch import find_server
 from stallfree.cache.redis.servers import read_records
 from stallfree.ipc.folders import default_root
 from stallfree.pipeline.codec import encode, record_size, write_record
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 Json = dict[str, Any]
 

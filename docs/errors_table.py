@@ -19,7 +19,7 @@ TOPICS = {
         argument-value argument-conflict unit-format not-picklable object-closed package-missing needs-linux
         state-format state-mismatch release-mismatch file-unreadable file-unwritable""",
     "Data set and pipeline": """
-        dataset-type dataset-empty dataset-changed dataset-random iterable-unsupported sample-failed value-unstorable
+        dataset-type dataset-empty dataset-changed dataset-random iterable-unsupported value-unstorable
         transform-input image-unreadable image-folder tar-unreadable tar-samples cut-attribute cut-refused cut-random
         reads-nothing no-fingerprint""",
     "Cache": """
@@ -45,7 +45,7 @@ INTRODUCTION = """\
 
 The last line of a message is the address of one of these pages, which says what the message means and what to do.
 `error.page` is the name of the page. The classes are in [the reference](../reference/errors.md). An error of your own
-code in a data set, a transform or a `collate_fn` is the cause of the error that is raised, or is raised as it is.
+code in a data set, a transform or a `collate_fn` is raised as it is, with a note that names the sample.
 """
 
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 import stallfree as sf
-from stallfree.cache import MISS, decode
+from stallfree.cache.records import MISS
+from stallfree.cache.tier import decode
 
 
 class CompressedFiles:

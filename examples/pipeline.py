@@ -6,7 +6,10 @@ import random
 
 import numpy as np
 
-from stallfree.pipeline import Compose, OnItem, Randomness, fingerprint, mark_deterministic, split
+from stallfree.pipeline.classify.determinism import mark_deterministic, split
+from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.randomness import Randomness
 
 
 @mark_deterministic

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 import stallfree as sf
-from stallfree.sources import TarDataset
+from stallfree.sources.tar import TarDataset
 
 
 def write_shards(folder: Path) -> None:

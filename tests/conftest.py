@@ -84,9 +84,11 @@ def store_root() -> Iterator[Path]:
     """The folder in which the caches of this test session live, instead of the user's own."""
     parent = SHARED_MEMORY if os.access(SHARED_MEMORY, os.W_OK) else None
     root = Path(tempfile.mkdtemp(prefix="stallfree-test-", dir=parent))
+    below = root / f"stallfree-{os.getuid()}"
+    below.mkdir(mode=0o700)
     before = os.environ.get("STALLFREE_ROOT")
     os.environ["STALLFREE_ROOT"] = str(root)
-    yield root
+    yield below
     if before is None:
         del os.environ["STALLFREE_ROOT"]
     else:

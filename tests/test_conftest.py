@@ -23,10 +23,10 @@ def test_descriptor(tmp_path):
     kept.append(open(tmp_path / "left open", "w"))
 
 def test_file():
-    (pathlib.Path(os.environ["STALLFREE_ROOT"]) / "cache").mkdir()
+    (pathlib.Path(os.environ["STALLFREE_ROOT"]) / f"stallfree-{os.getuid()}" / "cache").mkdir()
 
 def test_mapping():
-    path = pathlib.Path(os.environ["STALLFREE_ROOT"]) / "segment"
+    path = pathlib.Path(os.environ["STALLFREE_ROOT"]) / f"stallfree-{os.getuid()}" / "segment"
     path.write_bytes(bytes(4096))
     descriptor = os.open(path, os.O_RDWR)
     kept.append(mmap.mmap(descriptor, 4096))
@@ -58,4 +58,4 @@ def test_each_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
 def test_the_store_is_the_tests_own() -> None:
     root = Path(os.environ["STALLFREE_ROOT"])
     assert root.name.startswith("stallfree-test-")
-    assert not list(root.iterdir())
+    assert not list((root / f"stallfree-{os.getuid()}").iterdir())

@@ -103,7 +103,6 @@ WRONG: list[tuple[Callable[..., object], str, tuple[Any, ...]]] = [
     (loaded, "seed", ("1", 1.5, math.nan, True, [])),
     (loaded, "prefetch_factor", (0, -1, 1.5, "2", True)),
     (loaded, "on_error", (None, "ignore", 1)),
-    (loaded, "output", (None, "jax", 1)),
     (cached, "store", ("redis://localhost:6379", "rediss://cache:6379/0", Path("redis://a"), "localhost:6379")),
     (tiered, "folder", (None, "", 5, [], b"/tmp", "a\0b", "redis://localhost:6379")),
     (tiered, "capacity", (None, "much", -1, 1.5, True)),
@@ -230,12 +229,3 @@ def test_a_store_that_is_a_file(place: str, tmp_path: Path) -> None:
         cached(store=taken if place == "file" else taken / "below")
     assert taken.read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["taken"]
-
-
-def test_the_size_that_is_named_is_enough_for_a_window() -> None:
-    with pytest.raises(sf.CapacityError, match=r"holds no window: .*: give \d+ bytes or more") as caught:
-        windowed(data=Data(4, 1_000_000), cache_num=None, capacity="9MB")
-    named = re.search(r"give (\d+) bytes", str(caught.value))
-    assert named
-    with windowed(data=Data(4, 1_000_000), cache_num=None, capacity=int(named[1])) as data:
-        assert data.cache_num >= 1

@@ -8,16 +8,14 @@ import pickle
 import pytest
 
 import stallfree.errors as errors
-from stallfree.errors import DOCUMENTATION, SampleError, StallfreeError, WorkerError, missing_extra, text_of
+from stallfree.errors import DOCUMENTATION, StallfreeError, WorkerError, missing_extra, text_of
 
 ALL: list[type[StallfreeError]] = [
-    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, Warning)
 ]
-PLAIN = [kind for kind in ALL if kind not in (SampleError, WorkerError)]
-
-
-def sample_error() -> SampleError:
-    return SampleError("sample 7 is no picture: /data/a.jpg", id=7, where="/data/a.jpg")
+PLAIN = [kind for kind in ALL if kind is not WorkerError]
 
 
 def test_every_error_is_a_stallfree_error() -> None:
@@ -28,7 +26,9 @@ def test_every_error_is_a_stallfree_error() -> None:
 @pytest.mark.parametrize(
     ("name", "builtin"),
     [
+        ("IdError", IndexError),
         ("InputError", ValueError),
+        ("BatchError", RuntimeError),
         ("CapacityError", ValueError),
         ("FingerprintError", ValueError),
         ("StorageError", OSError),
@@ -66,13 +66,6 @@ def test_the_text_ends_with_the_address_of_the_page(kind: type[StallfreeError]) 
 
 
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
-def test_sample_error_survives_pickle(protocol: int) -> None:
-    back = pickle.loads(pickle.dumps(sample_error(), protocol))
-    assert type(back) is SampleError
-    assert (str(back), back.id, back.where) == (str(sample_error()), 7, "/data/a.jpg")
-
-
-@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_worker_error_survives_pickle(protocol: int) -> None:
     back = pickle.loads(pickle.dumps(WorkerError("3 workers died", ids=[3, 1, 2]), protocol))
     assert type(back) is WorkerError
@@ -80,13 +73,7 @@ def test_worker_error_survives_pickle(protocol: int) -> None:
 
 
 def test_errors_can_be_copied() -> None:
-    assert copy.copy(sample_error()).id == 7
     assert copy.deepcopy(WorkerError("died", ids=[1])).ids == [1]
-
-
-def test_sample_error_without_a_place() -> None:
-    error = SampleError("broken", id=0)
-    assert (error.id, error.where, text_of(error)) == (0, "", "broken")
 
 
 def test_missing_extra_names_the_command() -> None:

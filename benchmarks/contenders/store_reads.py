@@ -13,8 +13,8 @@ from benchmarks.harness import run_child
 from benchmarks.peers import venvs
 from benchmarks.store_records import make_noise, make_record, same, time_reads
 from benchmarks.store_team import PATIENT, Json, as_record, print_found, read_task, running_server
-from stallfree.cache import MISS
-from stallfree.cache.redis import RedisTier
+from stallfree.cache.records import MISS
+from stallfree.cache.redis.tier import RedisTier
 
 PEER = "benchmarks.peers.redis_py_bench"
 

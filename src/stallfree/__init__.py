@@ -5,16 +5,18 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from stallfree.errors import (
+    BatchError,
     CapacityError,
     CodecError,
     FingerprintError,
+    IdError,
     InputError,
     MissingExtraError,
     MissingServerError,
     PlatformError,
     ProducerError,
-    SampleError,
     StallfreeError,
+    StallfreeWarning,
     StorageError,
     WaitError,
     WorkerError,
@@ -22,36 +24,65 @@ from stallfree.errors import (
 
 if TYPE_CHECKING:
     from stallfree import clara, testing, vision
-    from stallfree.analysis import Prediction, Replay, Report, analyze
-    from stallfree.analysis.replay import replay
+    from stallfree.analysis.analyzer import analyze
+    from stallfree.analysis.prediction import Prediction
+    from stallfree.analysis.replay import Replay, replay
+    from stallfree.analysis.report import Report
     from stallfree.cache.disk_tier import DiskTier
-    from stallfree.cache.redis import RedisStore
-    from stallfree.datasets import CachedDataset, CacheLoader, LocalSampler, SmartCacheDataset
-    from stallfree.device import DevicePrefetcher, ProcessPrefetcher
-    from stallfree.loader import Batch, DataLoader, measure_benefit
-    from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
-    from stallfree.pipeline import Compose, OnItem, Split, StallfreeWarning, mark_deterministic, mark_random, split
-    from stallfree.sampling.plans import BySamples, ImportanceSampler
-    from stallfree.shared import SharedLoader
-    from stallfree.sources import DecodeImage, FileDataset, ImageFolder, TarDataset, cut
+    from stallfree.cache.redis.store import RedisStore
+    from stallfree.datasets.cache_loader import CacheLoader
+    from stallfree.datasets.cached_dataset import CachedDataset
+    from stallfree.datasets.local_sampler import LocalSampler
+    from stallfree.datasets.smart_cache import SmartCacheDataset
+    from stallfree.device.prefetcher import DevicePrefetcher
+    from stallfree.device.process import ProcessPrefetcher
+    from stallfree.loader.benefit import measure_benefit
+    from stallfree.loader.dataloader import DataLoader
+    from stallfree.loader.output import Batch
+    from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
+    from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
+    from stallfree.pipeline.compose import Compose, OnItem
+    from stallfree.sampling.plans.importance import ImportanceSampler
+    from stallfree.sampling.plans.schedule import BySamples
+    from stallfree.shared.shared_loader import SharedLoader
+    from stallfree.sources.cutting.cut import cut
+    from stallfree.sources.decode import DecodeImage
+    from stallfree.sources.files import FileDataset
+    from stallfree.sources.image_folder import ImageFolder
+    from stallfree.sources.tar import TarDataset
     from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
-    from stallfree.vision import DecodeRandomResizedCrop
+    from stallfree.vision.crops import DecodeRandomResizedCrop
     from stallfree.workers.ray_workers import RayWorkers
 
 _PLACES = {
-    "analysis": "Prediction Replay Report analyze replay",
-    "device": "DevicePrefetcher ProcessPrefetcher",
-    "datasets": "CachedDataset CacheLoader LocalSampler SmartCacheDataset",
-    "loader": "Batch DataLoader measure_benefit",
-    "observe": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
-    "pipeline": "Compose OnItem Split StallfreeWarning mark_deterministic mark_random split",
-    "sampling.plans": "BySamples ImportanceSampler",
-    "shared": "SharedLoader",
-    "sources": "DecodeImage FileDataset ImageFolder TarDataset cut",
-    "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
+    "analysis.analyzer": "analyze",
+    "analysis.prediction": "Prediction",
+    "analysis.replay": "Replay replay",
+    "analysis.report": "Report",
     "cache.disk_tier": "DiskTier",
-    "cache.redis": "RedisStore",
-    "vision": "DecodeRandomResizedCrop",
+    "cache.redis.store": "RedisStore",
+    "datasets.cache_loader": "CacheLoader",
+    "datasets.cached_dataset": "CachedDataset",
+    "datasets.local_sampler": "LocalSampler",
+    "datasets.smart_cache": "SmartCacheDataset",
+    "device.prefetcher": "DevicePrefetcher",
+    "device.process": "ProcessPrefetcher",
+    "loader.benefit": "measure_benefit",
+    "loader.dataloader": "DataLoader",
+    "loader.output": "Batch",
+    "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
+    "pipeline.classify.determinism": "Split mark_deterministic mark_random split",
+    "pipeline.compose": "Compose OnItem",
+    "sampling.plans.importance": "ImportanceSampler",
+    "sampling.plans.schedule": "BySamples",
+    "shared.shared_loader": "SharedLoader",
+    "sources.cutting.cut": "cut",
+    "sources.decode": "DecodeImage",
+    "sources.files": "FileDataset",
+    "sources.image_folder": "ImageFolder",
+    "sources.tar": "TarDataset",
+    "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
+    "vision.crops": "DecodeRandomResizedCrop",
     "workers.ray_workers": "RayWorkers",
 }
 """Where the public names are that come with their first use: all of them together take half a second to import."""
@@ -68,9 +99,9 @@ __all__ += ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "Tenso
 __all__ += ["Compose", "OnItem", "Split", "StallfreeWarning", "mark_deterministic", "mark_random", "split"]
 __all__ += ["DecodeImage", "DecodeRandomResizedCrop", "FileDataset", "ImageFolder", "TarDataset", "cut"]
 __all__ += ["CacheStats", "ImportanceStats", "LoaderStats", "SharedStats", "SmartCacheStats"]
-__all__ += ["CapacityError", "CodecError", "FingerprintError", "InputError", "MissingExtraError", "MissingServerError"]
-__all__ += ["PlatformError", "ProducerError", "SampleError", "StallfreeError", "StorageError"]
-__all__ += ["WaitError", "WorkerError"]
+__all__ += ["BatchError", "CapacityError", "CodecError", "FingerprintError", "IdError", "InputError"]
+__all__ += ["MissingExtraError", "MissingServerError", "PlatformError", "ProducerError", "StallfreeError"]
+__all__ += ["StorageError", "WaitError", "WorkerError"]
 
 
 if not TYPE_CHECKING:

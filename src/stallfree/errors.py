@@ -3,17 +3,20 @@
 StallfreeError
 ├── InputError (ValueError)            a value that the user gave cannot be used
 │   ├── CapacityError                  a size that is no size, negative, or more than the machine can give
+│   ├── IdError (IndexError)           an id that is outside of the data set
 │   └── FingerprintError               a cache of that name belongs to other data or to another user
 ├── StorageError (OSError)             the folder of a cache cannot be made, locked or read
 ├── CodecError (TypeError)             a value that cannot be stored without pickle
-├── SampleError                        one sample could not be fetched or prepared; `.id`, `.where`. It is also of the
-│                                      type that the data set raised, such as FileNotFoundError
+├── BatchError (RuntimeError)          an error of the user's code that cannot be raised here as it is
 ├── WorkerError                        worker processes died on the same batch; `.ids`
 ├── WaitError (TimeoutError)           a wait reached its limit; the message says for what. Also a RuntimeError
 ├── MissingServerError (OSError)       no server for a store is installed, or it cannot be started
 ├── PlatformError (NotImplementedError) this operating system lacks what is needed; the message says what to use
 ├── ProducerError                      the loading process of a `ProcessPrefetcher` ended
 └── MissingExtraError (ImportError)    an optional package is not installed; the message names the extra
+
+Errors of the user's code (data set, transform, `collate_fn`, `worker_init_fn`, sampler) are raised as they are, with a
+note that names the sample.
 
 Each kind of error has a page in `docs/errors`, whose address is the last line of its text. A kind is a class with its
 `page`, or one of the functions below the classes.
@@ -36,6 +39,18 @@ def text_of(error: object) -> str:
         return f"(its text cannot be made: {type(problem).__name__})"
 
 
+class StallfreeWarning(UserWarning):
+    """Warns of something that works, but not optimally; the message recommends an action.
+
+    Example:
+        ```python
+        import warnings
+
+        warnings.simplefilter("error", sf.StallfreeWarning)  # in tests: raise it
+        ```
+    """
+
+
 class StallfreeError(Exception):
     """The base of every error that stallfree raises on purpose.
 
@@ -55,7 +70,7 @@ class StallfreeError(Exception):
     page = ""
 
     def __init__(self, message: str = "", *, page: str = "") -> None:
-        Exception.__init__(self, message)  # not that of another base, which may take other arguments
+        super().__init__(message)
         self.page = page or self.page
 
     def __str__(self) -> str:
@@ -142,33 +157,41 @@ class CodecError(StallfreeError, TypeError):
     page = "record-malformed"
 
 
-class SampleError(StallfreeError):
-    """One sample could not be fetched or prepared.
+class IdError(InputError, IndexError):
+    """An id is outside of the data set, or a batch has none.
 
-    What the data set raised is `__cause__`. The error is of that type too, with its attributes: `except
-    FileNotFoundError` catches it, and `.errno` and `.filename` are there. Two exceptions: `StopIteration`, which would
-    end a loop, and types from which no class can be derived together with this one.
-
-    Attributes:
-        id: the sample's id (its index in the data set); -1 if another loader has passed on the text alone.
-        where: what is known about its place, for instance the path; may be empty.
+    It is also an `IndexError`, as that of a list.
 
     Example:
         ```python
-        loader = sf.DataLoader(sf.FileDataset(["missing.jpg"]))
+        cached = sf.CachedDataset(dataset, capacity="8MiB")
         try:
-            batches = list(loader)
-        except sf.SampleError as error:
-            print(error.id, error.where)
+            sample = cached[len(cached)]
+        except sf.IdError as error:
+            print(error)
         ```
     """
 
-    page = "sample-failed"
+    page = "cache-ids"
 
-    def __init__(self, message: str, *, id: int = -1, where: str = "") -> None:
-        super().__init__(message)
-        self.id = id
-        self.where = where
+
+class BatchError(StallfreeError, RuntimeError):
+    """The error of a data set, a transform or `collate_fn` cannot be raised here as it is.
+
+    It is a `StopIteration`, which would end the loop, or it comes from another process and has no pickle. The message
+    has its type and text. All other errors of the user's code are raised unchanged.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, num_workers=1)
+        try:
+            batches = list(loader)
+        except sf.BatchError as error:
+            print(error)
+        ```
+    """
+
+    page = "batch-failed"
 
 
 class WorkerError(StallfreeError, RuntimeError):
@@ -290,7 +313,6 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
 # -- kinds of errors that have a page of their own; the name is that of the page ---------------------------------------
 
 argument_conflict = partial(InputError, page="argument-conflict")
-batch_failed = partial(StallfreeError, page="batch-failed")
 batch_timeout = partial(WaitError, page="batch-timeout")
 cache_ids = partial(InputError, page="cache-ids")
 cache_not_found = partial(InputError, page="cache-not-found")
@@ -345,7 +367,7 @@ server_refused = partial(InputError, page="server-refused")
 server_unreachable = partial(StorageError, page="server-unreachable")
 state_format = partial(InputError, page="state-format")
 state_mismatch = partial(InputError, page="state-mismatch")
-stop_iteration = partial(StallfreeError, page="stop-iteration")
+stop_iteration = partial(BatchError, page="stop-iteration")
 storage_full = partial(StorageError, page="storage-full")
 tar_samples = partial(InputError, page="tar-samples")
 tar_unreadable = partial(InputError, page="tar-unreadable")

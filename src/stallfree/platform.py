@@ -1,7 +1,7 @@
 """Where operating systems differ.
 
 On Linux the processes of a host share memory, and everything works. Elsewhere (macOS, Windows) there is a portable
-fallback within one process: `DataLoader` prepares in the training process, and a cache in memory is that process's own.
+fallback within one process and without a cache: `DataLoader` prepares in the training process.
 What cannot be had there raises `PlatformError`, which names what to use in its place.
 """
 

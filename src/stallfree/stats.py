@@ -105,7 +105,7 @@ class LoaderStats:
         samples: samples in them. With an iterable data set, only batches, waits and workers are counted.
         hits: samples that came from a sample cache.
         misses: samples that were fetched.
-        storage_bytes: bytes that the fetches brought.
+        storage_bytes: bytes that the fetches brought; 0 where the training process itself indexes a data set.
         fetch_seconds: seconds that workers spent waiting for fetches.
         prep_seconds: seconds that workers spent preparing and collating.
         wait_seconds: seconds that the training loop waited in `next`.

@@ -11,10 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stallfree import InputError
-from stallfree.analysis import replay
-from stallfree.cache import MISS, SampleCache
+from stallfree.analysis.replay import replay
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.plan import make_plan
 
 SIZE = 64
 

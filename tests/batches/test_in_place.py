@@ -17,12 +17,11 @@ from PIL import Image
 import stallfree as sf
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache
-from stallfree.pipeline import OnItem
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.pipeline.codec import encode, read_record
-from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.compose import Compose, OnItem
 from stallfree.pipeline.in_place import empty, in_place, works_in_place
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 COUNT = 12
 SIDE = 24

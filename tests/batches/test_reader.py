@@ -6,6 +6,7 @@ import contextlib
 import pickle
 import random
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ import stallfree as sf
 from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
 from stallfree.batches.reader import Reader
 from stallfree.batches.sample_access import IO_THREADS
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.values import private
 
@@ -89,13 +90,13 @@ def test_what_a_batch_cost() -> None:
         assert (stats.storage_reads, stats.storage_bytes) == (3, 6)
 
 
-def test_the_error_of_a_fetch_keeps_its_cause() -> None:
+def test_the_error_of_a_fetch_names_the_sample() -> None:
     for cached in (True, False):
-        with reading(Given([1, OSError("gone"), 3]), cached=cached) as reader:
-            with pytest.raises(sf.SampleError, match=r"fetching sample 1 \(given/1\) failed: OSError: gone") as caught:
-                reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
-            assert caught.value.id == 1
-            assert isinstance(caught.value.__cause__, OSError)
+        with (
+            reading(Given([1, OSError("gone"), 3]), cached=cached) as reader,
+            pytest.raises(OSError, match=r"gone\n.*fetching sample 1 \(given/1\)"),
+        ):
+            reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
 
 
 def test_the_error_of_a_third_party_source_gets_the_id() -> None:
@@ -117,12 +118,11 @@ def test_the_error_of_a_third_party_source_gets_the_id() -> None:
         def fingerprint(self) -> str:
             return ""
 
-    with reading(Foreign()) as reader:
-        with pytest.raises(
-            sf.SampleError, match=r"fetching sample 1 \(nowhere\) failed: ZeroDivisionError: oh"
-        ) as caught:
-            reader.finish(reader.start(ids(1)), 0, 0, skip=False)
-        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with (
+        reading(Foreign()) as reader,
+        pytest.raises(ZeroDivisionError, match=r"oh\n.*fetching sample 1 \(nowhere\)"),
+    ):
+        reader.finish(reader.start(ids(1)), 0, 0, skip=False)
 
 
 def odd(value: int) -> int:
@@ -138,17 +138,16 @@ def test_skipped_samples_are_left_out_and_told(cached: bool, where: str) -> None
         for _ in range(2):
             samples = reader.finish(reader.start(ids(4, 1, 2, 0, 1, 3, 2)), 0, 0, skip=True)
             assert (samples.ids, samples.values) == ([4, 0, 3], [5, 1, 3])
-            assert sorted(problem.id for problem in samples.skipped) == [1, 1, 2, 2]
+            assert Counter(type(error) for error in samples.skipped) == {ValueError: 2, OSError: 2}
         for id in (1, 2):
-            with pytest.raises(sf.SampleError) as caught:
+            with pytest.raises((ValueError, OSError), match=f"sample {id} "):
                 reader.finish(reader.start(ids(0, id)), 0, 0, skip=False)
-            assert caught.value.id == id
         assert reader.finish(reader.start(ids(1, 2)), 0, 0, skip=True).values == []
 
 
 def test_what_was_read_before_an_error_is_kept() -> None:
     with reading(Given([1, OSError("gone"), 3])) as reader:
-        with pytest.raises(sf.SampleError):
+        with pytest.raises(OSError, match="gone"):
             reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
         assert reader.cache is not None
         assert reader.cache.resident(ids(0, 1)).tolist() == [True, False]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from children import Holder
-from stallfree.cache import SampleCache, collect_garbage, list_caches, remove
-from stallfree.cache.admin import caches_root
+from stallfree.cache.admin import caches_root, collect_garbage, list_caches, remove
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError
 from stallfree.ipc.folders import default_root, user_root
 

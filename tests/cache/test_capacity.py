@@ -17,8 +17,10 @@ import pytest
 import stallfree as sf
 from cache_tools import PAGE, make, problems
 from children import Child
-from stallfree.cache import MISS, POLICIES, SampleCache
 from stallfree.cache import capacity as limits
+from stallfree.cache.policies import POLICIES
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CapacityError
 from stallfree.units import format_size
 
@@ -36,7 +38,9 @@ def tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     if not mount or subprocess.run(command, capture_output=True, check=False).returncode:
         pytest.skip("cannot mount a tmpfs here: that takes root")
     monkeypatch.setenv("STALLFREE_ROOT", str(folder))
-    yield folder
+    root = folder / f"stallfree-{os.getuid()}"
+    root.mkdir(mode=0o700)
+    yield root
     subprocess.run(["umount", str(folder)], check=True)
 
 

@@ -14,8 +14,8 @@ import pytest
 
 from cache_tools import make
 from children import Child
-from stallfree.cache import SampleCache
 from stallfree.cache.layout import Count, Counters
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.ipc.locks import FileLock
 
 ROUNDS = 10

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from cache_tools import is_signed, problems, signed
 from children import Child
-from stallfree.cache import MISS, SampleCache
 from stallfree.cache.layout import Field, Index, Meta
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StorageError
 
 NUM_IDS = 40

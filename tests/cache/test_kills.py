@@ -17,7 +17,9 @@ import pytest
 
 from cache_tools import is_signed, make, problems, signed
 from children import Child
-from stallfree.cache import MISS, SampleCache, policies, records, sample_cache, space
+from stallfree.cache import policies, records, sample_cache, space
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 
 NUM_IDS = 64
 EXAMPLE = signed(0, 0)

@@ -13,8 +13,8 @@ import torch
 
 import stallfree as sf
 from redis_servers import Server, needs_server
+from stallfree.errors import StallfreeWarning
 from stallfree.ipc.folders import default_root, remove_unused
-from stallfree.pipeline import StallfreeWarning
 from unseen import fraction, unseen_ids
 
 COUNT = 64

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from children import Child, Holder
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import FingerprintError, InputError, StorageError
 from warm import Interpreter
 

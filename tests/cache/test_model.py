@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from cache_tools import PAGE, capacity_for, problems
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 
 NUM_IDS = 40
 UNIFORM = (torch.zeros(PAGE - 32, dtype=torch.uint8), 0)

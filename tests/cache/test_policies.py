@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from cache_tools import PAGE, make, problems
 from stallfree.analysis.replay import SimulatedCache
-from stallfree.cache import POLICIES, SampleCache
-from stallfree.cache.policies import Victims, make_policy, next_uses
+from stallfree.cache.policies import POLICIES, Victims, make_policy, next_uses
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError
 
 BLOCK = b"x" * 2000  # with its description about as large as the blocks that are chosen for it

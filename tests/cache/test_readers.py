@@ -13,8 +13,9 @@ import pytest
 
 from cache_tools import is_signed, make, problems, signed
 from children import Child
-from stallfree.cache import MISS, SampleCache
 from stallfree.cache import sample_cache as module
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.ipc.locks import FileLock
 
 NUM_IDS = 48

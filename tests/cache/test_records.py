@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cache_tools import make
-from stallfree.cache import MISS
+from stallfree.cache.records import MISS
 from stallfree.errors import CodecError
 
 PICTURE = (torch.zeros(3, 50, dtype=torch.uint8), 0)

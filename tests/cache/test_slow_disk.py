@@ -16,8 +16,9 @@ import pytest
 
 from cache_tools import is_signed, make, problems, signed
 from children import Child
-from stallfree.cache import MISS, SampleCache
 from stallfree.cache.arena import DiskArena
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 
 COUNT = 40
 EXAMPLE = signed(0, 0)

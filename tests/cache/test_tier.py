@@ -16,11 +16,13 @@ import torch
 
 import stallfree as sf
 from children import Child
-from stallfree.cache import MISS, SampleCache, decode
 from stallfree.cache import tier as tiers
 from stallfree.cache.layout import Meta
 from stallfree.cache.policies import make_policy
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import open_cache
+from stallfree.cache.tier import decode
 from stallfree.testing import ThrottledSource
 
 COUNT = 96

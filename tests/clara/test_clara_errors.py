@@ -265,7 +265,7 @@ def test_nothing_is_left_open_when_the_second_section_fails(data: Path, tmp_path
     """The fixture of all tests looks for what is left."""
     late = section(CACHED, [NOISE], data_list_key="validation")  # its first sample cannot be prepared
     path = write_config(tmp_path, train=section(CACHED, LOAD, num_cache_objects=2), validate=late)
-    with pytest.raises(sf.SampleError, match=r"field 'image' holds a str and no volume"):
+    with pytest.raises(sf.InputError, match=r"field 'image' holds a str and no volume"):
         list(load(path, DATASET_JSON=data / "list.json", DATA_ROOT=data).validate or ())
 
 
@@ -284,5 +284,5 @@ def test_transforms_that_do_not_fit(kind: str, transforms: list[Any], message: s
     name = "numbers.json" if kind.startswith("Class") else "list.json"
     with load(path, DATASET_JSON=data / name, DATA_ROOT=data) as pipelines:
         assert pipelines.train is not None
-        with pytest.raises(sf.SampleError, match=message):
+        with pytest.raises(sf.InputError, match=message):
             next(iter(pipelines.train))

@@ -17,9 +17,9 @@ from clara_data import BOTH, LOAD, LOAD_IMAGE, NOISE, SHAPE, make_data, section,
 
 import stallfree as sf
 from stallfree import clara
-from stallfree.cache import MISS
+from stallfree.cache.records import MISS
 from stallfree.clara import Pipelines, load
-from stallfree.sources import BaseSource
+from stallfree.sources.base import BaseSource
 
 KINDS = [f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")]
 
@@ -343,11 +343,9 @@ def test_a_bad_file_stops_training_with_its_path(kind: str, fault: str, what: st
         assert pipelines.train is not None
         if kind.endswith("WithCache"):
             settle(pipelines)
-        with pytest.raises(sf.SampleError) as caught:
+        with pytest.raises((OSError, sf.InputError), match=r"sample 6 \(.*6\.") as caught:
             numbers(itertools.chain.from_iterable(itertools.repeat(pipelines.train)))
-        assert caught.value.id == 6
-        assert str(path) in caught.value.where
-        assert str(path) in str(caught.value)
+        assert any(str(path) in note for note in caught.value.__notes__)
         if fault != "gone":
             assert f"field '{'image' if 'images' in what else 'label'}' are no whole NIfTI volume" in str(caught.value)
 
@@ -357,9 +355,8 @@ def test_a_sample_of_another_size_is_named(tmp_path: Path) -> None:
     write(tmp_path / "images/5.nii.gz", volume(5, (4, 5, 7)))
     with open_(tmp_path, tmp_path, train=section("SegmentationImagePipeline", LOAD)) as pipelines:
         assert pipelines.train is not None
-        with pytest.raises(sf.SampleError, match=r"5\.nii\.gz.*\[1, 4, 5, 7\].*\[channels, 4, 5, 6\]") as caught:
+        with pytest.raises(sf.InputError, match=r"(?s)\[1, 4, 5, 7\].*\[channels, 4, 5, 6\].*sample 5 .*5\.nii\.gz"):
             numbers(pipelines.train)
-        assert caught.value.id == 5
 
 
 # -- lightness ---------------------------------------------------------------------------------------------------------

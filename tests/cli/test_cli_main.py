@@ -49,14 +49,13 @@ def test_help_names_the_commands(
 ) -> None:
     run_here(monkeypatch, *arguments)
     shown = "".join(capsys.readouterr())
-    for word in ("Usage", "run", "analyze", "predict", "simulate", "replay", "top", "cache", "--version"):
+    for word in ("Usage", "run", "analyze", "predict", "simulate", "replay", "cache", "--version"):
         assert word in shown
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("top", "--interval", "fast"), "'fast' is no time"),
         (("cache", "rm", "nobody"), "there is no cache 'nobody'"),
         (("cache", "rm", "../up"), "'../up'"),
     ],
@@ -114,7 +113,6 @@ def test_a_wrong_option_is_one_line() -> None:
             "stallfree-simulation",
         ),
         ("analyze job.py:build --seconds 0.1 --json -", "stallfree-report"),
-        ("top --json", "stallfree-top"),
     ],
 )
 def test_json_is_all_that_is_printed(

@@ -9,10 +9,10 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from stallfree.analysis import replay as replay_here
+from stallfree.analysis.replay import replay as replay_here
 from stallfree.cli.replay import replay
 from stallfree.errors import StallfreeError, text_of
-from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.plan import make_plan
 
 app = typer.Typer()
 app.command("replay")(replay)

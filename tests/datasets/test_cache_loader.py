@@ -72,7 +72,7 @@ def test_who_changes_a_value_changes_nobody_elses(cache: sf.CacheLoader) -> None
     assert cache.get("key", unwanted)["tensor"].tolist() == [0, 1, 2, 3]
 
 
-class Colour(str, enum.Enum):
+class Colour(str, enum.Enum):  # noqa: UP042
     RED = "red"
 
 

@@ -22,7 +22,7 @@ from cached_data import (
     tripled,
     with_draws,
 )
-from stallfree.cache import POLICIES
+from stallfree.cache.policies import POLICIES
 from unseen import unseen_ids
 
 STORES = ("memory", "disk")
@@ -181,10 +181,8 @@ def test_an_item_larger_than_the_cache_passes_through_and_is_counted() -> None:
 def test_a_sample_that_cannot_be_stored_is_an_error_with_its_id() -> None:
     source = Given([1, 2, lambda: None, 4])
     with sf.CachedDataset(source, capacity="1MiB") as data:
-        with pytest.raises(sf.SampleError, match=r"storing sample 2 \(given/2\)") as caught:
+        with pytest.raises(sf.CodecError, match=r"storing sample 2 \(given/2\)"):
             data.__getitems__([1, 2, 3])
-        assert caught.value.id == 2
-        assert isinstance(caught.value.__cause__, sf.CodecError)
         assert data.cache.resident([0, 1, 2, 3]).tolist() == [True, True, False, True]
 
 

@@ -16,7 +16,7 @@ import pytest
 import stallfree as sf
 from cached_data import Numbers, doubled, tripled, with_draws
 from children import Child, Holder
-from stallfree.cache import collect_garbage
+from stallfree.cache.admin import collect_garbage
 from stallfree.testing import ThrottledSource
 from unseen import unseen_ids
 from warm import Interpreter

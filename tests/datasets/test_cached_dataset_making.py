@@ -150,11 +150,11 @@ def halved(picture: Any) -> Any:
 def test_first_records_that_no_step_takes(step: Any) -> None:
     with sf.CachedDataset(Given([OSError("bad"), "text", 1, 2], [step]), capacity="1MiB") as data:
         assert data[3] == step(2)
-        with pytest.raises(sf.SampleError, match=r"fetching sample 0 \(given/0\) failed: OSError: bad"):
+        with pytest.raises(OSError, match=r"bad\n.*fetching sample 0 \(given/0\)"):
             data[0]
-    with pytest.raises(sf.SampleError, match=r"preparing sample 0 \(given/0\) failed: TypeError"):
+    with pytest.raises(TypeError, match=r"preparing sample 0 \(given/0\)"):
         sf.CachedDataset(Given(["text"] * 5, [step]), capacity="1MiB")
-    with pytest.raises(sf.SampleError, match=r"fetching sample 0 \(given/0\) failed: KeyError"):
+    with pytest.raises(KeyError, match=r"fetching sample 0 \(given/0\)"):
         sf.CachedDataset(Given([KeyError("x"), *["text"] * 4], [step]), capacity="1MiB")
 
 

@@ -24,9 +24,9 @@ from cached_data import Numbers
 from loader_data import same
 from reads_data import Crops, KeepsArchive, OwnGenerator, gone, opens_below, write_arrays
 from stallfree.cache.records import Borrowed
-from stallfree.errors import InputError, SampleError
-from stallfree.sources import ThrottledSource
+from stallfree.errors import InputError
 from stallfree.sources.reads import recorded as records
+from stallfree.sources.throttle import ThrottledSource
 
 EPOCHS = 3
 
@@ -46,7 +46,7 @@ def epochs(data: Any, count: int = EPOCHS, **options: Any) -> list[list[Any]]:
 @pytest.mark.parametrize("kind", ["raw", "npy", "text"])
 @pytest.mark.parametrize("workers", [0, 1, 2])
 def test_batches_are_those_without_a_cache(folder: Path, workers: int, kind: str) -> None:
-    plain = epochs(Crops(folder, kind))
+    plain = epochs(Crops(folder, kind), num_workers=1)
     with sf.CachedDataset(Crops(folder, kind), capacity="4MiB", form="reads") as data:
         assert data.form == "reads"
         found = epochs(data, num_workers=workers)
@@ -60,7 +60,7 @@ def test_batches_are_those_without_a_cache(folder: Path, workers: int, kind: str
 
 
 def test_batches_in_spawned_workers(folder: Path) -> None:
-    plain = epochs(Crops(folder), 2)
+    plain = epochs(Crops(folder), 2, num_workers=1)
     with sf.CachedDataset(Crops(folder), capacity="4MiB", form="reads") as data:
         found = epochs(data, 2, num_workers=1, multiprocessing_context="spawn")
         assert data.stats().hits == 13
@@ -69,7 +69,7 @@ def test_batches_in_spawned_workers(folder: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_from_the_second_epoch_on_storage_is_not_needed(folder: Path, workers: int) -> None:
-    plain = epochs(Crops(folder))
+    plain = epochs(Crops(folder), num_workers=1)
     with (
         sf.CachedDataset(Crops(folder), capacity="4MiB", form="reads") as data,
         sf.DataLoader(data, 5, shuffle=True, seed=1, num_workers=workers) as loader,
@@ -91,7 +91,7 @@ def test_a_miss_indexes_once_and_a_hit_opens_nothing(folder: Path) -> None:
 
 
 def test_augmentation_is_fresh_with_any_generator(folder: Path) -> None:
-    plain = epochs(OwnGenerator(folder))
+    plain = epochs(OwnGenerator(folder), num_workers=1)
     with sf.CachedDataset(OwnGenerator(folder), capacity="4MiB", form="reads") as data:
         assert same(epochs(data), plain)
 
@@ -137,7 +137,7 @@ def _shift(sample: Any) -> Any:
 def test_an_archive_that_is_kept_open(folder: Path) -> None:
     path = folder.parent / "archive"
     path.write_bytes(random.Random(0).randbytes(40 * 30_000))
-    plain = epochs(KeepsArchive(path, 30_000), 2)
+    plain = epochs(KeepsArchive(path, 30_000), 2, num_workers=1)
     for workers in (0, 2):
         with sf.CachedDataset(KeepsArchive(path, 30_000), capacity="8MiB", form="reads") as data:
             assert same(epochs(data, 2, num_workers=workers), plain)
@@ -173,7 +173,7 @@ def test_a_subset(folder: Path) -> None:
     subset = Subset(Crops(folder), [7, 2, 5])
     with sf.CachedDataset(subset, capacity="4MiB", form="reads") as data:
         assert len(data) == 3
-        assert same(epochs(data), epochs(subset))
+        assert same(epochs(data), epochs(subset, num_workers=1))
 
 
 def test_a_cache_that_holds_few_samples(folder: Path) -> None:
@@ -183,7 +183,7 @@ def test_a_cache_that_holds_few_samples(folder: Path) -> None:
         (big / f"{id}.raw").write_bytes(bytes([id]) * 100_000 + bytes(44_000))
     for policy, workers in (("minio", 0), ("lru", 0), ("lru", 2)):
         with sf.CachedDataset(_Large(big), capacity="600KiB", policy=policy, form="reads") as data:
-            assert same(epochs(data, num_workers=workers), epochs(_Large(big)))
+            assert same(epochs(data, num_workers=workers), epochs(_Large(big), num_workers=1))
             assert 0 < data.stats().resident_items < 12
 
 
@@ -251,10 +251,9 @@ class _Holes(Crops):
 def test_errors(folder: Path) -> None:
     (folder / "7.raw").unlink()
     with sf.CachedDataset(_Holes(folder), capacity="4MiB", form="reads") as data:
-        with pytest.raises(KeyError, match="fetching sample 4 failed: KeyError") as caught:
+        with pytest.raises(KeyError, match="fetching sample 4"):
             data[4]
-        assert isinstance(caught.value, SampleError)
-        with pytest.raises(FileNotFoundError, match=r"sample 7 .*7\.raw"):
+        with pytest.raises(FileNotFoundError, match=r"7\.raw'\n.*sample 7"):
             data[7]
         with warnings.catch_warnings(), sf.DataLoader(data, 4, on_error="skip", num_workers=0) as loader:
             warnings.simplefilter("ignore")
@@ -284,7 +283,7 @@ class _Photographs(Crops):
 def test_pictures_that_cv2_reads(folder: Path, workers: int) -> None:
     for id in range(12):
         cv2.imwrite(f"{folder}/{id}.png", np.fromfile(folder / f"{id}.raw", np.uint8).reshape(12, 12))
-    plain = epochs(_Photographs(folder))
+    plain = epochs(_Photographs(folder), num_workers=1)
     with (
         warnings.catch_warnings(),
         sf.CachedDataset(_Photographs(folder), capacity="4MiB", form="reads") as data,
@@ -394,7 +393,7 @@ class _Plainly(Crops):
 
 
 def test_on_a_disk(folder: Path, tmp_path: Path) -> None:
-    plain = epochs(Crops(folder))
+    plain = epochs(Crops(folder), num_workers=1)
     with sf.CachedDataset(Crops(folder), capacity="4MiB", form="reads", store=str(tmp_path / "cache")) as data:
         assert same(epochs(data, num_workers=1), plain)
 

@@ -25,7 +25,8 @@ from cache_tools import problems
 from children import Child
 from lazy_rows import Calls
 from stallfree import StallfreeWarning
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.space import Space
 from unseen import fraction, integer, own_fractions, unseen_ids
 

@@ -19,8 +19,8 @@ from fakes import World
 
 import stallfree as sf
 from children import Child
-from stallfree.device import DevicePrefetcher
 from stallfree.device.ahead import Items, LoaderThread
+from stallfree.device.prefetcher import DevicePrefetcher
 
 PATIENCE = 60.0
 COUNT = 6
@@ -189,14 +189,26 @@ class ByItself:
         return by_itself()
 
 
+def cached(dataset: Any, transform: Any = None) -> sf.CachedDataset:
+    return sf.CachedDataset(dataset, capacity="1MiB", form="prepared", transform=transform)
+
+
+@sf.mark_random
+def noisy(sample: torch.Tensor) -> torch.Tensor:
+    return sample + torch.rand(3) + random.random() + np.random.random()
+
+
 DRAWN: dict[str, Callable[[], Any]] = {
     "an iterable": ByItself,
     "torch's loader": lambda: torch.utils.data.DataLoader(Drawing(), batch_size=2),  # type: ignore[arg-type]
     "torch's loader, shuffled": lambda: torch.utils.data.DataLoader(Drawing(), shuffle=True),  # type: ignore[arg-type]
-    "stallfree's": lambda: sf.DataLoader(Drawing(), seed=1),
-    "stallfree's cache": lambda: sf.DataLoader(sf.CachedDataset(Slow(), capacity="1MiB", form="prepared")),
+    "stallfree's": lambda: sf.DataLoader(cached(Noted(), noisy), seed=1),
+    "stallfree's cache": lambda: sf.DataLoader(cached(Slow())),
     "stallfree's collate": lambda: sf.DataLoader(
-        Noted(), batch_size=2, seed=1, collate_fn=lambda batch: torch.stack(batch) + torch.rand(1) + np.random.random()
+        cached(Noted()),
+        batch_size=2,
+        seed=1,
+        collate_fn=lambda batch: torch.stack(batch) + torch.rand(1) + np.random.random(),
     ),
 }
 

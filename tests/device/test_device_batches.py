@@ -14,7 +14,7 @@ import torch
 from fakes import World
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from stallfree.device import DevicePrefetcher
+from stallfree.device.prefetcher import DevicePrefetcher
 
 attrs = pytest.importorskip("attrs")
 

@@ -16,7 +16,8 @@ from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.device import DevicePrefetcher, ahead
+from stallfree.device import ahead
+from stallfree.device.prefetcher import DevicePrefetcher
 from stallfree.device.staging import Place, Sent, Stager
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Parcel is sent:RuntimeWarning")

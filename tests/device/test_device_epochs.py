@@ -13,7 +13,7 @@ import torch
 from fakes import World
 
 import stallfree as sf
-from stallfree.device import DevicePrefetcher
+from stallfree.device.prefetcher import DevicePrefetcher
 
 
 @pytest.fixture

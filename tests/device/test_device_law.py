@@ -11,7 +11,7 @@ from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.device import DevicePrefetcher
+from stallfree.device.prefetcher import DevicePrefetcher
 
 SECONDS = st.integers(1, 100).map(lambda number: number / 1000)
 ARTICLE = {"workers": 3, "load": 0.080, "copy": 0.015, "step": 0.030}

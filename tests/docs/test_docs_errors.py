@@ -15,7 +15,8 @@ from doc_pages import ROOT
 from stallfree import errors
 from stallfree.cache import layout as cache_index
 from stallfree.errors import DOCUMENTATION, StallfreeError
-from stallfree.pipeline import fingerprint, structure
+from stallfree.pipeline import structure
+from stallfree.pipeline.fingerprint import fingerprint
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "errors_table.py"))
 PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "errors").glob("*-*.md")}

@@ -13,7 +13,8 @@ import torch
 import stallfree as sf
 from loader_data import same
 from optional_library import library
-from stallfree.sources import TarDataset, as_source
+from stallfree.sources.mapped import as_source
+from stallfree.sources.tar import TarDataset
 
 
 def test_shards_of_webdataset(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from PIL import Image
 import stallfree as sf
 from loader_data import same
 from optional_library import library
-from stallfree.sources import as_source
 from stallfree.sources.cut_source import CutSource
+from stallfree.sources.mapped import as_source
 
 pytestmark = pytest.mark.libraries
 SIZE = 8

@@ -13,11 +13,20 @@ from stallfree.ipc.process import Child, Parent
 
 
 def echo(parent: Parent, count: int) -> None:
-    """Report in, and return the given number of messages; without a number, all until the end."""
+    """Report in, and return the given number of messages; with a negative number, all until the end."""
+    left, ended = [count], threading.Event()
+
+    def take(message: bytearray | None) -> None:
+        if message is not None and left[0]:
+            left[0] -= 1
+            parent.send(b"<", message, memoryview(b">"))
+        if message is None or not left[0]:
+            ended.set()
+
+    parent.listen(take)
     parent.report()
-    while count and (message := parent.receive()) is not None:
-        parent.send(b"<", message, memoryview(b">"))
-        count -= 1
+    if count:
+        ended.wait()
 
 
 def identify(parent: Parent) -> None:

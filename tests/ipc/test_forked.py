@@ -1,4 +1,4 @@
-"""Calls in a forked process that ends with what they opened."""
+"""Forks: what a child leaves to its parent, and calls in a forked process that ends with what they opened."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import stallfree as sf
-from stallfree.ipc.forked import call_in_child
+from children import Child
+from stallfree.ipc.forked import Owner, call_in_child, prepare_for_forks
 
 
 def test_the_result_and_what_the_call_changed() -> None:
@@ -31,18 +32,15 @@ def test_the_result_and_what_the_call_changed() -> None:
     assert changed == []
 
 
-class Own(Exception):
-    pass
-
-
-@pytest.mark.parametrize("error", [ValueError("no", 3), KeyError("a"), Own("x"), KeyboardInterrupt(), SystemExit(3)])
-def test_errors_keep_their_type(error: BaseException) -> None:
+@pytest.mark.parametrize("error", [ValueError("no", 3), KeyError("a"), KeyboardInterrupt(), SystemExit(3)])
+def test_errors_are_raised_as_they_are(error: BaseException) -> None:
     def call() -> None:
         raise error
 
     with pytest.raises(type(error)) as caught:
         call_in_child(call, "the call")
     assert caught.value.args == error.args
+    assert "in call" in caught.value.__notes__[0]
 
 
 def test_a_result_that_cannot_be_pickled() -> None:
@@ -50,9 +48,23 @@ def test_a_result_that_cannot_be_pickled() -> None:
         call_in_child(lambda: threading.Lock(), "the call")
 
 
-def test_a_process_that_is_killed() -> None:
-    with pytest.raises(sf.WorkerError, match="the call was not finished: it was ended by SIGKILL"):
-        call_in_child(lambda: os.kill(os.getpid(), signal.SIGKILL), "the call")
+@pytest.mark.parametrize(
+    ("end", "how"),
+    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL"), (lambda: os._exit(3), "exited with code 3")],
+)
+def test_a_process_that_ends(end: Any, how: str) -> None:
+    with pytest.raises(sf.WorkerError, match=f"the call was not finished: .*{how}"):
+        call_in_child(end, "the call")
+
+
+def test_a_process_of_a_program_that_ignores_its_children() -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        assert call_in_child(lambda: 5, "the call") == 5
+        with pytest.raises(sf.WorkerError, match="how it ended is not known"):
+            call_in_child(lambda: os._exit(3), "the call")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
 
 
 def test_a_lock_that_was_copied_while_it_was_held() -> None:
@@ -97,3 +109,22 @@ def test_what_was_printed_is_printed_once(capfd: pytest.CaptureFixture[str]) -> 
     call_in_child(lambda: print("inside", end=" "), "the call")
     print("after")
     assert capfd.readouterr().out == "before inside after\n"
+
+
+def test_what_a_child_leaves_to_its_parent() -> None:
+    class Lender:
+        forks = 0
+
+        def before_fork(self) -> None:
+            self.forks += 1
+
+    owner, lender, freed = Owner(), Lender(), Lender()
+    prepare_for_forks(lender)
+    prepare_for_forks(freed)
+    del freed
+
+    def child() -> None:
+        assert (owner.is_here, lender.forks) == (False, 1)
+
+    assert Child(child).wait() == 0
+    assert (owner.is_here, owner.pid, lender.forks) == (True, os.getpid(), 1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import multiprocessing
 import os
-import select
 import signal
 import socket
 import threading
@@ -37,8 +36,8 @@ def soon() -> float:
 
 def received(child: Child) -> bytes:
     """Return the next message."""
-    while (message := child.receive()) is None:
-        assert select.select([child], [], [], PATIENCE)[0]
+    message = child.receive_by(soon())
+    assert message is not None
     return bytes(message)
 
 
@@ -105,7 +104,7 @@ def test_an_end_that_was_asked_for_comes_after_the_messages(tmp_path: Path) -> N
     child = start(mains.listen, book)
     child.wait_until_reported(PATIENCE)
     child.send(b"x", b"y" * 1_000_000)
-    child.ask_to_end()
+    child.finish()
     child.end(soon())
     assert child.exit_code == 0
     assert book.read_text().split() == ["x", "y" * 1_000_000, "None", "ended"]
@@ -142,7 +141,7 @@ def test_one_that_does_not_report_in_is_overdue(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EOFError):
         child.wait_until_reported(PATIENCE)
     assert child.overdue
-    child.end(float("inf"))  # it is not waited for
+    child.end(1e9)  # it is not waited for
     assert child.exit_code == -signal.SIGKILL
 
 
@@ -190,25 +189,18 @@ def test_it_ends_with_its_parent(main: Callable[..., None], method: str, tmp_pat
     assert main is mains.busy or file.with_suffix(".end").exists()
 
 
-@pytest.mark.parametrize("described", [True, False], ids=["with a descriptor", "without"])
-def test_a_parent_that_is_not_the_direct_one(described: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The parent of a process that a fork server has started."""
-    if not described:
-        monkeypatch.delattr(os, "pidfd_open")
-        monkeypatch.setattr(process, "_CHECK_MILLISECONDS", 1)
+def test_a_parent_that_is_not_the_direct_one() -> None:
+    """The parent of a process that a fork server has started, of which another process has a copy of the connection."""
     forked = Forked(signal.pause)
     ours, theirs = socket.socketpair()  # which stays open
-    parent = Parent(ours, forked.pid, False)
-    assert len(parent.descriptors) == 1 + described
+    parent = Parent(ours, forked.pid)
     assert not parent.ended
     assert not parent.wait(0.0)
     forked.kill()
     assert parent.ended
     assert parent.wait(0.0)
-    with pytest.raises(EOFError):
-        parent.receive()
-    for fd in (*parent.descriptors[1:], ours.detach(), theirs.detach()):
-        os.close(fd)
+    for end in (ours, theirs):
+        end.close()
 
 
 def test_a_sibling_does_not_hold_it_back(tmp_path: Path) -> None:

@@ -1,15 +1,18 @@
-"""Arrays in files of shared memory: what happens where there is no room for the file."""
+"""Arrays that processes share, by a file or by starting one another, and what happens without room for them."""
 
 from __future__ import annotations
 
 import errno
+import multiprocessing
+import pickle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from stallfree.ipc.shared_array import shared_array
+from children import Child
+from stallfree.ipc.shared_array import SharedCounts, shared_array
 
 
 @pytest.fixture
@@ -33,3 +36,36 @@ def test_without_room_it_is_private_unless_it_is_required(tmp_path: Path) -> Non
     assert other.tolist() == [0]
     with pytest.raises(OSError, match="no space left"):
         shared_array(tmp_path / "file", np.int64, 1, required=True)
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+
+def count_up(counts: SharedCounts) -> None:
+    counts.array[2] += 5
+
+
+def test_a_forked_process_shares_counts() -> None:
+    counts = SharedCounts(4)
+    assert Child(count_up, counts).wait() == 0
+    assert counts.array.tolist() == [0, 0, 5, 0]
+
+
+@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_process_that_is_sent_counts_when_it_starts_shares_them(method: str) -> None:
+    counts = SharedCounts(4)
+    process = multiprocessing.get_context(method).Process(target=count_up, args=(counts,))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+    assert counts.array.tolist() == [0, 0, 5, 0]
+
+
+def test_any_other_pickle_of_counts_is_a_copy() -> None:
+    counts = SharedCounts(4)
+    counts.array[1] = 3
+    copy = pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(counts))))
+    copy.array[0] = 1
+    assert (copy.array.tolist(), counts.array.tolist()) == ([1, 3, 0, 0], [0, 3, 0, 0])
+    counts.close()
+    assert pickle.loads(pickle.dumps(counts)).array.tolist() == [0]

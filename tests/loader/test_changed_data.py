@@ -17,7 +17,7 @@ from torch.utils.data import Dataset, Subset
 import stallfree as sf
 from cached_data import Numbers
 from loader_data import Made
-from stallfree.pipeline import StallfreeWarning
+from stallfree.errors import StallfreeWarning
 
 COUNT = 12
 TWICE = {"a": 2}

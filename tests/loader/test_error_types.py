@@ -1,22 +1,16 @@
-"""What a data set raises is caught by its own type and as a `SampleError`, whichever way the sample came."""
+"""An error of a data set, transform, `collate_fn`, `worker_init_fn` or sampler is raised as it is, with a note."""
 
 from __future__ import annotations
 
-import os
-import pickle
+import re
 from collections.abc import Callable, Iterator
-from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch._utils import ExceptionWrapper
 
 import stallfree as sf
 from loader_data import Made
-from stallfree.error_types import also_of_type
-from stallfree.pipeline.protocol import sample_error
 
 BAD = 5
 
@@ -29,153 +23,220 @@ class Missing(FileNotFoundError):
         self.tries = tries
 
 
-class Slotted(ValueError):
-    __slots__ = ("line",)
+class Holding(RuntimeError):
+    """Holds an object that has no pickle."""
 
-    def __init__(self, line: int) -> None:
-        super().__init__(f"line {line}")
-        self.line = line
-
-
-class Wants(RuntimeError):
-    """Cannot be made without an argument."""
-
-    def __new__(cls, needed: int) -> Wants:
-        return super().__new__(cls, needed)
+    def __init__(self) -> None:
+        super().__init__("holds")
+        self.call, self.number = lambda: 0, 7
 
 
-class Meta(type):
-    pass
-
-
-class OfMeta(LookupError, metaclass=Meta):
-    """No class can be derived from this one and one of another metaclass."""
-
-
-class ReadOnly(ArithmeticError):
-    @property
-    def id(self) -> str:
-        return "mine"
-
-
-def no_file(id: int) -> None:
-    Path("/no/such/file").read_bytes()
-
-
-def no_key(id: int) -> None:
-    {}["left label"]
-
-
-def no_text(id: int) -> None:
-    b"\xff".decode()
-
-
-def no_item(id: int) -> None:
-    [][id]
-
-
-def no_volume(id: int) -> None:
-    raise Missing("/data", "a", tries=3)
-
-
-def local(id: int) -> None:
+def local() -> Exception:
     class Hidden(LookupError):
         pass
 
-    raise Hidden("seen")
+    return Hidden("seen")
 
 
-def raising(kind: type[BaseException], *arguments: Any) -> Callable[[int], None]:
-    def fail(id: int) -> None:
-        raise kind(*arguments)
+def chained() -> Exception:
+    error = ValueError("no volume", 3)
+    error.__cause__ = OSError(5, "no answer")
+    return error
 
-    return fail
+
+TABLE: list[tuple[Callable[[], Exception], dict[str, Any]]] = [
+    (lambda: Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}),
+    (lambda: KeyError("left label"), {}),
+    (lambda: IndexError(7), {}),
+    (lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), {"start": 0}),
+    (chained, {}),
+    (lambda: ExceptionGroup("several", [ValueError(1), KeyError("k")]), {}),
+    (Holding, {"number": 7}),
+    (lambda: sf.StorageError("full"), {"page": "folder-unusable"}),
+    (lambda: StopIteration("end"), {}),
+]
+LOCAL, FIRST = len(TABLE), 2
 
 
 class Failing:
-    """Sample 5 fails."""
+    """Sample 2 + n raises error n of the table, and the sample after these one of a class that has no pickle."""
 
-    def __init__(self, fail: Callable[[int], Any]) -> None:
-        self.fail = fail
+    def __init__(self, last: int = LOCAL) -> None:
+        self.last = last
 
-    def __call__(self, id: int) -> torch.Tensor:
-        if id == BAD:
-            self.fail(id)
+    def __len__(self) -> int:
+        return FIRST + LOCAL + 3
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        if FIRST <= id <= FIRST + self.last:
+            raise TABLE[id - FIRST][0]() if id - FIRST < LOCAL else local()
         return torch.tensor(id)
 
 
-def made_of(fail: Callable[[int], Any]) -> sf.SampleError:
-    try:
-        fail(BAD)
-    except Exception as error:
-        return sample_error(error, None, BAD, "fetching")
-    raise AssertionError
+def outcomes(loader: Any) -> list[Any]:
+    """The batches of a loader, and its errors in their place."""
+    found: list[Any] = []
+    iterator = iter(loader)
+    for _ in range(len(Failing())):
+        try:
+            found.append(next(iterator))
+        except Exception as error:
+            found.append(error)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    return found
 
 
-def carried(error: Any) -> Any:
-    return pickle.loads(pickle.dumps(error))
+def is_as_raised(error: Any, expected: Exception) -> bool:
+    """Whether type, arguments and cause are equal; a `StopIteration` would end the loop."""
+    if isinstance(expected, StopIteration):
+        return type(error) is sf.BatchError and repr(error.__cause__) == repr(expected)
+    return (type(error), repr(error.args), repr(error.__cause__)) == (
+        *(type(expected), repr(expected.args), repr(expected.__cause__)),
+    )
 
 
-@pytest.mark.parametrize("way", [lambda error: error, carried], ids=["here", "pickled"])
+def plain(workers: int, method: str) -> Iterator[Any]:
+    with sf.DataLoader(Failing(), num_workers=workers, multiprocessing_context=method if workers else None) as loader:
+        yield loader
+
+
+def cached(workers: int, method: str) -> Iterator[Any]:
+    with (
+        sf.CachedDataset(Failing(), capacity="1MiB") as data,
+        sf.DataLoader(data, num_workers=workers, multiprocessing_context=method if workers else None) as loader,
+    ):
+        yield loader
+
+
+def under_torch(workers: int, method: str) -> Iterator[Any]:
+    """Its own workers raise other errors; see below."""
+    with sf.CachedDataset(Failing(), capacity="1MiB") as data:
+        yield torch.utils.data.DataLoader(data)  # type: ignore[arg-type]
+
+
+def shared(workers: int, method: str) -> Iterator[Any]:
+    with sf.SharedLoader(Failing(), group="errors", num_workers=workers, multiprocessing_context=method) as loader:
+        yield loader
+
+
 @pytest.mark.parametrize(
-    ("fail", "kind", "text", "fields"),
+    ("make", "workers", "method"),
     [
-        (no_file, FileNotFoundError, "No such file", {"errno": 2, "filename": "/no/such/file"}),
-        (no_key, KeyError, "KeyError: 'left label'", {}),
-        (no_text, UnicodeDecodeError, "can't decode", {"start": 0, "reason": "invalid start byte"}),
-        (no_item, IndexError, "out of range", {}),
-        (no_volume, Missing, "no such volume", {"errno": 2, "filename": "/data/a", "tries": 3}),
-        (raising(Slotted, 4), Slotted, "line 4", {"line": 4}),
-        (raising(sf.StorageError, "full"), sf.StorageError, "full", {}),
-        (raising(sf.InputError, "bad"), sf.InputError, "bad", {}),
-        (raising(Wants, 3), RuntimeError, "Wants: 3", {}),
-        (raising(OfMeta, "x"), LookupError, "OfMeta: x", {}),
-        (raising(ReadOnly, "x"), ArithmeticError, "ReadOnly: x", {}),
-        (raising(StopIteration, "end"), sf.SampleError, "end", {}),
-        (raising(StopAsyncIteration), sf.SampleError, "StopAsyncIteration", {}),
-        (raising(Exception, "plain"), sf.SampleError, "plain", {}),
+        *((make, workers, "fork") for make in (plain, cached) for workers in (0, 2)),
+        (under_torch, 0, ""),
+        (shared, 2, "fork"),
+        *(pytest.param(make, 2, "spawn", marks=pytest.mark.slow) for make in (plain, cached, shared)),
     ],
-)  # fmt: skip
-def test_both_types(way: Any, fail: Any, kind: type, text: str, fields: dict[str, Any]) -> None:
-    error = way(made_of(fail))
-    assert isinstance(error, sf.SampleError)
-    assert isinstance(error, kind)
-    assert not isinstance(error, (StopIteration, StopAsyncIteration))  # which would end a loop as if all were well
-    assert str(error).startswith("fetching sample 5 failed: ")
-    assert text in str(error)
-    assert (error.id, error.where) == (BAD, "")
-    assert {name: getattr(error, name) for name in fields} == fields
-    assert type(error).__name__ == "SampleError"
+)
+def test_errors_are_raised_as_they_are(make: Callable[[int, str], Iterator[Any]], workers: int, method: str) -> None:
+    for loader in make(workers, method):
+        found = outcomes(loader)
+        for id, (raised, fields) in enumerate(TABLE, FIRST):
+            error = found[id]
+            assert is_as_raised(error, raised()), repr(error)
+            assert {name: getattr(error, name) for name in fields} == fields
+            note = error.__notes__[0]
+            assert re.fullmatch(
+                rf"stallfree: fetching sample {id}" + (r", in worker \d \(process \d+\)" if workers else ""), note
+            )
+        hidden = found[FIRST + LOCAL]
+        assert type(hidden).__name__ == ("BatchError" if workers else "Hidden")
+        assert str(hidden).startswith("Hidden: seen (" if workers else "seen")
+        assert [int(found[id]) for id in (0, 1, -2, -1)] == [0, 1, len(found) - 2, len(found) - 1]
+        del loader, error, hidden, found
 
 
-def test_a_type_that_no_other_process_finds() -> None:
-    assert type(made_of(local)).__mro__[3].__name__ == "Hidden"
-    error = carried(made_of(local))
-    assert isinstance(error, LookupError)
-    assert "Hidden: seen" in str(error)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_types_are_those_of_torch(workers: int) -> None:
+    """torch makes the error of a worker anew from its type and a text, or a `RuntimeError`."""
+    data: Any = Failing(LOCAL - 1)
+    theirs = outcomes(torch.utils.data.DataLoader(data, num_workers=workers))
+    ours = outcomes(sf.DataLoader(data, num_workers=workers))
+    with sf.CachedDataset(data, capacity="1MiB") as kept:
+        cached = outcomes(torch.utils.data.DataLoader(kept, num_workers=workers))  # type: ignore[arg-type]
+    for id, (raised, _) in enumerate(TABLE[:-1], FIRST):
+        assert type(ours[id]) is type(raised())
+        assert type(cached[id]) is type(theirs[id])
+        if workers and type(theirs[id]) is TypeError:  # it cannot make a group of exceptions
+            continue
+        assert type(theirs[id]) in ({type(raised()), RuntimeError} if workers else {type(raised())})
+        assert str(raised()) in str(cached[id])
+        if not workers:
+            assert repr(ours[id].args) == repr(theirs[id].args) == repr(cached[id].args)
+    stopped = FIRST + LOCAL - 1
+    assert (type(theirs[stopped]), type(ours[stopped]), type(cached[stopped])) == (
+        *(StopIteration, sf.BatchError, sf.BatchError),
+    )
 
 
-def test_one_class_for_each_type() -> None:
-    assert type(made_of(no_file)) is type(made_of(no_file)) is carried(type(made_of(no_file)))
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_to_end_the_program(workers: int, kind: type[BaseException]) -> None:
+    """In a worker it ends that process, as with torch's loader; its batch is repeated, and then an error."""
+
+    def fail(id: int) -> torch.Tensor:
+        if id == BAD:
+            raise kind
+        return torch.tensor(id)
+
+    expected = RuntimeError if workers else kind
+    with pytest.raises(expected) as caught, sf.DataLoader(Made(8, fail), num_workers=workers) as loader:
+        list(loader)
+    assert type(caught.value) is (sf.WorkerError if workers else kind)
 
 
-def test_an_object_in_an_error_is_not_sent() -> None:
-    """What lacked an attribute may be the whole data set."""
-    error = made_of(lambda id: test_both_types.missing)  # type: ignore[attr-defined]
-    assert error.obj is test_both_types  # type: ignore[attr-defined]
-    assert carried(error).name == "missing"
-    assert carried(error).obj is None
+# -- other functions of the user --------------------------------------------------------------------------------------
 
 
-def test_an_attribute_that_cannot_be_sent_is_left_out() -> None:
-    problem = ValueError("x")
-    problem.lock, problem.line = open(os.devnull), 3  # type: ignore[attr-defined]  # noqa: SIM115
-    error = carried(also_of_type(sf.SampleError("x", id=1), problem))
-    assert (error.line, hasattr(error, "lock")) == (3, False)
-    problem.lock.close()  # type: ignore[attr-defined]
+def fails(_: Any) -> Any:
+    raise Missing("/data", "a", tries=3)
 
 
-def cached(data: Any) -> sf.CachedDataset:
+def stops(_: Any) -> Any:
+    raise StopIteration
+
+
+class Sampler(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        fails(None)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ({"dataset": [1, 2, 3], "collate_fn": fails}, r"collating the samples \[0\]"),
+        ({"dataset": sf.FileDataset([__file__], transform=fails)}, rf"preparing sample 0 \({__file__}\)"),
+        ({"dataset": [1, 2, 3], "sampler": Sampler()}, None),
+        ({"dataset": [1, 2, 3], "worker_init_fn": fails}, "calling worker_init_fn"),
+    ],
+    ids=["collate_fn", "transform", "sampler", "worker_init_fn"],
+)
+def test_errors_of_other_functions(arguments: dict[str, Any], note: str | None, workers: int) -> None:
+    if "worker_init_fn" in arguments and not workers:
+        return
+    with pytest.raises(Missing) as caught, sf.DataLoader(**arguments, num_workers=workers) as loader:
+        list(loader)
+    assert (caught.value.args, caught.value.errno, caught.value.tries) == ((2, "no such volume"), 2, 3)
+    if note is not None:
+        assert re.match(f"stallfree: {note}{', in worker 0' if workers else ''}", caught.value.__notes__[0])
+        assert workers == 0 or "in fails" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("arguments", [{"collate_fn": stops}, {"worker_init_fn": stops}])
+def test_stop_iteration_of_other_functions(arguments: dict[str, Any], workers: int) -> None:
+    if "worker_init_fn" in arguments and not workers:
+        return
+    with sf.DataLoader([1, 2, 3], num_workers=workers, **arguments) as loader:
+        with pytest.raises(sf.BatchError, match="raised StopIteration") as caught:
+            list(loader)
+        assert type(caught.value.__cause__) is StopIteration
+
+
+def kept(data: Any) -> sf.CachedDataset:
     return sf.CachedDataset(data, capacity="1MiB")
 
 
@@ -183,122 +244,44 @@ def windowed(data: Any) -> sf.SmartCacheDataset:
     return sf.SmartCacheDataset(data, cache_num=8, replace_rate=0)
 
 
-@pytest.mark.parametrize("fail", [no_item, raising(StopIteration)])
-@pytest.mark.parametrize("form", [None, cached, windowed], ids=["plain", "cached", "windowed"])
-def test_loops(form: Any, fail: Any) -> None:
-    """In this process: of our loader, of torch's, and over the data set itself."""
-    kind = IndexError if fail is no_item else sf.SampleError
-    data: Any = Made(8, Failing(fail))
-    with form(data) if form else sf.DataLoader(data) as made:
-        loops = [sf.DataLoader(made), torch.utils.data.DataLoader(made), made] if form else [made]
-        for loop in loops:
-            with pytest.raises(kind, match="fetching sample 5") as caught:
-                list(loop)
-            assert isinstance(caught.value, sf.SampleError)
-            assert caught.value.id == BAD
-            assert type(caught.value.__cause__) is (kind if kind is not sf.SampleError else StopIteration)
-
-
-def test_a_worker() -> None:
-    with pytest.raises(Missing, match="fetching sample 5") as caught:
-        list(sf.DataLoader(Made(8, Failing(no_volume)), num_workers=1))
-    assert isinstance(caught.value, sf.SampleError)
-    assert caught.value.errno == 2
-
-
-@pytest.mark.parametrize("fail", [no_file, no_volume, no_key, no_item, local])
-def test_a_worker_of_torch(fail: Any) -> None:
-    """It sends the type and a text, of which the loader there makes the error."""
-    error = made_of(fail)
-    sent = ForkingPickler.dumps(ExceptionWrapper((type(error), error, None), "in a worker"))
-    kind = LookupError if fail is local else type(error).__mro__[3]
-    with pytest.raises(kind, match="fetching sample 5") as caught:
-        pickle.loads(sent).reraise()
-    assert isinstance(caught.value, sf.SampleError)
-    assert caught.value.id == -1
-
-
-class Keyed(ValueError):
-    def __init__(self, *, code: int) -> None:
-        super().__init__(f"code {code}")
-        self.code = code
-
-
-class Two(OSError):
-    def __init__(self, file: str, line: int) -> None:
-        super().__init__(f"{file}:{line}")
-        self.file, self.line = file, line
-
-
-class Holding(RuntimeError):
-    def __init__(self) -> None:
-        super().__init__("holds")
-        self.call, self.number = lambda: 0, 7
-
-
-class Plain(KeyError):
-    pass
-
-
-def hidden(*arguments: Any) -> Exception:
-    class Hidden(LookupError):
-        pass
-
-    return Hidden(*arguments)
-
-
-RAISED: dict[str, tuple[Callable[[], Exception], type, str, dict[str, Any]]] = {
-    "keywords": (lambda: Keyed(code=3), Keyed, "code 3", {"code": 3, "args": ("code 3",)}),
-    "two arguments": (lambda: Two("a", 2), Two, "a:2", {"file": "a", "line": 2}),
-    "three": (lambda: Missing("/data", "a", tries=3), Missing, "no such volume", {"tries": 3, "errno": 2}),
-    "slots": (lambda: Slotted(4), Slotted, "line 4", {"line": 4}),
-    "no pickle of an attribute": (Holding, Holding, "holds", {"number": 7}),
-    "no pickle of an argument": (lambda: Plain(lambda: 0, "left"), Plain, "left", {}),
-    "its own __new__": (lambda: Wants(3), Wants, "3", {"args": (3,)}),
-    "of a function": (lambda: hidden("seen"), LookupError, "Hidden: seen", {}),
-}
-
-
-@pytest.mark.parametrize("name", RAISED)
-@pytest.mark.parametrize("place", ["collate_fn", "worker_init_fn"])
-def test_other_errors_of_a_worker(place: str, name: str) -> None:
-    """They are those that were raised, whatever their constructors want."""
-    make, kind, text, fields = RAISED[name]
-
-    def fail(_: Any) -> Any:
-        raise make()
-
-    options: dict[str, Any] = {place: fail}
-    with pytest.raises(kind, match=text) as caught, sf.DataLoader([1, 2], num_workers=1, **options) as loader:
-        list(loader)
-    assert {name: getattr(caught.value, name) for name in fields} == fields
-    assert name == "of a function" or type(caught.value) is kind
-    assert "in fail" in str(caught.value.__cause__)
-
-
-def test_a_group() -> None:
-    with sf.SharedLoader(Made(8, Failing(no_volume)), group="types") as loader:
-        with pytest.raises(Missing, match="fetching sample 5") as caught:
-            list(loader)
-        assert isinstance(caught.value, sf.SampleError)
-        assert (caught.value.id, caught.value.errno, caught.value.tries) == (BAD, 2, 3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "form"), [(KeyboardInterrupt, None), (SystemExit, cached), (KeyboardInterrupt, windowed)]
-)
-def test_what_is_to_end_the_program_does(form: Any, kind: type[BaseException]) -> None:
-    data: Any = Made(8, Failing(raising(kind)))
-    with pytest.raises(kind) as caught, form(data) if form else sf.DataLoader(data) as made:
-        list(sf.DataLoader(made) if form else made)
-    assert type(caught.value) is kind
-
-
 def rows(loader: Any) -> Iterator[int]:
     for batch in loader:
-        yield from batch.tolist()
+        yield int(batch)
 
 
-def test_a_generator_around_the_loop_does_not_end_in_silence() -> None:
-    with pytest.raises(sf.SampleError):
-        list(rows(sf.DataLoader(Made(8, Failing(raising(StopIteration))))))
+class Ending:
+    """One sample raises what ends a loop over a list, or over an iterator."""
+
+    def __init__(self, kind: type[Exception]) -> None:
+        self.kind = kind
+
+    def __call__(self, id: int) -> torch.Tensor:
+        if id == BAD:
+            raise self.kind
+        return torch.tensor(id)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(IndexError, IndexError), (StopIteration, sf.BatchError)])
+@pytest.mark.parametrize("form", [kept, windowed, sf.DataLoader])
+def test_no_loop_ends_in_silence(form: Any, kind: type[Exception], expected: type[Exception]) -> None:
+    """In this process: of our loader, of torch's, over the data set itself, and of a generator around it."""
+    with form(Made(8, Ending(kind))) as made:
+        loops = [made] if form is sf.DataLoader else [sf.DataLoader(made), torch.utils.data.DataLoader(made), made]
+        for loop in loops:
+            with pytest.raises(expected, match="fetching sample 5"):
+                list(rows(loop))
+
+
+def test_a_skipped_error_is_one_line_of_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(id: int) -> torch.Tensor:
+        if id == BAD:
+            raise OSError("bad\nsector")
+        return torch.tensor(id)
+
+    for workers in (0, 1):
+        with sf.DataLoader(Made(8, fail), on_error="skip", num_workers=workers) as loader:
+            assert len(list(loader)) == 7
+            assert loader.stats().skips == 1
+    ours, theirs = (record.message for record in caplog.records)
+    assert ours == "left out a sample: fetching sample 5 failed: OSError: bad sector"
+    assert re.match(r"left out a sample: fetching sample 5, in worker 0 \(process \d+\) failed: OSError: bad", theirs)

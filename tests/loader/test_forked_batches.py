@@ -44,12 +44,11 @@ class Saver:
         return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("output", ["torch", "numpy"])
 @pytest.mark.parametrize(("workers", "cached"), [(0, False), (2, False), (0, True), (2, True)])
-def test_a_forked_process_keeps_its_batch(workers: int, cached: bool, output: str) -> None:
+def test_a_forked_process_keeps_its_batch(workers: int, cached: bool) -> None:
     base = Made(COUNT, row)
     dataset: Any = sf.CachedDataset(base, capacity="8MiB") if cached else base
-    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0, output=output) as loader:
+    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0) as loader:
         if cached:
             list(loader)  # later epochs are gathered from the cache
         savers = []

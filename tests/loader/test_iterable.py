@@ -215,7 +215,6 @@ REFUSED: dict[str, Any] = {
     "with_ids": True,
     "staging": 0,
     "on_error": "skip",
-    "output": "numpy",
     "event_log": "log",
 }
 

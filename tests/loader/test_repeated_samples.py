@@ -59,7 +59,7 @@ def pairs(batches: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", ORDERS)
-@pytest.mark.parametrize(("workers", "cached"), [(0, False), (1, False), (0, True)])
+@pytest.mark.parametrize(("workers", "cached"), [(1, False), (0, True)])
 def test_a_sample_that_comes_again_is_another_one(workers: int, cached: bool, name: str) -> None:
     base: Any = Made(COUNT, int)
     data: Any = sf.CachedDataset(base, capacity="1MiB", transform=noisy) if cached else Made(COUNT, noisy)

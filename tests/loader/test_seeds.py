@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
@@ -50,8 +52,12 @@ def all_differ(epochs: list[tuple[list[int], dict[int, bytes]]], *, orders: bool
 
 @pytest.mark.parametrize(("workers", "seeds"), [(0, range(3)), (2, range(2))])
 def test_torchs_seed_decides(workers: int, seeds: range) -> None:
+    """Without workers, Python's and NumPy's generators draw too, as under torch's loader."""
+
     def run(seed: int) -> list[Any]:
         torch.manual_seed(seed)
+        if not workers:
+            random.seed(seed), np.random.seed(seed)
         with own(num_workers=workers) as loader:
             return [epoch_of(loader) for _ in range(2)]
 
@@ -68,7 +74,7 @@ def test_two_loaders_of_one_torch_seed_differ() -> None:
 def test_a_generator_decides_and_moves_on() -> None:
     def run() -> list[Any]:
         generator = torch.Generator().manual_seed(7)
-        return [epoch_of(own(generator=generator)) for _ in range(3)]
+        return [epoch_of(own(generator=generator, num_workers=1)) for _ in range(3)]
 
     first = run()
     assert all_differ(first)
@@ -186,10 +192,12 @@ def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: 
 
     def make() -> Any:
         source, workers = Made(COUNT, picture), {"num_workers": 2, "persistent_workers": True} if persistent else {}
+        random_or_not = Made(COUNT, jittered if persistent else picture)  # without workers, no state has its draws
         if kind == "loader":
-            return own(**workers)
+            return own(random_or_not, **workers)
         if kind == "importance":
-            return own(sampler=sf.ImportanceSampler(COUNT, plan="full"), shuffle=None, **workers)
+            sampler = sf.ImportanceSampler(COUNT, plan="full")
+            return own(random_or_not, sampler=sampler, shuffle=None, **workers)
         if kind == "smart":
             return own(sf.SmartCacheDataset(source, noisier, cache_num=8, on_late="wait"), **workers)
         return own(sf.CachedDataset(source, capacity="4MiB", transform=noisier), **workers)
@@ -226,7 +234,7 @@ def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: 
 
 
 def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:
-    with own(num_workers=1, persistent_workers=True) as one, own() as other:
+    with own(num_workers=1, persistent_workers=True) as one, own(num_workers=1) as other:
         list(one), list(other)
         one.load_state_dict(other.state_dict())
         assert epoch_of(one) == epoch_of(other)
@@ -235,9 +243,10 @@ def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:
 def test_a_state_from_before_the_first_epoch_has_no_seed() -> None:
     state = own().state_dict()
     assert state["seed"] is None
-    loader = own(seed=3)
+    data = Made(COUNT, picture)
+    loader = own(data, seed=3)
     loader.load_state_dict(state)
-    assert epoch_of(loader) == epoch_of(own(seed=3))
+    assert epoch_of(loader) == epoch_of(own(data, seed=3))
 
 
 # -- cached data sets under torch's loader ----------------------------------------------------------------------------

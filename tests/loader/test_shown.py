@@ -60,7 +60,7 @@ def test_an_id_out_of_range(id: int) -> None:
     assert isinstance(caught.value, sf.InputError)
     with sf.CachedDataset(Made(4, zero_dim), capacity="1MiB") as data:
         with pytest.raises(IndexError, match=f"id {id} is outside") as caught:
-            data.cache.get(id)
+            data.cache.get_many([id])
         assert isinstance(caught.value, sf.InputError)
         with pytest.raises(IndexError):
             data[id]

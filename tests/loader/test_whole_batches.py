@@ -57,13 +57,6 @@ class Failing(Batched):
         return ids
 
 
-class FailingAtOne(Failing):
-    def __getitem__(self, id: int) -> int:
-        if id == 7:
-            raise FileNotFoundError("the file of 7")
-        return id
-
-
 @pytest.mark.parametrize("workers", [0, 1, 2])
 @pytest.mark.parametrize("data", [Batched(), OnlyBatches(), OnlyBatchesOfAnyClass()], ids=type)
 def test_the_batches_are_those_of_torchs_loader(data: Any, workers: int) -> None:
@@ -85,25 +78,23 @@ def test_samples_of_a_data_set_with_batches_only_are_cached(data: Any, workers: 
         assert cached.stats().hits >= 20
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("data", [Drawing(), OnlyBatchesDrawn()], ids=type)
 def test_random_numbers_are_a_function_of_each_id(data: Any, workers: int) -> None:
     with sf.DataLoader(data, batch_size=4, seed=5, num_workers=workers) as loader:
         first = [value for batch in loader for value in batch.tolist()]
-    with sf.DataLoader(data, batch_size=10, seed=5) as loader:
+    with sf.DataLoader(data, batch_size=10, seed=5, num_workers=1) as loader:
         assert first == [value for batch in loader for value in batch.tolist()]
     assert len({value - int(value) for value in first}) == 20
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize(("data", "text"), [(Failing(), "of the batch"), (FailingAtOne(), "sample 7.*file of 7")])
-def test_an_error_of_a_batch_is_raised(data: Any, text: str, workers: int) -> None:
-    with sf.DataLoader(data, batch_size=4, num_workers=workers) as loader:
+def test_an_error_of_a_batch_is_raised(workers: int) -> None:
+    with sf.DataLoader(Failing(), batch_size=4, num_workers=workers) as loader:
         batches = iter(loader)
         assert next(batches).tolist() == [0, 1, 2, 3]
-        with pytest.raises(FileNotFoundError, match=text) as caught:
+        with pytest.raises(FileNotFoundError, match=r"fetching the samples \[4, 5, 6, 7\]"):
             next(batches)
-        assert isinstance(caught.value, sf.SampleError)
         assert [batch.tolist() for batch in batches] == [list(range(at, at + 4)) for at in (8, 12, 16)]
 
 
@@ -211,7 +202,7 @@ class Noisy(Columns):
         return {"x": torch.tensor(ids), "noise": torch.rand(len(ids))}
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [1, 2])
 def test_the_draws_of_such_batches_depend_on_the_seed(workers: int) -> None:
     def epochs(seed: int) -> list[Any]:
         with sf.DataLoader(Noisy(), 4, seed=seed, collate_fn=unchanged, num_workers=workers) as loader:

@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import stallfree as sf
 from stallfree.errors import InputError, MissingExtraError
-from stallfree.observe import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
+from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
 
 LOADER_NAMES = [
     "stallfree_loader_batches_total",
@@ -50,6 +50,8 @@ CACHE_NAMES = [
     "stallfree_cache_resident_bytes",
     "stallfree_cache_capacity_bytes",
     "stallfree_cache_used_bytes",
+    "stallfree_cache_tier_hits_total",
+    "stallfree_cache_tier_rejected_total",
     "stallfree_cache_hit_ratio",
 ]
 WINDOW_NAMES = [

@@ -12,7 +12,8 @@ from standins import V1, foreign, torchvision_compose
 from torch import nn
 
 from stallfree.errors import InputError
-from stallfree.pipeline import Compose, OnItem, flatten, mark_deterministic
+from stallfree.pipeline.classify.determinism import mark_deterministic
+from stallfree.pipeline.compose import Compose, OnItem, flatten
 
 Pair = namedtuple("Pair", ["image", "label"])
 

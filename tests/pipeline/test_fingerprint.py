@@ -29,7 +29,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stallfree.errors import InputError
-from stallfree.pipeline import Compose, OnItem, fingerprint, mark_deterministic, mark_random
+from stallfree.pipeline.classify.determinism import mark_deterministic, mark_random
+from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.fingerprint import fingerprint
 from warm import Interpreter
 
 

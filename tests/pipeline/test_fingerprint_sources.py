@@ -15,7 +15,9 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset
 
-from stallfree.pipeline import Compose, OnItem, fingerprint, mark_random
+from stallfree.pipeline.classify.determinism import mark_random
+from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.fingerprint import fingerprint
 from warm import Interpreter
 
 
@@ -173,7 +175,7 @@ def test_many_items_that_refer_to_what_holds_them() -> None:
 MAPPED = """
 import resource, sys
 import numpy as np
-from stallfree.pipeline import fingerprint
+from stallfree.pipeline.fingerprint import fingerprint
 
 array = np.memmap(sys.argv[1], np.uint16, "r")
 views = [array, array[1:], np.asarray(array)[1:], array.reshape(2, -1), array[::2], {"a": [array]}]

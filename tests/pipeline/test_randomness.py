@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loader_data import same
-from stallfree.pipeline import Compose, Randomness, sample_seed
-from stallfree.pipeline.randomness import Drew
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.randomness import Drew, Randomness, sample_seed
 
 numbers = st.integers(0, 2**63 - 1)
 few = settings(max_examples=15)

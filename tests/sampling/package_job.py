@@ -11,7 +11,7 @@ import numpy as np
 from smart_data import Rows
 from stallfree import Compose
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.pipeline.codec import encode
 from stallfree.sampling.packager import Packager
 from stallfree.sampling.packages import LOW, PENDING, Packages, PackageWork, SharedFlags

@@ -8,8 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.sampling.plans import make_plan
-from stallfree.sampling.plans.plan import local_shares
+from stallfree.sampling.plans.plan import local_shares, make_plan
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.integers(0, 3), st.booleans())

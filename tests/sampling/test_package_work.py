@@ -14,12 +14,12 @@ from package_job import WANTED, Job, package_size
 
 from reads_data import Crops, gone, write_arrays
 from stallfree import CachedDataset, mark_deterministic
-from stallfree.cache import MISS
+from stallfree.cache.records import MISS
 from stallfree.errors import CodecError
 from stallfree.sampling import packages as packages_module
 from stallfree.sampling.packages import LOW, MISSED, PENDING, Field, PackageWork, SharedFlags
 from stallfree.sampling.plans.retention import FRESH
-from stallfree.sources import as_source
+from stallfree.sources.mapped import as_source
 
 
 @pytest.fixture

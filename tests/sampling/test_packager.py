@@ -20,7 +20,8 @@ from children import Child
 from smart_data import until
 from stallfree import Compose, mark_deterministic
 from stallfree.batches.reader import Reader
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError, StorageError
 from stallfree.ipc.folders import default_root, sweep
 from stallfree.sampling import packager as packager_module

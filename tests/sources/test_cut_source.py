@@ -19,9 +19,9 @@ from torch.utils.data import Subset
 
 import stallfree as sf
 from loader_data import same
-from stallfree.errors import SampleError
-from stallfree.sources import MapSource, as_source
+from stallfree.errors import InputError
 from stallfree.sources.cut_source import CutSource, Jointly
+from stallfree.sources.mapped import MapSource, as_source
 
 COUNT = 12
 
@@ -227,7 +227,7 @@ def test_a_transform_that_was_changed_is_not_passed_over() -> None:
     dataset = Separate(noisy)
     source = as_source(dataset)
     dataset.transform = tripled
-    with pytest.raises(SampleError, match=r"the transform of Separate was changed .*: make a new loader"):
+    with pytest.raises(InputError, match=r"the transform of Separate was changed .*: make a new loader"):
         source.fetch(0)
     dataset.transform = noisy
     source.fetch(0)
@@ -355,7 +355,7 @@ def test_the_transform_of_rows_is_cut_known() -> None:
         assert first[0] != second[0]
         assert first.tolist() == [first[0], first[0] + 1]
     dataset._format_kwargs = {"transform": print}
-    with pytest.raises(SampleError, match="the format_kwargs of Dataset was changed"):
+    with pytest.raises(InputError, match="the format_kwargs of Dataset was changed"):
         source.fetch(3)
 
 

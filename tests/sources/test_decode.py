@@ -12,7 +12,8 @@ from PIL import Image
 
 from stallfree.errors import InputError
 from stallfree.pipeline.marks import mark_of
-from stallfree.sources import DecodeImage, decode
+from stallfree.sources import decode
+from stallfree.sources.decode import DecodeImage
 
 JPEG = encode(picture())
 

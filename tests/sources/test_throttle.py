@@ -20,10 +20,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.errors import InputError, SampleError
+from stallfree.errors import InputError
 from stallfree.pipeline.protocol import Source
-from stallfree.sources import FileDataset, ImageFolder, throttle
-from stallfree.sources.throttle import payload_bytes
+from stallfree.pipeline.values import payload_bytes
+from stallfree.sources import throttle
+from stallfree.sources.files import FileDataset
+from stallfree.sources.image_folder import ImageFolder
 from stallfree.testing import ThrottledSource
 
 
@@ -81,7 +83,7 @@ def test_in_any_window_at_most_the_bandwidth_and_one_record(requests: list[tuple
 
 def test_what_fails_is_not_counted(tmp_path: Path) -> None:
     source = ThrottledSource(FileDataset([tmp_path / "missing"]), bandwidth=100)
-    with pytest.raises(SampleError, match="missing"):
+    with pytest.raises(FileNotFoundError, match="missing"):
         source.fetch(0)
     with pytest.raises(IndexError):
         source.fetch(1)
@@ -191,7 +193,7 @@ def test_state_goes_with_the_last_object(store_root: Path) -> None:
     assert not list(store_root.glob("throttle-*"))
     with pytest.raises(InputError, match="closed"):
         _ = copy.requests
-    with pytest.raises(SampleError, match="closed"):
+    with pytest.raises(InputError, match="closed"):
         copy.fetch(0)
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.cache import MISS, SampleCache
 from stallfree.cache.layout import FREE_BLOCK, Field, plan_layout
 from stallfree.cache.policies import make_policy
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CapacityError
 from stallfree.pipeline.codec import encode, record_size
 

@@ -9,8 +9,9 @@ import numpy as np
 import redis
 
 from redis_servers import Server
-from stallfree.cache import MISS
-from stallfree.cache.redis import RedisStore, RedisTier
+from stallfree.cache.records import MISS
+from stallfree.cache.redis.store import RedisStore
+from stallfree.cache.redis.tier import RedisTier
 from stallfree.pipeline.codec import encode, record_size, write_record
 
 COUNT = 200

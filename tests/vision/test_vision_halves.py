@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 import stallfree as sf
-from stallfree.pipeline import OnItem, Verdict, split
+from stallfree.pipeline.classify.determinism import Verdict, split
+from stallfree.pipeline.compose import OnItem
 
 
 def double(value: int) -> int:

@@ -14,16 +14,11 @@ from PIL import Image, ImageEnhance
 from vision_data import distance, photograph
 
 from stallfree.errors import InputError
-from stallfree.pipeline import fingerprint, split
-from stallfree.vision import (
-    CenterCrop,
-    ChannelsFirst,
-    ColorJitter,
-    Normalize,
-    RandomHorizontalFlip,
-    Resize,
-    native,
-)
+from stallfree.pipeline.classify.determinism import split
+from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.vision import native
+from stallfree.vision.normalize import Normalize
+from stallfree.vision.transforms import CenterCrop, ChannelsFirst, ColorJitter, RandomHorizontalFlip, Resize
 
 STEPS = [RandomHorizontalFlip(1), Resize(50), CenterCrop(60), ColorJitter(0.5, 0.5, 0.5), ChannelsFirst()]
 

@@ -115,10 +115,11 @@ def wait_until_ready(loader: sf.DataLoader) -> None:
 
 @pytest.mark.slow
 def test_an_error_of_a_sample_is_raised_here(cluster: RayCluster) -> None:
-    with ray_loader(cluster, Made(16, fails), shuffle=False) as loader, pytest.raises(sf.SampleError) as caught:
+    with (
+        ray_loader(cluster, Made(16, fails), shuffle=False) as loader,
+        pytest.raises(OSError, match=r"the file is damaged\n.*sample 7"),
+    ):
         list(loader)
-    assert caught.value.id == 7
-    assert "the file is damaged" in str(caught.value)
 
 
 def test_a_cluster_that_cannot_be_reached_is_one_error() -> None:
@@ -147,7 +148,7 @@ def _locks(_: object, lock: Any) -> None:
     [
         (
             {"dataset": Locked()},
-            r"^the data set cannot be sent to Ray workers: its attribute 'lock' is a lock: .*pickle",
+            r"^the data set cannot be sent to Ray workers: .*pickle",
         ),
         ({"collate_fn": partial(_locks, lock=threading.Lock())}, "^collate_fn cannot be sent to Ray workers: .*lock"),
         ({"worker_init_fn": partial(_locks, lock=threading.Lock())}, "^worker_init_fn cannot be sent to Ray workers: "),

@@ -32,12 +32,12 @@ from stallfree.autotune.choice import SAMPLES, choose, explain
 from stallfree.autotune.measure import measure
 from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.capacity import free_memory, free_space
-from stallfree.datasets import CachedDataset
+from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import look
-from stallfree.errors import InputError, StallfreeError, argument_conflict, job_failed, text_of
+from stallfree.errors import InputError, argument_conflict, job_failed, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.ipc.forked import call_in_child
-from stallfree.loader import DataLoader
+from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import cpu_count
 from stallfree.pytree import take_apart
@@ -336,7 +336,7 @@ class Analysis:
             measured = call_in_child(
                 partial(measure, source, steps, look(source, steps), seed=0), "the measurement"
             ).measured
-        except StallfreeError as error:
+        except Exception as error:  # also one of the data set
             self._note(
                 f"sf.DataLoader(..., cache='auto') would cache no samples, at most the files that they are read from: "
                 f"{text_of(error)}"

@@ -16,12 +16,11 @@ import numpy as np
 import torch
 
 from stallfree.analysis.residency import put_out, resident_share
-from stallfree.batches.batch_state import raise_from
 from stallfree.batches.recorded_reads import record_sample
-from stallfree.datasets import CachedDataset, SmartCacheDataset
+from stallfree.datasets.cached_dataset import CachedDataset
+from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
     InputError,
-    SampleError,
     StallfreeError,
     argument_conflict,
     device_unknown,
@@ -30,14 +29,14 @@ from stallfree.errors import (
     text_of,
 )
 from stallfree.ipc.forked import call_in_child
-from stallfree.loader import DataLoader
 from stallfree.loader.arguments import check_numbers
+from stallfree.loader.dataloader import DataLoader
+from stallfree.notes import described, note_sample
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import sample_error
+from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.sources.reads.recorded import parts_of
-from stallfree.sources.throttle import payload_bytes
 
 OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
 """Loader arguments that the analysis sets for its runs."""
@@ -414,10 +413,7 @@ def read_some(job: Job) -> Records:
 
     They are read in a child process. Raises `InputError` for a sample that cannot be read.
     """
-    try:
-        return call_in_child(partial(_read_some, job), "the reading of samples")
-    except SampleError as error:
-        raise job_failed(f"the job cannot be analysed: {text_of(error)}. Leave this sample out, or mend it") from error
+    return call_in_child(partial(_read_some, job), "the reading of samples")
 
 
 def _read_some(job: Job) -> Records:
@@ -425,11 +421,17 @@ def _read_some(job: Job) -> Records:
     started, size, found = time.monotonic(), 0, Records([], [], {}, None)
     with Opened() as opened:
         for id in order[:MOST_SAMPLES]:
+            try:
+                record = record_sample(job.source.dataset, id)[0] if job.reads else job.source.fetch(id)
+            except Exception as error:
+                note_sample(error, job.source, id, "fetching")
+                raise job_failed(
+                    f"the job cannot be analysed: {described(error)}. Leave this sample out, or mend it"
+                ) from error
             if job.reads:
-                found.parts[id] = _recorded_parts(job.source, id)
+                found.parts[id] = [part for part in parts_of(record) if os.path.isabs(part[0])]  # of this machine
                 size += sum(stop - start for _, start, stop in found.parts[id])
             else:
-                record = job.source.fetch(id)
                 size += payload_bytes(record)
                 if job.parted:
                     found.values.append(record)
@@ -443,12 +445,3 @@ def _read_some(job: Job) -> Records:
         size = sum(os.path.getsize(path) for path in found.files)
     found.sample_bytes = size / len(found.ids) or None
     return found
-
-
-def _recorded_parts(source: MapSource, id: int) -> list[tuple[str, int, int]]:
-    """The parts of files that a sample is read from."""
-    try:
-        record, _ = record_sample(source.dataset, id)
-    except Exception as error:
-        raise_from(sample_error(error, source, id, "fetching"), error)
-    return [part for part in parts_of(record) if os.path.isabs(part[0])]  # not those on other machines

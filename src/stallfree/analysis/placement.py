@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from stallfree.device import DevicePrefetcher
+from stallfree.device.prefetcher import DevicePrefetcher
 from stallfree.pipeline.compose import Compose, OnItem
 
 

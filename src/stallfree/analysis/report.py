@@ -7,7 +7,7 @@ import math
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -228,7 +228,7 @@ def make_report(
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "made": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "stallfree": version("stallfree"),
             "torch": torch.__version__,

@@ -26,6 +26,7 @@ from stallfree.datasets.private_names import token
 from stallfree.errors import (
     CapacityError,
     FingerprintError,
+    PlatformError,
     StallfreeError,
     StorageError,
     argument_conflict,
@@ -39,8 +40,8 @@ from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
-from stallfree.sources import as_source
 from stallfree.sources.cutting.cut import cut
+from stallfree.sources.mapped import as_source
 from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"
@@ -237,7 +238,7 @@ class AutoCache:
             )
         try:
             folder = self._attach(f"auto-{token() if unknown else key[:20]}", subject)
-        except (CapacityError, StorageError, OSError) as error:
+        except (CapacityError, PlatformError, OSError) as error:
             self._go_without(subject, error)
             return
         found = _load(folder.path)
@@ -381,7 +382,7 @@ class AutoCache:
         try:
             subject = subject_of(self._dataset, self._transform)
             folder = self._attach(folder.path.name, subject)
-        except StallfreeError as error:
+        except Exception as error:  # also one of the data set
             log.info("the rates could not be measured again, so the cache stays as it is: %s", text_of(error))
             self._folder = None
             return
@@ -429,7 +430,7 @@ def _prepared(reader: Reader, records: dict[int, Any]) -> dict[int, Any]:
         steps = split.deterministic if wanted else Compose([])
         try:
             if split.takes_look():
-                value = split.make_twice(partial(private, record), id, steps.transforms)
+                value = split.make_twice(private(record), id, steps.transforms)
             else:
                 value = steps(private(record))
         except Reclassified:

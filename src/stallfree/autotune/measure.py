@@ -18,20 +18,20 @@ import numpy as np
 import torch
 
 from stallfree.autotune.choice import Measured
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.dataset_probe import FirstLook
-from stallfree.errors import CodecError, InputError, SampleError
+from stallfree.errors import CodecError, InputError
+from stallfree.notes import note_sample
 from stallfree.pipeline.classify.outcomes import States
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.in_place import works_in_place
-from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block
-from stallfree.sources.throttle import payload_bytes
 
 LEVELS = (8, 16, 32, 64)
 """Numbers of concurrent fetches to try, each with twice as many samples."""
@@ -77,7 +77,7 @@ def _is_picklable(record: Any) -> bool:
 def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> Probe:
     """Fetch and prepare some random samples, and time it. Samples that fail are left out.
 
-    Takes about two seconds at most if single samples are fast. Raises `SampleError` if all samples fail.
+    Takes about two seconds at most if single samples are fast. Raises the error of a sample if all fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source))[: 2 * sum(LEVELS)].tolist()
     states = States()
@@ -112,7 +112,7 @@ def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool =
     """Index some random samples of a data set twice, with its files in storage and then in records, and time it.
 
     Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set.
-    Raises `SampleError` if all samples fail.
+    Raises the error of a sample if all fail.
     """
     ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source)).tolist()
     dataset, tracker, records = source.dataset, Tracker(), dict[int, Any]()
@@ -130,7 +130,8 @@ def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool =
             try:
                 make(block, id)
             except Exception as error:
-                problem = sample_error(error, source, id, "fetching")
+                note_sample(error, source, id, "fetching")
+                problem = error
                 continue
             record = records[id] = block.record(id, tracker.shared)
             reading, held = reading + block.seconds, held + len(record)
@@ -163,20 +164,21 @@ class _Fetched:
     records: dict[int, Any] = field(default_factory=dict)
     processor: float = 0.0
     held: int = 0
-    problem: SampleError | None = None
+    problem: Exception | None = None
 
     def take(self, id: int, fetch: Callable[[], Any]) -> bool:
         """Store the record that `fetch` returns; return whether it succeeded."""
         try:
             self.records[id] = private(fetch())
         except Exception as error:
-            self.problem = sample_error(error, self.source, id, "fetching")
+            note_sample(error, self.source, id, "fetching")
+            self.problem = error
             return False
         self.held += payload_bytes(self.records[id])
         return True
 
     def checked(self) -> _Fetched:
-        """Return self. Raises `SampleError` if all samples failed."""
+        """Return self. Raises the error of a sample if all failed."""
         if self.problem is not None and not self.records:
             raise self.problem
         return self

@@ -9,12 +9,12 @@ from typing import Any
 from stallfree.autotune.measure import Probe, measure, measure_reads
 from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import InputError, SampleError, StallfreeError, dataset_random, text_of
+from stallfree.errors import InputError, StallfreeError, dataset_random, text_of
+from stallfree.notes import is_users
 from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.protocol import Source
-from stallfree.sources import as_source
-from stallfree.sources.mapped import MapSource
+from stallfree.sources.mapped import MapSource, as_source
 
 
 class NotCachedError(StallfreeError):
@@ -56,9 +56,9 @@ def subject_of(dataset: Any, transform: Transform | None) -> Subject:
     steps = steps_of(source, transform)
     try:
         return Subject(source, steps, look(source, steps))
-    except SampleError:
-        raise
     except InputError as error:
+        if is_users(error):
+            raise
         why = reason_in(error)
         if not why:
             raise NotCachedError(text_of(error)) from error
@@ -66,9 +66,9 @@ def subject_of(dataset: Any, transform: Transform | None) -> Subject:
         source = reads_source(dataset)
         steps = steps_of(source, transform)
         return Subject(source, steps, look_at_reads(source, steps), why)
-    except SampleError:
-        raise
     except InputError as error:
+        if is_users(error):
+            raise
         raise NotCachedError(f"{why}, and no files that it reads can be cached") from dataset_random(
             f"{why}; {text_of(error)}"
         )

@@ -6,7 +6,7 @@ import logging
 import time
 import traceback
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -19,17 +19,17 @@ from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, PRIVATE, READY, U
 from stallfree.batches.reader import Reader
 from stallfree.batches.ring import Slots
 from stallfree.batches.sample_access import Pending
-from stallfree.cache import Aim, SampleCache
 from stallfree.cache.buffers import Buffers
-from stallfree.error_types import also_of_type
-from stallfree.errors import sampler_output, text_of
+from stallfree.cache.records import Aim
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
+from stallfree.notes import described, note_samples
 from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.structure import Structure
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
-from stallfree.sources.throttle import payload_bytes
 
 LARGE = 1 << 20
 """Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""
@@ -58,12 +58,14 @@ class BatchBuilder:
     single: bool
     seed: int
     skip: bool
-    _drawing: Randomness = field(init=False)
     _stacked: Structure | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         self.reader.single = self.single
-        self._drawing = Randomness(self.collate, lazy=True)
+
+    @cached_property
+    def _drawing(self) -> Randomness:
+        return Randomness(self.collate, lazy=True)
 
     # -- gathers ------------------------------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class BatchBuilder:
             prep_seconds=max(0.0, spent - samples.fetch_seconds),
             skipped=len(samples.skipped),
             ids=task.ids if len(samples.ids) == len(task.ids) else np.array(samples.ids, np.int64),
-            note="\n".join([text_of(error).replace("\n", " ") for error in samples.skipped]).encode(errors="replace"),
+            note="\n".join(map(described, samples.skipped)).encode(errors="replace"),
             memory=destination.memory if status == PRIVATE else None,
             value=value,
             started=started,
@@ -182,6 +184,9 @@ class BatchBuilder:
                 return (*self._collate(task, samples, destination), samples)
             except Drew:  # `collate_fn` drew for the first time, without a seed
                 pending = self.reader.start(task.ids)
+            except Exception as error:
+                note_samples(error, samples.ids, "collating")
+                raise
 
     def _buffer(self, count: int, destination: _Destination) -> BatchBuffer | None:
         """Return a buffer for samples that are written as they are prepared; None if their structure is unknown."""
@@ -211,11 +216,9 @@ class BatchBuilder:
         elif samples.whole:
             value = collate_default(values)
         elif not values:
-            raise also_of_type(
-                sampler_output(
-                    "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []"
-                ),
-                IndexError(),  # the type that torch's collate_fn raises
+            raise IdError(
+                "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []",
+                page="sampler-output",
             )
         else:
             if self.reader.in_place or self._large(samples):
@@ -296,7 +299,7 @@ def _log_of_gather(problem: str) -> None:
     )
 
 
-def failure(task: Task, error: Exception, *, here: bool) -> Result:
+def failure(task: Task, error: BaseException, *, here: bool) -> Result:
     """Return the result of a task that raised `error`; for another process (not `here`), the error is packed."""
     failed = Result(FAILED, task.token, task.number, task.slot)
     return replace(failed, value=error) if here else replace(failed, note=pack_error(error))

@@ -7,21 +7,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified, is_prepared
-from stallfree.cache import MISS, Borrowed, SampleCache
-from stallfree.errors import CodecError, SampleError
-from stallfree.pipeline.classify.outcomes import StepError
+from stallfree.cache.records import MISS, Borrowed
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.errors import CodecError
+from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import Source, sample_error
-from stallfree.pipeline.values import as_cached, private
-from stallfree.sources.throttle import payload_bytes
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.values import as_cached, payload_bytes, private
 
 _NO_STEPS = Compose([])
 
@@ -46,15 +45,15 @@ class Samples:
     misses: int = 0
     storage_bytes: int = 0
     fetch_seconds: float = 0.0
-    skipped: list[SampleError] = field(default_factory=list)
+    skipped: list[Exception] = field(default_factory=list)
     whole: bool = False
 
     def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:
-        """Add the error of sample `id` to `skipped`; without `skip`, raise it as a `SampleError`."""
-        problem = sample_error(error, source, id, doing)
+        """Add the error of sample `id`, which is being handled, to `skipped`; without `skip`, raise it again."""
+        note_sample(error, source, id, doing)
         if not skip:
-            raise_from(problem, error)
-        self.skipped.append(problem)
+            raise
+        self.skipped.append(raisable(error))
 
     def estimate_bytes(self) -> None:
         """Set `storage_bytes` to the size of the first sample times the number of samples."""
@@ -94,11 +93,11 @@ class BatchState:
         self._found: list[Any] = []
         self._borrowed: Borrowed | None = None
         self._own: set[int] = set()  # positions of values that are not views of the cache
-        self._failed: dict[int, SampleError] = {}
+        self._failed: dict[int, Exception] = {}
         self._reads = self._read_bytes = 0
 
     def make(self) -> Samples:
-        """Make the samples of the batch. Raises `Reclassified` and `SampleError`; see `Reader.finish`."""
+        """Make the samples of the batch. Raises `Reclassified` and the error of a sample; see `Reader.finish`."""
         missing = self._read()
         if missing:
             self._fill(missing)
@@ -192,33 +191,32 @@ class BatchState:
 
     def _fill_one(self, id: int, at: int) -> None:
         try:
-            self._found[at] = self._value(id)
-        except SampleError as error:
+            value = self._value(id)
+        except Reclassified:
+            raise
+        except Exception as error:
             if not self.skip:
                 raise
-            self._failed[id] = error
-            self.samples.skipped.append(error)
+            self._failed[id] = raisable(error)
+            self.samples.skipped.append(self._failed[id])
+        else:
+            self._found[at] = as_cached(value) if self.reader.caches else value
 
     def _value(self, id: int) -> Any:
-        """Return what the cache holds of sample `id`."""
+        """Return sample `id` as the cache holds it."""
         reader, split = self.reader, self.reader.split
         prepares = split.share == 1 or bool(is_prepared([id], split.share)[0])
         steps = split.deterministic if prepares else _NO_STEPS
-        fetch = partial(self._record, id)
+        record = self._record(id)
         try:
             if reader.caches and split.takes_look():
-                value = split.make_twice(fetch, id, steps.transforms)
-            else:
-                value = steps(fetch())
-        except (Reclassified, SampleError):
+                return split.make_twice(record, id, steps.transforms)
+            return steps(record)
+        except Reclassified:
             raise
-        except StepError as failed:
-            error = failed.error
-        except Exception as problem:
-            error = problem
-        else:
-            return as_cached(value) if reader.caches else value
-        raise_from(sample_error(error, reader.source, id, "preparing"), error)
+        except Exception as error:
+            note_sample(error, reader.source, id, "preparing")
+            raise
 
     def _record(self, id: int) -> Any:
         """Return the record of sample `id`."""
@@ -237,7 +235,8 @@ class BatchState:
                     return future.result()
             return source.fetch(id)
         except Exception as error:
-            raise_from(sample_error(error, source, id, "fetching"), error)
+            note_sample(error, source, id, "fetching")
+            raise
         finally:
             self.samples.fetch_seconds += time.perf_counter() - started
 
@@ -262,7 +261,8 @@ class BatchState:
                 try:
                     reader.store([id], [value])
                 except CodecError as error:
-                    raise sample_error(error, reader.source, id, "storing") from error
+                    note_sample(error, reader.source, id, "storing")
+                    raise
 
     # -- the steps after the cache ------------------------------------------------------------------------------------
 
@@ -328,10 +328,3 @@ class BatchState:
         self.samples.hits -= 1
         self.samples.misses += 1
         self._fill([at])
-
-
-def raise_from(problem: SampleError, error: BaseException) -> NoReturn:
-    """Raise `problem` with `error` as its cause; if both are the same error, it keeps its own cause."""
-    if problem is error:
-        raise problem
-    raise problem from error

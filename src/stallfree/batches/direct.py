@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from stallfree.batches.batch_state import Samples, raise_from
+from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import SampleAccess
-from stallfree.pipeline.protocol import sample_error
+from stallfree.notes import note_sample, note_samples
 from stallfree.sources.mapped import MapSource
 
 
@@ -28,56 +28,64 @@ class PlainBatches:
     """
 
     def __init__(self, reader: SampleAccess, collate: Callable[[Any], Any], single: bool, skip: bool) -> None:
-        self._source = reader.source
-        dataset: Any = reader.source.dataset if type(reader.source) is MapSource else None
-        self._several = None if single or dataset is None or skip else getattr(dataset, "__getitems__", None)
-        self._get = reader.source.fetch if dataset is None else dataset.__getitem__
-        self._rest = reader.rest if reader.rest.transforms else None
+        self._source = source = reader.source
+        self._dataset: Any = source.dataset if type(source) is MapSource else _Prepared(reader)
+        self._several = None if single or skip else getattr(self._dataset, "__getitems__", None)
         self._collate, self._single, self._skip = collate, single, skip
 
     def make(self, ids: list[int]) -> tuple[Any, Samples | None]:
         """Return the batch of `ids`; and, if samples were left out, those that are in it.
 
-        Raises `SampleError` for a sample that fails, unless it is left out.
+        Raises the error of a sample that fails, unless it is left out.
         """
         samples = None
-        if self._skip:
-            samples = self._with_gaps(ids)
-            values: Any = samples.values
-            if len(values) < len(ids) and not values:
-                return None, samples
-        elif self._several is not None and self._rest is None:
-            values = self._all(ids)
-        else:
+        if self._several is not None:
+            try:
+                values: Any = self._several(ids)
+            except Exception as error:
+                note_samples(error, ids, "fetching")
+                raise
+        elif not self._skip:
             values = self._each(ids)
-        return self._collate(values[0] if self._single else values), samples
+        else:
+            samples = self._with_gaps(ids)
+            values = samples.values
+            if not values and ids:
+                return None, samples
+        try:
+            return self._collate(values[0] if self._single else values), samples
+        except Exception as error:
+            note_samples(error, ids if samples is None else samples.ids, "collating")
+            raise
 
     def _each(self, ids: list[int]) -> list[Any]:
-        left, get, rest = iter(ids), self._get, self._rest
+        dataset, left = self._dataset, iter(ids)
         try:
-            return [get(id) for id in left] if rest is None else [rest(get(id)) for id in left]
+            return [dataset[id] for id in left]
         except Exception as error:
-            id = ids[-1 - operator.length_hint(left)]
-            raise_from(sample_error(error, self._source, id, "fetching"), error)
-
-    def _all(self, ids: list[int]) -> Any:
-        assert self._several is not None
-        try:
-            return self._several(ids)
-        except Exception as error:
-            raise_from(sample_error(error, self._source, ids[0], "fetching the batch of"), error)
+            note_sample(error, self._source, ids[-1 - operator.length_hint(left)], "fetching")
+            raise
 
     def _with_gaps(self, ids: list[int]) -> Samples:
         samples = Samples()
         for id in ids:
             try:
-                value = self._get(id)
-                samples.values.append(value if self._rest is None else self._rest(value))
+                samples.values.append(self._dataset[id])
             except Exception as error:
                 samples.add_failure(error, self._source, id, "fetching", skip=True)
             else:
                 samples.ids.append(id)
         return samples
+
+
+class _Prepared:
+    """The samples of a source and its transforms, by index."""
+
+    def __init__(self, reader: SampleAccess) -> None:
+        self._reader = reader
+
+    def __getitem__(self, id: int) -> Any:
+        return self._reader.rest(self._reader.source.fetch(id))
 
 
 def index_samples(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], *, skip: bool) -> Samples:
@@ -110,12 +118,8 @@ def _index_all(
     try:
         found = several(ids)
     except Exception as error:
-        try:
-            _index_each(reader, ids, seed, epochs, False)
-        except Exception as single:
-            if isinstance(single, type(error)):  # it names the sample that fails
-                raise
-        raise_from(sample_error(error, source, ids[0], "fetching the batch of"), error)
+        note_samples(error, ids, "fetching")
+        raise
     reader.whole = reader.whole or not isinstance(found, list) or len(found) != len(ids)
     if reader.whole:
         return Samples(ids, found, whole=True)
@@ -127,7 +131,8 @@ def _index_plainly(source: MapSource, ids: list[int]) -> list[Any]:
     try:
         return [dataset[id] for id in left]
     except Exception as error:
-        raise_from(sample_error(error, source, ids[-1 - operator.length_hint(left)], "fetching"), error)
+        note_sample(error, source, ids[-1 - operator.length_hint(left)], "fetching")
+        raise
 
 
 def _index_each(reader: SampleAccess, ids: list[int], seed: int, epochs: Sequence[int], skip: bool) -> Samples:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.batch_state import BatchState, Samples
 from stallfree.batches.direct import index_samples
-from stallfree.batches.recorded_reads import RecordedReads
 from stallfree.batches.sample_access import Pending, SampleAccess
 from stallfree.batches.transform_split import Reclassified
+from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.randomness import Drew
 from stallfree.sources.mapped import as_source
@@ -41,8 +41,8 @@ class Reader(SampleAccess):
             buffer: buffer to prepare the samples in, only for a reader that is `in_place`. If all samples fit into it,
                 `values` is empty.
 
-        The caller owns the values; the values of one batch may share memory. Raises `SampleError` for the first sample
-        that fails, unless `skip`, and for a sample that cannot be stored in any case.
+        The caller owns the values; the values of one batch may share memory. Raises the error of the first
+        sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.
         """
         self.check()
         ids = pending.ids
@@ -54,8 +54,12 @@ class Reader(SampleAccess):
                     if self.direct:
                         return index_samples(self, ids.tolist(), seed, epochs, skip=skip)
                     if self.tracker is not None:
+                        from stallfree.batches.recorded_reads import RecordedReads
+
                         return RecordedReads(self, self.tracker, pending, seed, epochs, skip=skip).make()
                     return BatchState(self, pending, seed, epochs, skip, buffer).make()
+            except StopIteration as error:
+                raise raisable(error) from error
             except (Reclassified, Drew):  # repeat the batch without the random step's cached output, or with seeds
                 if buffer is not None:
                     buffer.restart()
@@ -79,10 +83,13 @@ class Reader(SampleAccess):
                 self._cancel(pending)
 
 
-def reader_of(dataset: Any) -> Reader:
-    """Return the reader of a stallfree data set; for any other data set, a reader without a cache."""
+def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
+    """Return the reader of a stallfree data set; for any other data set, a reader without a cache.
+
+    Without `divide`, it indexes a data set of torchvision or Hugging Face instead of applying its transform itself.
+    """
     reader = getattr(dataset, "reader", None)
     if isinstance(reader, Reader):
         return reader
-    source = as_source(dataset)
+    source = as_source(dataset, divide=divide)
     return Reader(source, None, Compose([]), source.pipeline)

@@ -12,7 +12,7 @@ from typing import Any
 
 from stallfree.batches.batch_state import Samples
 from stallfree.batches.sample_access import Pending, SampleAccess
-from stallfree.cache import MISS, Borrowed
+from stallfree.cache.records import MISS, Borrowed
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker
 from stallfree.sources.reads.recorded import Block, FileChanged, Record
@@ -47,7 +47,7 @@ class RecordedReads:
         self._doing = ""
 
     def make(self) -> Samples:
-        """Make the samples, and store the records that the cache lacks. Raises `SampleError`."""
+        """Make the samples, and store the records that the cache lacks. Raises the error of a sample."""
         samples, found = self.samples, self._read()
         try:
             for at, (id, epoch, record) in enumerate(zip(self.pending.ids.tolist(), self.epochs, found, strict=True)):

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from stallfree.batches.messages import NO_SLOT
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
-from stallfree.ipc.fork_guard import prepare_for_forks
+from stallfree.ipc.forked import prepare_for_forks
 from stallfree.platform import OPEN, allocate, shares_memory
 
 Bytes = npt.NDArray[np.uint8]
@@ -235,7 +235,7 @@ class Ring:
         """Return the free slot that was used last (CPU caches may still hold it), or None. Thread-safe."""
         if self._closed:
             return None
-        if self._folder is None:  # create it before workers are forked
+        if self._folder is None and shares_memory():  # create it before workers are forked
             _ = self.slots.folder
         self._end_leases()
         try:

@@ -9,13 +9,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.transform_split import TransformSplit
-from stallfree.cache import MISS, SampleCache
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeError, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.pipeline.compose import Compose
@@ -24,9 +25,11 @@ from stallfree.pipeline.marks import drew
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes
+from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource
-from stallfree.sources.reads.open_calls import Tracker
-from stallfree.sources.throttle import ThrottledSource, payload_bytes
+
+if TYPE_CHECKING:
+    from stallfree.sources.reads.open_calls import Tracker
 
 _Access = TypeVar("_Access", bound="SampleAccess")
 
@@ -94,7 +97,7 @@ class SampleAccess:
         reads: bool = False,
     ) -> None:
         self.source, self.cache = source, cache
-        self.tracker = Tracker() if reads else None
+        self.tracker = _tracker() if reads else None
         self.io_threads = IO_THREADS
         beneath = plain_beneath(source, 0)
         self._dataset = None if beneath is None else beneath[0].dataset
@@ -108,6 +111,8 @@ class SampleAccess:
         self._pool: Executor | None = None
         self._pid = -1
         self._ended = ""
+        self._drawing: Callable[[Any], Any] | None = None
+        self._randomness: Randomness | None = None
         self._update_seeding()
 
     def _update_seeding(self) -> None:
@@ -125,7 +130,14 @@ class SampleAccess:
         if self.seeds_fetch:
             drawing = _Drawing(dataset, self.rest)
         self.seeds = drawing is not None
-        self.randomness = Randomness(drawing, [self._dataset, *self._pipeline], lazy=True)
+        self._drawing, self._randomness = drawing, None
+
+    @property
+    def randomness(self) -> Randomness:
+        """Seeds the random draws. Its generators are searched for on first use, in the data set too."""
+        if self._randomness is None:
+            self._randomness = Randomness(self._drawing, [self._dataset, *self._pipeline], lazy=True)
+        return self._randomness
 
     @property
     def deterministic(self) -> Compose:
@@ -286,6 +298,12 @@ def _count_unused(cache: SampleCache, future: Future[Any]) -> None:
             cache.count_fetch(1, payload_bytes(future.result()))
 
 
+def _tracker() -> Tracker:
+    from stallfree.sources.reads.open_calls import Tracker
+
+    return Tracker()
+
+
 class _Drawing:
     """A plain data set and its steps as one callable, which is searched for generators."""
 
@@ -300,7 +318,7 @@ class _Drawing:
 def plain_beneath(source: Source, id: int) -> tuple[MapSource, int] | None:
     """Return the plain data set from which `source` reads sample `id`, and the id in it; None if there is none."""
     inner: Any = source
-    while isinstance(inner, (SubsetSource, ThrottledSource)):
+    while isinstance(inner, SubsetSource) or getattr(type(inner), "passes_through", False):
         if isinstance(inner, SubsetSource):
             id = int(inner.indices[id])
         inner = inner.source

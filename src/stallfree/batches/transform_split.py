@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -18,11 +18,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from stallfree.cache import SampleCache
 from stallfree.cache.policies import mixed
-from stallfree.errors import WaitError, WorkerError
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.errors import StallfreeWarning, WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
 from stallfree.pipeline.compose import Compose, Transform, describe_step
 from stallfree.pipeline.marks import note_drew
@@ -82,12 +81,15 @@ class TransformSplit:
         self._begin()
 
     def _begin(self) -> None:
+        self._trust = list[Trust]()
+        self.fetches_twice = self._compares = self._watches = False
+        if self._cache is None:
+            return
         source = Trust.of(self.origin)
         self._trust = [source, *map(Trust.of, self.deterministic)]
         self.fetches_twice = self.origin is not self.source and not source.outputs
-        caches = self._cache is not None
-        self._compares = caches and (self.fetches_twice or not all(known.outputs for known in self._trust[1:]))
-        self._watches = caches and not all(known.draws for known in self._trust)
+        self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
+        self._watches = not all(known.draws for known in self._trust)
 
     @property
     def caches(self) -> bool:
@@ -112,13 +114,19 @@ class TransformSplit:
             self._first = math.ceil(_FIRST_LOOKS / max(1, worker.num_workers)) if worker is not None else _FIRST_LOOKS
         return self._looks <= self._first or self._looks % _LOOK_EVERY == 0
 
-    def make_twice(self, fetch: Callable[[], Any], id: int, steps: Sequence[Transform]) -> Any:
-        """Return what `steps` make of a record, after they made it twice.
+    def make_twice(self, record: Any, id: int, steps: Sequence[Transform]) -> Any:
+        """Return the output of `steps` for the record of sample `id`, after they made it twice.
 
-        Raises `Reclassified` if that differs, `StepError` if the first run fails.
+        Raises `Reclassified` if the outputs or the records differ, and the error of the first run.
         """
+        problem: Exception | None = None
         again = partial(self.source.fetch, id) if self.fetches_twice else None
-        value, found = make_twice(fetch, again, steps, self._trust)
+        try:
+            value, found = make_twice(lambda: record, again, steps, self._trust)
+        except StepError as failed:
+            problem = failed.error
+        if problem is not None:  # outside of the handler, which would be its context
+            raise problem
         if found is not None:
             self._reclassify(found.at, f"sample {id} came out different when it was made twice")
         return value

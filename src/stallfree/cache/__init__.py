@@ -1,31 +1,23 @@
 """The sample cache in memory or on a disk, its policies, and the tiers behind it."""
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING
+
 # `np.unique` imports this module at its first call, here in a thread: a fork at that time would copy a locked import.
 import numpy.ma  # noqa: F401
 
-from stallfree.cache.admin import CacheInfo, collect_garbage, list_caches, remove
-from stallfree.cache.disk_tier import DiskTier
-from stallfree.cache.policies import POLICIES, Policy
-from stallfree.cache.records import MISS, Aim, Borrowed
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.cache.serial import one_thread, stay_alone
-from stallfree.cache.tier import Tier, TierStore, decode
+if TYPE_CHECKING:
+    from stallfree.cache.records import MISS
+    from stallfree.cache.sample_cache import SampleCache
+    from stallfree.cache.tier import Tier, TierStore, decode
 
-__all__ = [
-    "MISS",
-    "POLICIES",
-    "Aim",
-    "Borrowed",
-    "CacheInfo",
-    "DiskTier",
-    "Policy",
-    "SampleCache",
-    "Tier",
-    "TierStore",
-    "collect_garbage",
-    "decode",
-    "list_caches",
-    "one_thread",
-    "remove",
-    "stay_alone",
-]
+__all__ = ["MISS", "SampleCache", "Tier", "TierStore", "decode"]
+
+_PLACES = {"MISS": "records", "SampleCache": "sample_cache", "Tier": "tier", "TierStore": "tier", "decode": "tier"}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        if name not in _PLACES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(_import_module(f"{__name__}.{_PLACES[name]}"), name)

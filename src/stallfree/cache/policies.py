@@ -153,7 +153,7 @@ def mixed(numbers: Array, seed: int = 0) -> Array:
     mixed = numbers * np.uint64(0x9E37_79B9_7F4A_7C15) + np.uint64(seed)
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
-    return mixed ^ (mixed >> np.uint64(31))  # type: ignore[no-any-return]
+    return mixed ^ (mixed >> np.uint64(31))
 
 
 def _uniform(tick: int, count: int) -> Array:

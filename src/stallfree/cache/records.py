@@ -18,8 +18,7 @@ import xxhash
 from stallfree.cache.arena import DiskArena, MemoryArena
 from stallfree.cache.layout import Index, fence
 from stallfree.cache.space import Reserved
-from stallfree.error_types import also_of_type
-from stallfree.errors import CodecError, cache_ids
+from stallfree.errors import CodecError, IdError, cache_ids
 from stallfree.pipeline.codec import MissingClassError, read_leaves, read_record, stack_build, write_record
 from stallfree.pipeline.structure import Structure
 
@@ -44,7 +43,7 @@ MISS = _Miss()
 
 
 def checked_ids(ids: Any, num_ids: int) -> Array:
-    """Return `ids` as an array of int64. Raises `InputError` unless they are integers from 0 to `num_ids` - 1."""
+    """Return `ids` as an array of int64. Raises `InputError` for no integers, `IdError` unless 0 to `num_ids` - 1."""
     try:
         array = np.asarray(ids)
     except ValueError:
@@ -54,8 +53,7 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
-        problem = cache_ids(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
-        raise also_of_type(problem, IndexError())
+        raise IdError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
     return array
 
 

@@ -52,7 +52,7 @@ from stallfree.stats import CacheStats
 from stallfree.units import parse_size
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 Array = npt.NDArray[Any]
 

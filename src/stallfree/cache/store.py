@@ -104,8 +104,8 @@ def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, in
     objects: without their fingerprint, nodes could not find each other's samples. Otherwise "memory" and `capacity`,
     with a warning in a job of several nodes.
     """
-    from stallfree.cache.redis import RedisStore
     from stallfree.cache.redis.launch import find_node
+    from stallfree.cache.redis.store import RedisStore
 
     if not shares_memory() or find_node()[1] == 1:
         return "memory", capacity

@@ -17,11 +17,10 @@ from stallfree.clara.arguments import Arguments, parse
 from stallfree.clara.configuration import Variables, component, read_json
 from stallfree.clara.data_list import DataListSource, read_data_list
 from stallfree.clara.registry import make_transforms, reads_bytes
-from stallfree.datasets import SmartCacheDataset
-from stallfree.errors import InputError, clara_configuration, clara_field
+from stallfree.datasets.smart_cache import SmartCacheDataset
+from stallfree.errors import InputError, StallfreeWarning, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
-from stallfree.loader import DataLoader
-from stallfree.pipeline.classify.determinism import StallfreeWarning
+from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.marks import mark_deterministic
 from stallfree.units import parse_whole
@@ -128,7 +127,7 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
     Raises:
         InputError: the configuration or the data list is invalid; the message names the position.
         MissingExtraError: volumes are to be read and `nibabel` is not installed.
-        SampleError: none of the first samples of a cache can be read.
+        OSError: none of the first samples of a cache can be read.
 
     Example:
         ```python

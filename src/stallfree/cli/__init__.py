@@ -10,8 +10,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from stallfree.cli import analyze, cache, predict, replay, run, simulate, top
+from stallfree.cli import analyze, cache, predict, replay, run, simulate
 from stallfree.errors import StallfreeError
+from stallfree.notes import described, is_users
 
 __all__ = ["app", "main"]
 
@@ -32,7 +33,6 @@ app.command("analyze")(analyze.analyze)
 app.command("predict")(predict.predict)
 app.command("simulate")(simulate.simulate)
 app.command("replay")(replay.replay)
-app.command("top")(top.top)
 app.add_typer(cache.app, name="cache")
 
 
@@ -54,11 +54,14 @@ def _stallfree(
 def main() -> None:
     """Run the command in the arguments of this process, and exit with its code.
 
-    A `StallfreeError` is printed with the address of its page, with exit code 2; any other error is a bug and keeps
-    its traceback.
+    A `StallfreeError` is printed with the address of its page, and an error of the user's data set with what was being
+    done, with exit code 2. Any other error is a bug and keeps its traceback.
     """
     try:
         app(prog_name="stallfree")
-    except StallfreeError as error:
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+    except Exception as error:
+        if not (isinstance(error, StallfreeError) or is_users(error)):
+            raise
+        text = str(error) if isinstance(error, StallfreeError) else described(error)
+        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
         sys.exit(USER_ERROR)

@@ -1,18 +1,29 @@
-"""`stallfree cache`: lists and removes caches."""
+"""`stallfree cache`: lists caches, once or live, and removes them."""
 
 from __future__ import annotations
 
+import time
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
 
 from stallfree.cli._output import JsonFlag, console, print_json, table
-from stallfree.errors import cache_not_found
+from stallfree.errors import StorageError, cache_not_found
 from stallfree.units import format_size
 
+if TYPE_CHECKING:
+    from stallfree.cache.admin import CacheInfo
+
 app = typer.Typer(help="List or remove the caches of this user.", no_args_is_help=True, rich_markup_mode=None)
+
+_SECONDS = 1.0
+"""Time between two tables of `ls --watch`."""
 
 Store = Annotated[
     str, typer.Option(help="Where the caches are: memory, or a folder as given to CachedDataset.", metavar="STORE")
@@ -20,29 +31,68 @@ Store = Annotated[
 
 
 @app.command("ls")
-def ls(store: Store = "memory", json: JsonFlag = False) -> None:
-    """List the caches.
+def ls(
+    store: Store = "memory",
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh the table every second, until Ctrl-C.")] = False,
+    json: JsonFlag = False,
+) -> None:
+    """List the caches, and the servers that stores have started.
 
-    Example: stallfree cache ls --store /data/cache
+    Hits and misses are sums over all processes since the cache was made. Without a terminal, or with --json, --watch
+    prints once and ends.
+
+    Example: stallfree cache ls --watch
     """
+    root, out = _root(store), console()
+    if json:
+        print_json([asdict(cache) | {"path": str(cache.path), **_requests(cache.path)} for cache in _caches(root)])
+    elif watch and out.is_terminal:
+        with suppress(KeyboardInterrupt), Live(_listing(root), console=out, auto_refresh=False) as live:
+            while True:
+                time.sleep(_SECONDS)
+                live.update(_listing(root), refresh=True)
+    else:
+        out.print(_listing(root), crop=False)
+
+
+def _listing(root: Path) -> RenderableType:
+    """Return a table of the caches and one of the servers."""
+    from stallfree.cli._servers import running_servers
+
+    figures = ("used", "capacity")
+    caches = table(None, ("name", "policy", "state"), ("hits", "misses", "resident", "samples", *figures))
+    for cache in _caches(root):
+        states = [word for word, holds in (("in use", cache.in_use), ("persistent", cache.persist)) if holds]
+        counts = [*_requests(cache.path).values(), cache.resident_items, cache.samples]
+        cells = _figures(counts, cache.used_bytes, cache.capacity_bytes) if cache.capacity_bytes > 0 else ["?"] * 6
+        caches.add_row(cache.name, cache.policy or "?", ", ".join(states) or "left behind", *cells)
+    servers = table("servers of this host", ("store", "state"), ("hits", "misses", "keys", *figures))
+    for row in running_servers(root):
+        cells = _figures([row.hits, row.misses, row.keys], row.used_bytes, row.capacity_bytes)
+        servers.add_row(row.store, *(["lost", *"-----"] if row.lost else ["in use", *cells]))
+    tables = [shown for shown in (caches, servers) if shown.row_count]
+    return Group(*tables) if tables else Text(f"no caches in {root}", no_wrap=True, overflow="ignore")
+
+
+def _figures(counts: list[int | None], used: int, capacity: int) -> list[str]:
+    return [*("?" if n is None else f"{n:,}" for n in counts), format_size(used), format_size(capacity)]
+
+
+def _caches(root: Path) -> list[CacheInfo]:
     from stallfree.cache.admin import list_caches
 
-    root = _root(store)
-    found = list_caches(root)
-    if json:
-        print_json([asdict(cache) | {"path": str(cache.path)} for cache in found])
-        return
-    if not found:
-        console().out(f"no caches in {root}")
-        return
-    shown = table(None, ("name", "policy", "state"), ("resident", "samples", "used", "capacity"))
-    for cache in found:
-        state = [word for word, holds in (("in use", cache.in_use), ("persistent", cache.persist)) if holds]
-        counts = [f"{count:,}" for count in (cache.resident_items, cache.samples)]
-        sizes = [format_size(size) for size in (cache.used_bytes, cache.capacity_bytes)]
-        figures = [*counts, *sizes] if cache.capacity_bytes > 0 else ["?"] * 4
-        shown.add_row(cache.name, cache.policy or "?", ", ".join(state) or "left behind", *figures)
-    console().print(shown)
+    return list_caches(root)
+
+
+def _requests(path: Path) -> dict[str, int | None]:
+    """Return the hits and misses of all processes, current and past; None if the cache cannot be read."""
+    from stallfree.cache.layout import Count, Index, Meta
+
+    try:
+        totals = Index(path, Meta.load(path)).counters.totals()
+    except (StorageError, OSError):
+        return {"hits": None, "misses": None}
+    return {"hits": totals[Count.HITS], "misses": totals[Count.MISSES]}
 
 
 @app.command("rm")

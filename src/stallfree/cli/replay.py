@@ -16,7 +16,7 @@ from stallfree.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stallfree.analysis.replay import EpochReplay, Replay
-    from stallfree.sampling.plans import Plan
+    from stallfree.sampling.plans.plan import Plan
 
 _FIGURES = ("hits", "misses", "evictions", "rejected")
 
@@ -38,8 +38,8 @@ def replay(
 
     Example: stallfree replay --samples 1.3M --capacity 35%
     """
-    from stallfree.analysis import replay as run
     from stallfree.analysis.progress import bar
+    from stallfree.analysis.replay import replay as run
 
     names = _policies(policy)
     writable(json)
@@ -104,7 +104,7 @@ def _count(text: str, name: str) -> int:
 
 def _plans(samples: int, epochs: int) -> list[Plan]:
     from stallfree.cache.capacity import free_memory
-    from stallfree.sampling.plans import make_plan
+    from stallfree.sampling.plans.plan import make_plan
 
     size, free = samples * (epochs + 8) * 16, free_memory()
     if size > free:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from typing_extensions import Self
 
-from stallfree.cache import MISS, SampleCache
 from stallfree.cache.layout import chained_block
 from stallfree.cache.policies import Policy, make_policy, mixed
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name

@@ -8,34 +8,33 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset, get_worker_info
-from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache, Tier
 from stallfree.cache.policies import Policy, make_policy
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
+from stallfree.cache.tier import Tier
 from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
 from stallfree.datasets.private_names import private_name
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import CodecError, InputError, argument_conflict
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name, default_root, user_root
-from stallfree.ipc.shared_counts import SharedCounts
-from stallfree.pipeline.compose import Compose, Transform
+from stallfree.ipc.shared_array import SharedCounts
+from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
+from stallfree.pipeline.values import payload_bytes
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup
-from stallfree.sampling.sources import order_of
-from stallfree.sources import as_source
-from stallfree.sources.throttle import payload_bytes
+from stallfree.sampling.order import order_of
+from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
-from stallfree.typevars import MapStyle, SampleT_co
+from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
 
 _FORMAT = "records-1"
@@ -111,7 +110,7 @@ class CachedDataset(Dataset[SampleT_co]):
             count in it, so that a new loader goes on where the last one was.
 
     Raises `InputError` (and its subclasses `CapacityError`, `FingerprintError`) for arguments that cannot be used,
-    `SampleError` when none of the first samples can be had, `StorageError` when there is no shared memory left.
+    the error of a sample when none of the first ones can be had, `StorageError` when there is no shared memory left.
 
     Example:
         ```python
@@ -123,37 +122,6 @@ class CachedDataset(Dataset[SampleT_co]):
         ```
     """
 
-    @overload
-    def __init__(
-        self,
-        dataset: MapStyle[SampleT_co],
-        *,
-        capacity: int | str,
-        policy: str | Policy = "minio",
-        store: Store = "memory",
-        form: str | float = "auto",
-        name: str | None = None,
-        persist: bool = False,
-        transform: None = None,
-        seed: int | None = None,
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: MapStyle[Any],
-        *,
-        capacity: int | str,
-        policy: str | Policy = "minio",
-        store: Store = "memory",
-        form: str | float = "auto",
-        name: str | None = None,
-        persist: bool = False,
-        transform: Callable[[Any], SampleT_co],
-        seed: int | None = None,
-    ) -> None: ...
-
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -164,7 +132,7 @@ class CachedDataset(Dataset[SampleT_co]):
         form: str | float = "auto",
         name: str | None = None,
         persist: bool = False,
-        transform: Transform | None = None,
+        transform: Callable[[Any], SampleT_co] | None = None,
         seed: int | None = None,
     ) -> None:
         _check_form(form)
@@ -229,16 +197,14 @@ class CachedDataset(Dataset[SampleT_co]):
     def __len__(self) -> int:
         return len(self.source)
 
-    @short_traceback
     def __getitem__(self, id: int) -> SampleT_co:
         return self.__getitems__([id])[0]
 
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
 
-    @short_traceback
     def __getitems__(self, ids: Sequence[int]) -> list[SampleT_co]:
-        """The samples of a whole batch: one look into the cache for all. Raises `SampleError`, `IndexError`."""
+        """The samples of a whole batch: one look into the cache for all. Raises `IdError`, or a sample's error."""
         wanted = checked_ids(ids, len(self.source))
         pending = self.reader.start(wanted)
         return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
@@ -270,7 +236,6 @@ class CachedDataset(Dataset[SampleT_co]):
             counts[place] += 1
         return each
 
-    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples, in the workers too.
 

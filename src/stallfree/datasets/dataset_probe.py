@@ -17,12 +17,12 @@ from stallfree.errors import (
     CapacityError,
     CodecError,
     InputError,
-    SampleError,
     dataset_random,
     text_of,
     value_unstorable,
 )
 from stallfree.ipc.forked import call_in_child
+from stallfree.notes import note_sample
 from stallfree.pipeline.classify.determinism import Split, declared, divide, named, warn_of_doubt
 from stallfree.pipeline.classify.names import random_name
 from stallfree.pipeline.classify.outcomes import (
@@ -39,7 +39,7 @@ from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.generators import find_generators
 from stallfree.pipeline.marks import drew, mark_of
-from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import pickled, private
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
@@ -131,8 +131,8 @@ def look(source: Source, steps: Compose) -> FirstLook:
     """Make some samples spread over a data set twice, to see which part of the pipeline may be cached.
 
     This happens in a child process, so that what the data set opens is not shared with processes forked later. A plain
-    data set is also fetched twice. Raises `SampleError` if all of these samples fail, `InputError` for a data set with
-    random samples.
+    data set is also fetched twice. Raises the error of the first of these samples if all fail, `InputError` for a data
+    set with random samples.
     """
     beneath = plain_beneath(source, 0)
     plain = None if beneath is None else beneath[0]
@@ -149,7 +149,7 @@ def look(source: Source, steps: Compose) -> FirstLook:
 
 
 def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -> tuple[Found | None, list[Sample]]:
-    """Return what is random, and the samples, in a child process. Raises `SampleError` if all fail."""
+    """Return what is random, and the samples, in a child process. Raises the first error if all fail."""
     origin = source if plain is None else plain.dataset
     checked = steps[: declared(steps)]
     trust = [*map(Trust.of, (origin, *checked))]
@@ -171,7 +171,9 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
                 states,
             )
         except StepError as failed:
-            problem = problem or _error_of(failed, source, id)
+            if problem is None:
+                problem = failed.error
+                note_sample(problem, source, id, "fetching" if failed.at == SOURCE else "preparing")
             continue
         records.append((id, fetch.record))
         if differs is not None and differs.at == SOURCE:
@@ -195,13 +197,6 @@ class _Fetch:
     def __call__(self) -> Any:
         self.record = private(self._source.fetch(self._id))
         return self.record
-
-
-def _error_of(failed: StepError, source: Source, id: int) -> SampleError:
-    error = sample_error(failed.error, source, id, "fetching" if failed.at == SOURCE else "preparing")
-    if error is not failed.error:
-        error.__cause__ = failed.error
-    return error
 
 
 _FREEZE = (

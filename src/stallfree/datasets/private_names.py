@@ -8,9 +8,8 @@ import warnings
 from typing import Any
 
 from stallfree.cache.store import is_tier
-from stallfree.errors import no_fingerprint
+from stallfree.errors import StallfreeWarning, no_fingerprint
 from stallfree.frames import users_level
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.ranks import find_ranks
 
 _CURE = (

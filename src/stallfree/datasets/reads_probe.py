@@ -8,13 +8,14 @@ from typing import Any
 
 from stallfree.batches.recorded_reads import record_sample
 from stallfree.datasets.dataset_probe import LOOKS, FirstLook, Sample
-from stallfree.errors import InputError, SampleError, reads_nothing
+from stallfree.errors import InputError, StallfreeWarning, reads_nothing
 from stallfree.frames import users_level
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.determinism import Split, StallfreeWarning
+from stallfree.notes import note_sample
+from stallfree.pipeline.classify.determinism import Split
 from stallfree.pipeline.classify.outcomes import spread
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.protocol import Source
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.sources.reads.open_calls import install
 from stallfree.sources.reads.recorded import Record, files_of
@@ -39,8 +40,8 @@ def reads_source(dataset: Any) -> MapSource:
 def look_at_reads(source: Source, steps: Compose) -> FirstLook:
     """Index the first sample that can be had, in a child process; what it reads is the record.
 
-    It is indexed once more if it seems to read past `open`, which is then reported. Raises `SampleError` when none of
-    these samples can be had, `InputError` when nothing was read that can be cached.
+    It is indexed once more if it seems to read past `open`, which is then reported. Raises the error of the first
+    of these samples when none can be had, `InputError` when nothing was read that can be cached.
     """
     assert isinstance(source, MapSource)
     id, record, report = call_in_child(partial(_look, source), f"the first look at {type(source.dataset).__name__}")
@@ -51,7 +52,7 @@ def look_at_reads(source: Source, steps: Compose) -> FirstLook:
 
 def _look(source: MapSource) -> tuple[int, Record, str]:
     """Return a sample's id, its record, and a warning or "", in a child process."""
-    problem: SampleError | None = None
+    problem: Exception | None = None
     for id in spread(len(source), LOOKS):
         try:
             record, unseen = _record(source.dataset, id)
@@ -59,8 +60,8 @@ def _look(source: MapSource) -> tuple[int, Record, str]:
                 _, unseen = _record(source.dataset, id)  # without the imports of the first time
         except Exception as error:
             if problem is None:
-                problem = sample_error(error, source, id, "fetching")
-                problem.__cause__ = None if problem is error else error
+                problem = error
+                note_sample(error, source, id, "fetching")
             continue
         if not files_of(record):
             raise _nothing(source.dataset, id)

@@ -9,14 +9,13 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import current_process
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import Any, Self
 
 from torch.utils.data import Dataset, DistributedSampler
-from typing_extensions import Self
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache
 from stallfree.cache.capacity import free_memory
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.cached_dataset import checked_ids
 from stallfree.datasets.dataset_probe import example_for, look
 from stallfree.datasets.private_names import window_name
@@ -26,21 +25,21 @@ from stallfree.errors import (
     InputError,
     argument_conflict,
     capacity_too_large,
-    capacity_too_small,
     ranks_conflict,
     state_mismatch,
-    text_of,
 )
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
+from stallfree.notes import described
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
+from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
+from stallfree.sampling.order import order_of
 from stallfree.sampling.ranks import (
     LocalRanks,
     checked_hosts,
@@ -49,12 +48,10 @@ from stallfree.sampling.ranks import (
     local_ranks,
     warn_of_ranks_here,
 )
-from stallfree.sampling.sources import order_of
-from stallfree.sources import as_source
-from stallfree.sources.throttle import payload_bytes
+from stallfree.sources.mapped import as_source
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
-from stallfree.units import format_size, parse_size, parse_whole
+from stallfree.units import format_size, parse_whole
 
 _FORMAT = "smart-1"
 _MARGIN = 1.5
@@ -87,18 +84,16 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     Args:
         data: a source such as `ImageFolder`, or any map-style data set or list.
         transform: applied to the samples of `data`, split into its deterministic and its random part.
-        cache_num: N, the samples of the window; all of them if there are fewer. This or `capacity`.
+        cache_num: N, the samples of the window; all of them if there are fewer.
         replace_rate: share of the window that is replaced after each epoch, 0 to 1. With 0, for
             validation, nothing is replaced.
         seed: of the order and of the randomness. If None, it follows from the state of torch's generator, which is not
             moved; all ranks on a host have that of the first.
-        capacity: bytes in place of a number of samples, as an int or such as "8GiB". N is then what fits, by the
-            size of the first samples.
         num_fill_workers: processes that prepare replacements.
         on_late: what happens when not all replacements are ready at the end of an epoch: "partial" replaces those that
             are, and the rest in later epochs; "wait" waits for them. Without a running fill process, all are replaced,
             and prepared as they are asked for.
-        on_error: "raise" a `SampleError` for a sample that cannot be had, or "skip" it: it is left out of its batch and
+        on_error: "raise" the error of a sample that cannot be had, or "skip" it: it is left out of its batch and
             counted. `stallfree.DataLoader` has an argument of its own for that.
         shuffle: run over the samples in a random order, else in their own.
         hosts: (number of this host, number of hosts): each has its part of the data. By default what torchrun says.
@@ -114,7 +109,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         window: where the window is in each epoch.
 
     Raises `InputError` for arguments that cannot be used, `CapacityError` (one of them) for a window that the machine's
-    free memory does not hold, `SampleError` when none of the first samples can be had.
+    free memory does not hold, the error of a sample when none of the first ones can be had.
 
     Example:
         ```python
@@ -126,16 +121,14 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         ```
     """
 
-    @short_traceback
     def __init__(
         self,
         data: MapStyle[Any],
         transform: Callable[[Any], SampleT_co] | None = None,
         *,
-        cache_num: int | None = None,
+        cache_num: int,
         replace_rate: float = 0.1,
         seed: int | None = None,
-        capacity: int | str | None = None,
         num_fill_workers: int = 1,
         on_late: str = "partial",
         on_error: str = "raise",
@@ -145,26 +138,25 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         multiprocessing_context: str | BaseContext | None = None,
     ) -> None:
         need_linux("SmartCacheDataset", "use CachedDataset")
-        _check(cache_num, capacity, replace_rate, num_fill_workers, on_late, on_error)
+        _check(cache_num, replace_rate, num_fill_workers, on_late, on_error)
         context = context_of(multiprocessing_context)
         if replace_rate:
             start_method(context)  # before anything is created in a process that may start none
         self.dataset, self.on_error = data, on_error
         self.source: Source = as_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
-        # Ranks that draw a seed, and jobs that resume, have one size of window: another seed does not change it.
         drawn = peek_seed() if self.seed is None else self.seed
         part = hosts_of_job() if hosts is None else checked_hosts(hosts)
-        plan = WindowPlan(len(self.source), 0, 0, drawn, shuffle, part)
-        if not plan.total:
-            raise argument_conflict(f"hosts={part}: give fewer hosts than samples, which are {plan.samples}")
+        total = len(range(part[0], len(self.source), part[1]))
+        if not total:
+            raise argument_conflict(f"hosts={part}: give fewer hosts than samples, which are {len(self.source)}")
+        self.cache_num = min(cache_num, total)
+        self.replace_num = replace_count(self.cache_num, replace_rate, total)
+        plan = WindowPlan(len(self.source), self.cache_num, self.replace_num, drawn, shuffle, part)
         steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, steps)
         parts, values = first.parts, first.values(1.0)
-        size, space, example = _fit(list(values.values()), plan, cache_num, capacity, replace_rate)
-        plan = dataclasses.replace(plan, size=size, replace=replace_count(size, replace_rate, plan.total))
-        self.cache_num, self.replace_num = plan.size, plan.replace
-        self.cache = self._open_cache(plan, space, example, parts.deterministic, name)
+        self.cache = self._open_cache(plan, list(values.values()), parts.deterministic, name)
         self.reader = Reader(self.source, self.cache, parts.deterministic, parts.random, steps=steps)
         self.window = Window(self.cache, plan, on_late)
         if self.window.epoch < 0:
@@ -177,9 +169,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self._fillers = FillProcesses(self.window, self.reader, fillers, context)
         self.start()
 
-    def _open_cache(
-        self, plan: WindowPlan, capacity: int, example: Any, before: Compose, name: str | None
-    ) -> SampleCache:
+    def _open_cache(self, plan: WindowPlan, samples: list[Any], before: Compose, name: str | None) -> SampleCache:
         job = job_name()  # the same in all ranks of one job on this host
         self._alone = job is None and name is None
         job = job or f"{os.getpid()}-{next(_made)}"
@@ -190,9 +180,10 @@ class SmartCacheDataset(Dataset[SampleT_co]):
                 seed=repr(self.seed),
                 format=_FORMAT,
             )
+        example = example_for(samples)
         return SampleCache(
             len(self.source),
-            capacity=capacity,
+            capacity=_capacity(samples, example, plan),
             fingerprint=key,
             name=window_name(unknown, f"{key[:20]}-smart-{job}") if name is None else check_name(name),
             example=example,
@@ -233,7 +224,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
             )
         return WindowSource(self, order_of(dataclasses.replace(setup, samples=len(self))))
 
-    @short_traceback
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples.
 
@@ -244,7 +234,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
-    @short_traceback
     def __getitem__(self, position: int) -> SampleT_co:
         wanted = checked_ids([position], self.cache_num)
         return self._samples(wanted, skip=False)[0]
@@ -252,11 +241,10 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))
 
-    @short_traceback
     def __getitems__(self, positions: Sequence[int]) -> list[SampleT_co]:
         """The samples at several positions, all of one epoch. With `on_error="skip"` there may be fewer.
 
-        Raises `SampleError` for one that cannot be had, and with "skip" if none can; `IndexError`.
+        Raises the error of one that cannot be had, and with "skip" if none can; `IdError`.
         """
         return self._samples(checked_ids(positions, self.cache_num), skip=self.on_error == "skip")
 
@@ -268,7 +256,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         if samples.skipped:
             self.window.count_skipped(len(samples.skipped))
             for error in samples.skipped:
-                log.warning("left out a sample: %s", text_of(error).replace("\n", " "))
+                log.warning("left out a sample: %s", described(error))
             if not samples.values:
                 raise samples.skipped[0]
         return samples.values
@@ -374,13 +362,8 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         return f"SmartCacheDataset({self.source!r}, cache_num={self.cache_num}, replace_num={self.replace_num})"
 
 
-def _check(
-    cache_num: Any, capacity: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any
-) -> None:
-    if (cache_num is None) == (capacity is None):
-        raise argument_conflict("give either cache_num (samples of the window) or capacity (bytes for them)")
-    if cache_num is not None:
-        parse_whole(cache_num, "cache_num", 1)
+def _check(cache_num: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any) -> None:
+    parse_whole(cache_num, "cache_num", 1)
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
         raise InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (nothing is replaced) to 1")
     parse_whole(num_fill_workers, "num_fill_workers", 1)
@@ -390,42 +373,24 @@ def _check(
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
 
 
-def _fit(
-    samples: list[Any], plan: WindowPlan, count: int | None, capacity: int | str | None, rate: float
-) -> tuple[int, int, Any]:
-    """Return the samples of the window, the bytes of its cache, and an example of the layout of records.
+def _capacity(samples: list[Any], example: Any, plan: WindowPlan) -> int:
+    """Return the bytes of a cache for a window and its replacements, estimated from some samples.
 
-    Both are estimated from some samples. Raises `CapacityError` for a window that does not fit into `capacity` or into
-    free memory.
+    Raises `CapacityError` if free memory does not hold them.
     """
-    example = example_for(samples)
     sizes = [record_size(*encode(value, allow_pickle=True)) for value in samples]
     mean, equal = sum(sizes) / len(sizes), encode(example, allow_pickle=True)[0].fixed and len(set(sizes)) == 1
     each = mean + 80 if equal else 1.13 * mean + 320  # with its share of the index, and rounded up to blocks
-    beside = 24 * plan.samples + (1 << 17)
-    if capacity is not None:
-        given = parse_size(capacity, "capacity")
-        room = int((given - beside) / each)
-        size = plan.total if room >= plan.total else int(room / (1 + rate))
-        if size < 1:
-            raise capacity_too_small(
-                f"capacity={format_size(given)} holds no window: a sample takes {format_size(int(mean))}, and there "
-                f"must be room for one and its replacement: give {format_size(int(beside + 3 * each))} or more"
-            )
-        return size, given, example
-    assert count is not None
-    size, free = min(count, plan.total), free_memory()
-    replace = replace_count(size, rate, plan.total)
-    least = int((size + replace) * each) + beside
-    if least > free * _SPARE:
+    count, beside, free = plan.size + plan.replace, 24 * plan.samples + (1 << 17), free_memory()
+    least, most = int(count * each) + beside, int(free * _SPARE)
+    if least > most:
         raise capacity_too_large(
-            f"cache_num={size} and {replace} replacements of about {format_size(int(mean))} each take "
+            f"cache_num={plan.size} and {plan.replace} replacements of about {format_size(int(mean))} each take "
             f"{format_size(least)}, and {format_size(free)} of memory are free here (of the host and of this control "
-            f"group), of which a tenth is left to others: give cache_num={int(size * free * _SPARE / least)} or less, "
-            "or more memory"
+            f"group), of which a tenth is left to others: give cache_num={plan.size * most // least} or less, or more "
+            "memory"
         )
-    generous = least if equal else int((size + replace) * max(each * _MARGIN, max(sizes) + 320)) + beside
-    return size, min(generous, int(free * _SPARE)), example
+    return least if equal else min(most, int(count * max(each * _MARGIN, max(sizes) + 320)) + beside)
 
 
 class WindowSource(EpochSource):

@@ -20,11 +20,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import WaitError, state_mismatch, window_late
 from stallfree.ipc.locks import FileLock
-from stallfree.ipc.shared_array import shared_array
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts, shared_array
 from stallfree.sampling.epoch_source import Ids
 from stallfree.sampling.plans.states import check_state
 

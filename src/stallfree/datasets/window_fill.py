@@ -16,7 +16,7 @@ import torch
 from stallfree.batches.reader import Reader
 from stallfree.datasets.window import Window
 from stallfree.errors import StallfreeError, WaitError
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent, end_all
 from stallfree.platform import how_it_ended
 
@@ -110,8 +110,8 @@ def fill_main(parent: Parent, window: Window, reader: Reader, fillers: int) -> N
             if full and not warned:
                 warned = True
                 log.warning(
-                    "the cache is full before all samples of the window are in it: the others are read each time. They "
-                    "are larger than the first ones; give capacity in place of cache_num"
+                    "the cache is full before all samples of the window are in it, because they are larger than the "
+                    "samples that it was measured by: those that do not fit are read each time"
                 )
     reader.close()
 

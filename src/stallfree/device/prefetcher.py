@@ -16,8 +16,7 @@ from stallfree.device.ahead import Copier, Item, LoaderThread, Snapshot, Transfo
 from stallfree.device.backend import Cuda, Device, Stream, find_backend, parse_device
 from stallfree.device.staging import Place, Stager, send_itself
 from stallfree.errors import InputError, iteration_over, stop_iteration
-from stallfree.frames import short_traceback
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
 
@@ -69,7 +68,6 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self, loader: Iterable[T], device: Device, depth: int = 2, *, transform_on_device: Callable[[T], BatchT_co]
     ) -> None: ...
 
-    @short_traceback
     def __init__(
         self, loader: Iterable[Any], device: Device, depth: int = 2, *, transform_on_device: Transform | None = None
     ) -> None:
@@ -105,7 +103,6 @@ class DevicePrefetcher(Generic[BatchT_co]):
         """Number of batches per epoch, as reported by the loader."""
         return len(self.loader)  # type: ignore[arg-type]
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._owner.is_here:
             self._begin_here()
@@ -240,7 +237,6 @@ class _Iteration(Iterator[Any]):
         self._taken: Item | None = None  # the last item
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
 
-    @short_traceback
     def __next__(self) -> Any:
         if self._ended:
             raise StopIteration

@@ -22,11 +22,10 @@ from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from typing import Any, Generic
+from typing import Any, Generic, Self
 
 import torch
 import torch.multiprocessing  # registers how tensors are sent
-from typing_extensions import Self
 
 from stallfree.device.backend import Cuda, Device, Event, Stream, find_backend, parse_device
 from stallfree.device.prefetcher import DevicePrefetcher
@@ -34,7 +33,6 @@ from stallfree.device.staging import is_plain
 from stallfree.errors import (
     InputError,
     ProducerError,
-    batch_failed,
     batch_timeout,
     device_unknown,
     iteration_over,
@@ -42,10 +40,10 @@ from stallfree.errors import (
     prefetcher_process,
     text_of,
 )
-from stallfree.frames import short_traceback
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent
-from stallfree.ipc.remote import RemoteTraceback, pack_error, unpack_error
+from stallfree.ipc.remote import pack_error, unpack_error
+from stallfree.notes import raisable
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.pytree import take_apart
@@ -115,7 +113,6 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
         self._end = Finalize(self, _end, (self._child,), exitpriority=100)
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         self._check_process()
         self._end_pass(replaced=True)
@@ -134,7 +131,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         self._send(_LENGTH)
         body = self._receive(self._lengths, "the length of the loader")
         if len(body) > 8:
-            _raise(body)
+            raise raisable(unpack_error(body))
         return int.from_bytes(body, "little")
 
     @property
@@ -236,7 +233,6 @@ class _Pass(Iterator[Any]):
         self._used: deque[tuple[Event, Any]] = deque()  # those of earlier ones, and the event that ends their use
         self._idle: Stream = None if self._backend is None else self._backend.new_stream()
 
-    @short_traceback
     def __next__(self) -> Any:
         if self._replaced:
             raise iteration_over(
@@ -255,7 +251,7 @@ class _Pass(Iterator[Any]):
         self._number += 1
         if kind == _FAILED:
             prefetcher._send(_RETURN)
-            _raise(body)
+            raise raisable(unpack_error(body))
         try:
             batch = pickle.loads(body)
         except (OSError, EOFError, RuntimeError):  # the memory is gone with the process
@@ -305,14 +301,6 @@ class _Pass(Iterator[Any]):
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
-
-
-def _raise(packed: memoryview) -> None:
-    """Raise the error of the loading process, with its traceback there as the cause."""
-    error, trace = unpack_error(bytes(packed))
-    if error is None or isinstance(error, StopIteration | StopAsyncIteration):  # they would end more than the epoch
-        error = batch_failed(f"the loading process raised {trace.strip().splitlines()[-1]}")
-    raise error from RemoteTraceback(trace)
 
 
 def _drop(body: memoryview) -> None:

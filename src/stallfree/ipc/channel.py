@@ -1,91 +1,99 @@
-"""Messages between processes, without one waiting for the other.
+"""Messages between processes of one user, without one waiting for the other.
 
-A process that serves others, or trains, uses the non-blocking end, `Channel`: it never waits for a process that does
-not read, or that was stopped in the middle of a message. The other end may block (`send_message`, `receive_message`):
-it is for a process or thread that does nothing else meanwhile.
+A process that serves others, or trains, never waits for a process that does not read, or that was stopped in the middle
+of a message: a `Channel` sends what the socket takes, keeps the rest, and receives what has arrived. A process that
+does nothing else meanwhile may block (`send_all`). On the wire, a message is its length (8 bytes) and its bytes.
 
-On the wire, a message is its length (8 bytes) and its bytes.
+A `Server` exchanges messages with several processes (`Connection`) through a Unix socket in a shared folder. Only the
+folder's user can reach the socket, since the folder has mode 0700.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import socket
 import struct
-from collections import deque
-from collections.abc import Sequence
-from typing import Protocol
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
 
-_HEAD = struct.Struct("<Q")
-_SMALL = 16384
-"""Bytes below which a message is sent in one write."""
+from stallfree.ipc.remote import unpack_error
+from stallfree.platform import at_fork
 
+_LENGTH = struct.Struct("<Q")
+_FIELDS = struct.Struct("<4q")
 _PIECE = 4096
 """Bytes read at once: several small messages, or the beginning of a large one."""
 
+_kept: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+"""Sockets that /dev/null replaces in forked children.
 
-class Endpoint(Protocol):
-    """A `multiprocessing` connection, or a socket."""
+An inherited copy of a connection would hide the end of this process from the other end. The copy is not closed, because
+inherited objects would later close another file with the same number.
+"""
 
-    def fileno(self) -> int: ...
 
-    def close(self) -> None: ...
+def _replace_kept() -> None:
+    if _kept:
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        for kept in list(_kept):
+            if kept.fileno() >= 0:
+                os.dup2(null, kept.fileno(), inheritable=False)
+        os.close(null)
+        _kept.clear()
+
+
+at_fork(after_in_child=_replace_kept)
 
 
 class Channel:
-    """The non-blocking end of a connection."""
+    """One end of a connection.
 
-    def __init__(self, connection: Endpoint) -> None:
-        self._connection = connection
-        self._fd = connection.fileno()
-        os.set_blocking(self._fd, False)
-        self._socket = connection if isinstance(connection, socket.socket) else None
-        self._out: deque[memoryview] = deque()
-        self._finished = False
-        self._read, self._at = b"", 0  # the data read, and the offset of the next message in it
-        self._drained = False  # whether the last read emptied the descriptor
-        self._body: bytearray | None = None  # of a larger message
-        self._missing = memoryview(b"")  # the part of it that is still to be read
+    Attributes:
+        pending: data that is still to be sent: call `flush` when the descriptor is writable.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        _kept.add(connection)
+        self._socket = connection
+        self.pending, self._finished = bytearray(), False
+        self._in, self._start, self._end = bytearray(_PIECE), 0, 0  # the unread part of the received data
 
     def fileno(self) -> int:
-        """Return the descriptor."""
-        return self._fd
+        """Return the descriptor, which is readable when there is a message or the other end is closed; -1 if closed."""
+        return self._socket.fileno()
 
     @property
-    def writing(self) -> bool:
-        """Whether data is still to be sent: call `flush` when the descriptor is writable."""
-        return bool(self._out)
+    def events(self) -> int:
+        """The `poll` events to wait for at the descriptor."""
+        return select.POLLIN | (select.POLLOUT if self.pending else 0)
 
     def send(self, *messages: bytes) -> None:
-        """Send messages as far as possible without blocking. Data for an ended process is dropped; see `receive`."""
-        framed = [part for message in messages for part in (_HEAD.pack(len(message)), message)]
-        self._out.append(memoryview(b"".join(framed)))
-        self.flush()
+        """Send messages as far as possible without blocking. They are lost if the other process has ended."""
+        for message in messages:
+            self.pending += _LENGTH.pack(len(message)) + message
+        Channel.flush(self)  # one that takes a lock is for others
 
     def flush(self) -> None:
         """Send pending data as far as possible."""
-        while self._out:
-            part = self._out[0]
-            try:
-                sent = self._write(part)
-            except BlockingIOError:
-                return
-            except OSError:
-                self._out.clear()
-                return
-            if sent < len(part):
-                self._out[0] = part[sent:]
-            else:
-                self._out.popleft()
-        if self._finished and self._socket is not None:
-            with contextlib.suppress(OSError):
+        try:
+            while self.pending:  # SIGPIPE may have its default action in a script
+                del self.pending[: self._socket.send(self.pending, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)]
+            if self._finished:
                 self._socket.shutdown(socket.SHUT_WR)
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.pending.clear()
 
-    def _write(self, part: memoryview) -> int:
-        if self._socket is None:
-            return os.write(self._fd, part)
-        return self._socket.send(part, socket.MSG_NOSIGNAL)  # SIGPIPE may have its default action in a script
+    def send_all(self, *pieces: bytes | memoryview) -> None:
+        """Send a message made of `pieces`, blocking. Raises `OSError` if the other end is closed."""
+        self._socket.sendall(b"".join((_LENGTH.pack(sum(map(len, pieces))), *pieces)), socket.MSG_NOSIGNAL)
 
     def finish(self) -> None:
         """Send nothing more: the other end reads the end of file after the last message."""
@@ -93,78 +101,170 @@ class Channel:
         self.flush()
 
     def receive(self) -> bytearray | None:
-        """Return the next message, or None if it is incomplete. Raises `EOFError` at the end.
-
-        None does not mean that no data has arrived since the last message: wait until the descriptor is readable.
-        """
+        """Return the next message, or None if it has not arrived completely. Raises `EOFError` at the end."""
         while True:
-            if self._body is None:
-                end = self._at + _HEAD.size
-                size = _HEAD.unpack_from(self._read, self._at)[0] if end <= len(self._read) else 0
-                if end + size <= len(self._read):
-                    self._at = end + size
-                    return bytearray(memoryview(self._read)[end : self._at])
-                if end < len(self._read):
-                    self._body = bytearray(size)
-                    start = memoryview(self._read)[end:]
-                    self._body[: len(start)] = start
-                    self._missing = memoryview(self._body)[len(start) :]
-                    self._read, self._at = b"", 0
-            if self._drained:
-                self._drained = False
+            body, present = self._start + _LENGTH.size, self._end - self._start
+            end = body
+            if present >= _LENGTH.size:
+                end += _LENGTH.unpack_from(self._in, self._start)[0]
+                if end <= self._end:
+                    self._start = end
+                    return self._in[body:end]
+            if end > len(self._in):
+                memory = bytearray(max(end - self._start, _PIECE))
+                memory[:present] = self._in[self._start : self._end]
+                self._in, self._start, self._end = memory, 0, present
+            try:
+                received = self._socket.recv_into(memoryview(self._in)[self._end :], 0, socket.MSG_DONTWAIT)
+            except BlockingIOError:
                 return None
-            if not self._fill():
-                return None
-            if self._body is not None and not len(self._missing):
-                body, self._body = self._body, None
-                return body
+            except OSError as error:
+                raise EOFError from error
+            if not received:
+                raise EOFError
+            self._end += received
 
-    def _fill(self) -> bool:
-        """Read available data; returns False if there is none."""
-        try:
-            if self._body is None:
-                piece = os.read(self._fd, _PIECE)
-                self._read, self._at = self._read[self._at :] + piece, 0
-                got, self._drained = len(piece), len(piece) < _PIECE
-            else:
-                got = os.readv(self._fd, [self._missing])
-                self._missing = self._missing[got:]
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            raise EOFError from error
-        if got == 0:
-            raise EOFError
-        return True
+    def wait(self, seconds: float) -> bool:
+        """Wait at most `seconds`, or 1 s, for data or space for pending data; returns whether data has arrived."""
+        poller = select.poll()
+        poller.register(self, self.events)
+        ready = poller.poll(1000 * min(seconds, 1.0))
+        self.flush()
+        return any(events & ~select.POLLOUT for _, events in ready)
+
+    def receive_by(self, deadline: float) -> bytearray | None:
+        """Return the next message, or None at `deadline` (`time.monotonic`). Raises `EOFError` at the end."""
+        while (message := self.receive()) is None and (left := deadline - time.monotonic()) > 0:
+            self.wait(left)
+        return message
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""
-        self._out.clear()
-        self._fd = -1  # another thread may be about to call receive
-        self._connection.close()
+        self.pending.clear()
+        self._socket.close()
 
 
-def send_message(fd: int, pieces: Sequence[bytes | memoryview]) -> None:
-    """Send a message made of `pieces`, blocking. Raises `OSError` if the other end is closed."""
-    size = sum(map(len, pieces))
-    head = _HEAD.pack(size)
-    for part in [b"".join((head, *pieces))] if size < _SMALL else (head, *pieces):
-        rest = memoryview(part)
-        while len(rest):
-            rest = rest[os.write(fd, rest) :]
+# -- several processes ------------------------------------------------------------------------------------------------
+
+ERROR = 1
+"""The kind of the message that carries an error; kinds of 2 and above are specific to a protocol."""
 
 
-def receive_message(fd: int) -> bytearray:
-    """Wait for the next message, blocking. Raises `EOFError` or `OSError` if the other end is closed."""
-    return _read(fd, _HEAD.unpack(_read(fd, _HEAD.size))[0])
+class Message(NamedTuple):
+    """A message.
+
+    Attributes:
+        kind: kind of the message.
+        serial: serial of the request or epoch that it belongs to.
+        number: number of a batch or a process.
+        value: another number.
+        body: bytes.
+    """
+
+    kind: int
+    serial: int = 0
+    number: int = 0
+    value: int = 0
+    body: bytes | memoryview = b""
 
 
-def _read(fd: int, size: int) -> bytearray:
-    data = bytearray(size)
-    rest = memoryview(data)
-    while len(rest):
-        got = os.readv(fd, [rest])
-        if got == 0:
-            raise EOFError
-        rest = rest[got:]
-    return data
+def pack(kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> bytes:
+    """Return a message as bytes."""
+    return _FIELDS.pack(kind, serial, number, value) + body
+
+
+def unpack(data: bytearray) -> Message:
+    """Return the message in `data`; its body is a view of `data`."""
+    return Message._make((*_FIELDS.unpack_from(data), memoryview(data)[_FIELDS.size :]))
+
+
+class Connection(Channel):
+    """A connection to a server or to one of its consumers.
+
+    Attributes:
+        pid: PID at the other end; of a server, the process that created the socket. 0 in another PID namespace.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.pid = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+
+    @classmethod
+    def open(cls, folder: Path) -> Self | None:
+        """Connect to the server in `folder`; returns None if there is none."""
+        connection = socket.socket(socket.AF_UNIX)
+        with contextlib.suppress(FileNotFoundError), _short(folder) as short:
+            if connection.connect_ex(f"{short}/socket") == 0:
+                return cls(connection)
+        connection.close()
+        return None
+
+    def next_message(self, deadline: float = 0.0) -> Message | None:
+        """Return the next message, or None at `deadline` (`time.monotonic`).
+
+        Raises `EOFError` if the other process has ended, and the error that it sent.
+        """
+        data = self.receive_by(deadline)
+        message = None if data is None else unpack(data)
+        if message is not None and message.kind == ERROR:
+            raise unpack_error(message.body)
+        return message
+
+
+@contextlib.contextmanager
+def _short(folder: Path) -> Iterator[str]:
+    """Yield a short path of `folder`: a socket address has space for 107 bytes."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+class Server:
+    """Listens in a folder, and exchanges messages with the processes that connect.
+
+    Attributes:
+        peers: the connected processes.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.peers: set[Connection] = set()
+        self._listener = socket.socket(socket.AF_UNIX)
+        _kept.add(self._listener)
+        with _short(folder) as short:
+            self._listener.bind(f"{short}/socket-{os.getpid()}")
+            self._listener.listen(128)
+            os.rename(f"{short}/socket-{os.getpid()}", f"{short}/socket")  # replaces that of an ended process
+        self._listener.setblocking(False)
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """Descriptors to wait for, with events of `poll`; then call `receive`."""
+        listener = (self._listener.fileno(), select.POLLIN)
+        return [listener, *((peer.fileno(), peer.events) for peer in self.peers)]
+
+    def receive(self) -> Iterator[tuple[Connection, Message | None]]:
+        """Yield the messages, and None for each process that is gone; a dropped one yields no more."""
+        with contextlib.suppress(OSError):
+            while True:
+                self.peers.add(Connection(self._listener.accept()[0]))
+        for peer in list(self.peers):
+            peer.flush()
+            try:
+                while peer in self.peers and (data := peer.receive()) is not None:
+                    yield peer, unpack(data)
+            except (EOFError, struct.error):
+                yield peer, None
+                self.drop(peer)
+
+    def drop(self, peer: Connection) -> None:
+        """End the connection to a process."""
+        self.peers.discard(peer)
+        peer.close()
+
+    def close(self) -> None:
+        """End all connections. Idempotent."""
+        for peer in list(self.peers):
+            self.drop(peer)
+        self._listener.close()

@@ -1,48 +1,32 @@
 """Folders that several processes share; the last process removes them.
 
-A cache, a staging ring and a throttle each have a folder below a root that belongs to one user (mode 0700). Every
-attached process holds a shared `flock` on the file `attached`, which the kernel releases when the process dies. A
-process that gets the lock exclusively is therefore the only one attached. The last process to leave removes the folder;
-`sweep` removes the folders of killed processes.
+A cache, a staging ring and a group each have a folder below a root that belongs to one user (mode 0700). Every attached
+process holds a shared `flock` on the file `attached`, which the kernel releases when the process dies. A process that
+gets the lock exclusively is therefore the only one attached. The last process to leave removes the folder; `sweep`
+removes the folders of killed processes.
 
-No other user can replace the root (see ipc/owned.py) or anything in it, so paths below it stay valid. A folder is
-created under a temporary name and renamed when complete, so no process sees a partial one. Folders without the file
-`attached` do not belong to stallfree and are never touched.
-
-Where processes share no memory (see `platform`), the root and its folders are private to this process.
+Records of a cache may contain pickles, so no other user may replace the root or anything in it. Each folder above
+belongs to this user or to root, and either no other user may write to it or it is sticky. `prepare_root` checks them
+from the file system's root down on open descriptors, so that none can be swapped after its check; paths below the root
+stay valid. A folder is created under a temporary name and renamed when complete, so no process sees a partial one.
+Folders without the file `attached` do not belong to stallfree and are never touched.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import errno
-import multiprocessing
 import os
 import re
 import secrets
 import shutil
 import stat
-import tempfile
-import threading
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import lru_cache
+from collections.abc import Callable
 from pathlib import Path
 
-from stallfree.errors import (
-    InputError,
-    StallfreeError,
-    StorageError,
-    folder_gone,
-    folder_owner,
-    lock_held,
-    name_invalid,
-)
-from stallfree.ipc.owned import opened_base
+from stallfree.errors import InputError, StorageError, folder_gone, folder_owner, lock_held, name_invalid
 from stallfree.platform import OPEN, fcntl, need_linux, shares_memory, user_id
 
 ATTACH_SECONDS = 10.0
@@ -51,78 +35,33 @@ ATTACH_SECONDS = 10.0
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,119}")
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|[\w.-]+:[0-9]+$")
 """Matches redis://localhost:6379 and localhost:6379, also after `Path` has merged the slashes."""
-_ATTACHED = "attached"
-_PERSIST = "persist"
-_MAKING = ".new-"
-_REMOVING = ".del-"
-_IN_MEMORY = {"tmpfs", "ramfs"}
 
-_users: Counter[Path] = Counter()  # attachments per folder, where folders are private to the process
-_users_lock = threading.RLock()
+_ATTACHED, _PERSIST = "attached", "persist"
+_MAKING, _REMOVING = ".new-", ".del-"
+_OVERFLOW_ID, _EVERY_ID, _ID_MAP = 65534, str((1 << 32) - 1), Path("/proc/self/uid_map")
+"""The owner of the files of the host's root in a container with users of its own; others map every id."""
+
+_FOLDER = getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_NOFOLLOW", 0) | OPEN
+
+# -- the root ---------------------------------------------------------------------------------------------------------
 
 
 def default_root() -> Path:
-    """Return the folder of this user's shared memory: `$STALLFREE_ROOT`, else in `/dev/shm`, else a temporary one.
+    """Return the folder of this user's shared memory: `stallfree-UID` in `$STALLFREE_ROOT` or `/dev/shm`.
 
-    If other users may write there, it is the subfolder `stallfree-UID`. A temporary folder on a disk causes one
-    warning. Raises `StorageError` if no folder is writable.
+    If neither is there, it is in a temporary folder, with a warning.
     """
-    if not shares_memory():
-        return _own_root()
-    if given := os.environ.get("STALLFREE_ROOT"):
-        base = Path(os.path.realpath(given))
-        if not _open_to_others(base):
-            return base
-    else:
-        base = Path("/dev/shm")
-        if not os.access(base, os.W_OK):
-            base = _temporary()
-    return base / f"stallfree-{user_id()}"
-
-
-@lru_cache(maxsize=1)
-def _temporary() -> Path:
-    try:
-        base = Path(tempfile.gettempdir())
-    except OSError as error:
-        raise StorageError(
-            f"there is no folder for shared data: /dev/shm cannot be written to, and {error}. Make one of them "
-            "writable, or set STALLFREE_ROOT to a folder that is, best one in memory"
-        ) from error
-    if multiprocessing.parent_process() is None and _file_system(base) not in _IN_MEMORY:
-        warnings.warn(
-            f"/dev/shm cannot be written to, so shared data lies in {base}, which is on a disk and may be slower. Make "
-            "/dev/shm writable, or set STALLFREE_ROOT to a folder in memory",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-    return base
-
-
-def _file_system(path: Path) -> str:
-    """Return the type of the file system of `path`, such as "tmpfs"; empty if it is unknown."""
-    best, kind = -1, ""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/self/mounts").read_text().splitlines():
-            _, place, here, *_ = line.split(" ")
-            if len(place) >= best and path.resolve().is_relative_to(place):
-                best, kind = len(place), here
-    return kind
-
-
-@lru_cache(maxsize=1)
-def _own_root() -> Path:
-    """Create a temporary folder for this process."""
-    root = Path(tempfile.mkdtemp(prefix="stallfree-"))
-    atexit.register(shutil.rmtree, root, ignore_errors=True)
-    return root
-
-
-def _open_to_others(path: Path) -> bool:
-    try:
-        return bool(os.stat(path).st_mode & 0o022)
-    except OSError:
-        return False
+    base = os.environ.get("STALLFREE_ROOT", "/dev/shm")
+    if base == "/dev/shm" and not os.access(base, os.W_OK):
+        base = os.environ.get("TMPDIR", "/tmp")
+        if shares_memory():
+            warnings.warn(
+                f"/dev/shm cannot be written to, so shared data is in {base}, which may be on a disk and slower. Make "
+                "/dev/shm writable, or set STALLFREE_ROOT to a folder in memory",
+                RuntimeWarning,
+                stacklevel=1,  # of one place, which Python shows once
+            )
+    return Path(os.path.realpath(base)) / f"stallfree-{user_id()}"
 
 
 def is_path(value: object) -> bool:
@@ -139,68 +78,74 @@ def is_address(value: object) -> bool:
 def user_root(store: str | Path) -> Path:
     """Return the folder of this user's caches below the folder `store` on a disk.
 
-    Raises `InputError` if `store` is not a path, `PlatformError` on systems other than Linux.
+    Raises `InputError` if `store` is not a path.
     """
-    if is_address(store):
-        raise InputError(
-            f"store={str(store)!r:.80} is an address, but a string must be the path of a folder: give "
-            "stallfree.RedisStore(hosts=[...], capacity_per_node=...) for servers of Redis or Valkey"
-        )
-    if not is_path(store):
-        raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a RedisStore or a DiskTier")
-    need_linux(f"a cache on a disk (store={str(store)!r})", "use store='memory'")
+    if is_address(store) or not is_path(store):
+        raise InputError(f"store={store!r:.80}: give 'memory', the path of a folder, a DiskTier or a RedisStore")
     return Path(os.path.realpath(Path(store).expanduser())) / f"stallfree-{user_id()}"
 
 
 def prepare_root(root: Path) -> Path:
     """Create `root` with mode 0700 if it is missing; returns its path without links.
 
-    Raises `FingerprintError` if other users may write to it or could replace it.
+    Raises `FingerprintError` if other users may write to it or could replace it, `PlatformError` on systems other than
+    Linux.
     """
-    if not shares_memory():
-        root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return root
     try:
-        root.parent.mkdir(parents=True, exist_ok=True)
-        return _checked_root(root, make=True)
+        return _checked(root, make=True)
     except OSError as error:
-        raise StorageError(f"the folder {root} for shared data cannot be made: {error}. Give another folder") from error
+        raise StorageError(f"{root} cannot be made: {error}. Give another folder, or set STALLFREE_ROOT") from error
 
 
 def is_root(root: Path) -> bool:
     """Return whether the folder `root` exists. Raises like `prepare_root` if other users may write to it."""
-    if not shares_memory():
-        return root.is_dir()
+    with contextlib.suppress(OSError):
+        return bool(_checked(root, make=False))
+    return False
+
+
+def _checked(root: Path, make: bool) -> Path:
+    """Return the path of `root` without links, after checking it and the folders above it."""
+    need_linux("memory that processes share", "leave the cache out")
+    root = Path(os.path.realpath(root.parent)) / root.name
+    fd, above = os.open("/", os.O_PATH | _FOLDER), Path("/")
     try:
-        _checked_root(root, make=False)
-    except OSError:
-        return False
-    return True
-
-
-def _checked_root(root: Path, make: bool) -> Path:
-    """Return the path of `root` without links, after checking the owners of `root` and of the folders above it."""
-    base = Path(os.path.realpath(root.parent))
-    with opened_base(base) as parent:
-        if make:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(root.name, 0o700, dir_fd=parent)
-        fd = os.open(root.name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        try:
-            found = os.fstat(fd)
-        finally:
+        for part in root.parts[1:]:
+            _check(fd, above, root)
+            try:
+                below = os.open(part, os.O_PATH | _FOLDER, dir_fd=fd)
+            except FileNotFoundError:
+                if not make:
+                    raise
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, 0o700, dir_fd=fd)
+                below = os.open(part, os.O_PATH | _FOLDER, dir_fd=fd)
             os.close(fd)
-    if found.st_uid != user_id():
+            fd, above = below, above / part
+        _check(fd, above, root)
+    finally:
+        os.close(fd)
+    return root
+
+
+def _check(fd: int, folder: Path, root: Path) -> None:
+    found, mine = os.fstat(fd), user_id()
+    owner, mode, within = found.st_uid, stat.S_IMODE(found.st_mode), "" if folder == root else f" above {root}"
+    if owner != mine and not (
+        within and (owner == 0 or (owner == _OVERFLOW_ID and _EVERY_ID not in _ID_MAP.read_text()))
+    ):
         raise folder_owner(
-            f"{root} belongs to user {found.st_uid}, and you are user {user_id()}: "
-            "a cache is read by its own user only. Give another folder"
+            f"the folder {folder}{within} belongs to user {owner}, who could replace a cache in it with a forged one; "
+            f"you are user {mine}. Give a folder of your own, in folders of your own or of root"
         )
-    if found.st_mode & 0o022:
+    if mode & 0o022 and not (within and mode & stat.S_ISVTX):  # an ACL shows in the mode of the group
         raise folder_owner(
-            f"other users may write to {root} (mode {stat.S_IMODE(found.st_mode):o}): "
-            f"a cache is written by its own user only. Give another folder, or `chmod 700 {root}`"
+            f"other users may write to the folder {folder}{within} (mode {mode:o}) and could replace a cache in it "
+            f"with a forged one. Give another folder, or `chmod go-w {folder}`"
         )
-    return base / root.name
+
+
+# -- the folders in it ------------------------------------------------------------------------------------------------
 
 
 def check_name(name: str) -> str:
@@ -220,7 +165,7 @@ class SharedFolder:
         name: letters, digits, `.`, `_` and `-`.
         root: the parent folder; `default_root()` if None.
         initialize: called with the path of a new, still private folder to create its files. Not called if the folder
-            exists.
+            exists. None: the folder must exist.
         persist: keep the folder when the last process leaves. Once set by any process, it holds for all.
 
     Attributes:
@@ -228,172 +173,77 @@ class SharedFolder:
         created: whether this call created it.
 
     A forked child shares its parent's attachment: `close` in the child drops only the child's part. Raises `WaitError`
-    if another process has been creating or removing the folder for 10 s. Raises `StorageError` if the name is taken by
-    something else, or the folder cannot be created.
+    if another process has been removing the folder for 10 s, or the name is taken by something else, and
+    `StorageError` if the folder cannot be created.
     """
 
     def __init__(
-        self, name: str, *, root: str | Path | None = None, initialize: Callable[[Path], None], persist: bool = False
+        self, name: str, *, root: Path | None = None, initialize: Callable[[Path], None] | None, persist: bool = False
     ) -> None:
         check_name(name)
-        self.root = prepare_root(default_root() if root is None else Path(root))
-        self.path = self.root / name
-        self.persist = persist
-        self.created = False
-        self._owner = os.getpid()
-        self._fd = self._attach_or_create(initialize) if shares_memory() else self._take(initialize)
-
-    def _take(self, initialize: Callable[[Path], None]) -> int:
-        """Attach to a folder that is private to this process, creating it if needed; returns a dummy descriptor."""
-        with _users_lock:
-            if not self.path.exists():
-                try:
-                    self.path.mkdir(mode=0o700)
-                    initialize(self.path)
-                except BaseException:
-                    shutil.rmtree(self.path, ignore_errors=True)
-                    raise
-                self.created = True
-            _users[self.path] += 1
-        return 0
-
-    def _attach_or_create(self, initialize: Callable[[Path], None]) -> int:
+        self.root = prepare_root(default_root() if root is None else root)
+        self.path, self.persist, self.created, self._owner = self.root / name, persist, False, os.getpid()
         deadline = time.monotonic() + ATTACH_SECONDS
         while True:
-            fd = self._attach()
-            if fd is not None:
-                if self.persist:
-                    _keep(self.path)
-                return fd
-            if self._is_free():
+            fd = _locked(self.path, fcntl.LOCK_SH)
+            if fd is None and not os.path.lexists(self.path):
+                if initialize is None:
+                    raise folder_gone(f"{self.path} is gone, with the process that made it. Make a new loader")
                 fd = self._create(initialize)
-                if fd is not None:
-                    self.created = True
-                    return fd
+            if fd is not None:
+                break
             if time.monotonic() > deadline:
-                raise lock_held(
-                    f"another process has locked {self.path} for more than {ATTACH_SECONDS:.0f} s: end it, or give "
-                    "another name"
-                )
+                raise lock_held(f"{self.path} is locked by a process, or no stallfree folder: give another name")
             time.sleep(0.001)
-
-    def _attach(self) -> int | None:
-        file = self.path / _ATTACHED
-        try:
-            fd = os.open(file, os.O_RDWR | OPEN)
-        except OSError:
-            return None
-        if _lock(fd, fcntl.LOCK_SH) and _same_file(fd, file):
-            return fd
-        os.close(fd)
-        return None
-
-    def _is_free(self) -> bool:
-        """Return whether `path` is missing or an empty folder. Raises `StorageError` if anything else is there."""
-        moved = False
-        try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                found = os.listdir(fd)
-                moved = not _same_file(fd, self.path)  # renamed, and being removed
-            finally:
-                os.close(fd)
-        except FileNotFoundError:
-            found = [self.path.name] if self.path.is_symlink() else []
-        except OSError:
-            found = [self.path.name]
-        if moved:
-            return False
-        if found and _ATTACHED not in found:
-            raise StorageError(f"{self.path} exists and is no stallfree folder: give another name or store")
-        return not found
+        self._fd = fd
+        if persist:
+            with contextlib.suppress(OSError):
+                (self.path / _PERSIST).touch(mode=0o600)
 
     def _create(self, initialize: Callable[[Path], None]) -> int | None:
+        """Create the folder; returns None if another process created it first."""
         making = self.root / f"{_MAKING}{os.getpid()}-{secrets.token_hex(6)}"
-        fd = -1
-        try:
-            making.mkdir(mode=0o700)
-            fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
-            _lock(fd, fcntl.LOCK_SH)
-            if self.persist:
-                _keep(making)
-            initialize(making)
-            if _renamed(making, self.path):
-                return fd
-        except BaseException as error:
-            _discard(fd, making)
-            if not isinstance(error, OSError) or isinstance(error, StallfreeError):
-                raise
-            raise StorageError(f"the folder {self.path} cannot be made: {error}. Give another folder") from error
-        _discard(fd, making)
-        return None
-
-    def fileno(self) -> int:
-        """Return the descriptor that holds this process's attachment; -1 after `close`."""
-        return self._fd
+        with contextlib.ExitStack() as undo:
+            undo.callback(shutil.rmtree, making, ignore_errors=True)
+            try:
+                making.mkdir(mode=0o700)
+                fd = os.open(making / _ATTACHED, os.O_RDWR | os.O_CREAT | OPEN, 0o600)
+                undo.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_SH)
+                initialize(making)
+                os.rename(making, self.path)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
+                    return None
+                if isinstance(error, StorageError):
+                    raise
+                raise StorageError(f"the folder {self.path} cannot be made: {error}. Give another folder") from error
+            undo.pop_all()
+            self.created = True
+            return fd
 
     def close(self) -> None:
         """Leave the folder; the last process removes it unless it persists. Idempotent."""
         fd, self._fd = self._fd, -1
-        if fd < 0:
-            return
-        if not shares_memory():
-            with _users_lock:
-                _users[self.path] -= 1
-                remove_unused(self.path)
-            return
-        try:
-            if os.getpid() == self._owner and _lock(fd, fcntl.LOCK_EX) and not is_persistent(self.path):
-                _remove(self.path, fd)
-        finally:
+        if fd >= 0:
+            with contextlib.suppress(BlockingIOError):
+                if os.getpid() == self._owner:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if not is_persistent(self.path):
+                        _remove(self.path, fd)
             os.close(fd)
-
-
-def attach(path: Path) -> SharedFolder:
-    """Attach to the folder `path`. Raises `StorageError` if it no longer exists."""
-    return SharedFolder(path.name, root=path.parent, initialize=_must_exist)
-
-
-def _must_exist(path: Path) -> None:
-    raise folder_gone(f"the folder {path} is gone: the process that made it has ended. Make a new loader")
-
-
-def _keep(path: Path) -> None:
-    with contextlib.suppress(OSError):
-        (path / _PERSIST).touch(mode=0o600)
-
-
-def _renamed(making: Path, path: Path) -> bool:
-    """Rename the new folder to its final name; returns False if another process created it first."""
-    try:
-        os.rename(making, path)
-    except OSError as error:
-        if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
-            return False
-        raise
-    return True
-
-
-def _discard(fd: int, making: Path) -> None:
-    if fd >= 0:
-        os.close(fd)
-    shutil.rmtree(making, ignore_errors=True)
 
 
 def sweep(root: Path) -> list[str]:
     """Remove unattached, non-persistent folders below `root`; returns their names."""
     removed: list[str] = []
-    if not shares_memory() or not is_root(root):
-        return removed
     with contextlib.suppress(OSError):
-        for entry in list(root.iterdir()):
-            if entry.is_symlink() or not entry.is_dir():
-                continue
+        for entry in list(root.iterdir()) if is_root(root) else ():
             if entry.name.startswith(_REMOVING):
                 shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(_MAKING):
-                # The process that creates it may not have locked it yet, so its PID is checked too.
-                if not _pid_alive(entry.name) and not in_use(entry):
+                maker = entry.name.removeprefix(_MAKING).partition("-")[0]  # it may not have locked it yet
+                if not os.path.exists(f"/proc/{maker}") and not in_use(entry):
                     shutil.rmtree(entry, ignore_errors=True)
             elif not is_persistent(entry) and remove_unused(entry):
                 removed.append(entry.name)
@@ -407,80 +257,45 @@ def is_persistent(path: Path) -> bool:
 
 def in_use(path: Path) -> bool:
     """Return whether any process is attached to the folder `path`."""
-    if not shares_memory():
-        return _users[path] > 0
-    try:
-        fd = os.open(path / _ATTACHED, os.O_RDWR | OPEN)
-    except OSError:
-        return False
-    try:
-        return not _lock(fd, fcntl.LOCK_EX)
-    finally:
+    fd = _locked(path, fcntl.LOCK_EX)
+    if fd is not None:
         os.close(fd)
-
-
-@contextmanager
-def short_path(folder: Path) -> Iterator[str]:
-    """Yield a short path of `folder`: a socket address has room for 107 bytes."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
+    return fd is None and (path / _ATTACHED).exists()
 
 
 def remove_unused(path: Path) -> bool:
     """Remove the folder `path` if no process is attached to it; returns whether it was removed."""
-    if not shares_memory():
-        with _users_lock:
-            if not _users[path]:
-                del _users[path]
-                shutil.rmtree(path, ignore_errors=True)
-            return path not in _users
-    try:
-        fd = os.open(path / _ATTACHED, os.O_RDWR | OPEN)
-    except OSError:
-        return False
-    try:
-        return _lock(fd, fcntl.LOCK_EX) and _remove(path, fd)
-    finally:
+    fd = _locked(path, fcntl.LOCK_EX)
+    removed = fd is not None and _remove(path, fd)
+    if fd is not None:
         os.close(fd)
+    return removed
 
 
 def _remove(path: Path, fd: int) -> bool:
-    if not _same_file(fd, path / _ATTACHED):
-        return False
     away = path.parent / f"{_REMOVING}{os.getpid()}-{secrets.token_hex(6)}"
-    try:
-        os.rename(path, away)
-    except OSError:
-        return False
-    shutil.rmtree(away, ignore_errors=True)
-    return True
+    with contextlib.suppress(OSError):
+        if _is_at(fd, path / _ATTACHED):
+            os.rename(path, away)
+            shutil.rmtree(away, ignore_errors=True)
+            return True
+    return False
 
 
-def _lock(fd: int, kind: int) -> bool:
-    try:
+def _locked(path: Path, kind: int) -> int | None:
+    """Return a descriptor of the file `attached` in `path` that holds this lock; None if it cannot be had now."""
+    fd = -1
+    with contextlib.suppress(OSError):
+        fd = os.open(path / _ATTACHED, os.O_RDWR | OPEN)
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        if _is_at(fd, path / _ATTACHED):
+            return fd
+    if fd >= 0:
+        os.close(fd)
+    return None
 
 
-def _same_file(fd: int, path: Path) -> bool:
-    try:
-        there = os.stat(path)
-    except OSError:
-        return False
-    here = os.fstat(fd)
-    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
-
-
-def _pid_alive(name: str) -> bool:
-    try:
-        os.kill(int(name.split("-")[1]), 0)
-    except (ValueError, IndexError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
+def _is_at(fd: int, path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(fd), os.stat(path))
+    return False

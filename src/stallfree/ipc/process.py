@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import select
 import signal
 import socket
 import sys
@@ -27,35 +26,27 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import current_process, get_all_start_methods, get_context, get_start_method, reduction
 from multiprocessing.context import BaseContext
-from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from typing import Any, BinaryIO
 
+import torch
+
 from stallfree.errors import InputError, main_guard, not_picklable, text_of
-from stallfree.ipc.channel import Channel, receive_message, send_message
-from stallfree.ipc.fork_guard import Owner, keep_from_children
-from stallfree.ipc.generator_lock import check_generator
+from stallfree.ipc.channel import Channel
+from stallfree.ipc.forked import Owner
 from stallfree.platform import at_fork, begin_child, interrupts_later
 
 REPORT_SECONDS = 2.0
 """Seconds for the first fork to report in; doubled after each one that did not, since the machine may be busy."""
 
-_CHECK_MILLISECONDS = 1000  # interval of checks for the death of a parent without a pidfd
-_END_CHECK_MILLISECONDS = 100
-_LEADER_SECONDS = 10.0
-_START_SECONDS = 60.0
-_LARGE = 64 << 20
-"""Bytes of arguments that one process at a time receives, since they are in memory until then."""
-
+_CHECK_SECONDS, _LEADER_SECONDS, _START_SECONDS = 0.1, 10.0, 60.0
 _SERVER_GONE = 255
 """The exit code that `multiprocessing` gives to the processes of a fork server that has ended."""
-
-_DEEPEST = 8
-"""Maximum depth of the attribute that a message names."""
 
 _NAME = "stallfree-"
 
 _leaders: weakref.WeakSet[Child] = weakref.WeakSet()
+at_fork(after_in_child=_leaders.clear)
 
 
 def context_of(given: Any, *, requested: bool = True) -> BaseContext:
@@ -66,15 +57,13 @@ def context_of(given: Any, *, requested: bool = True) -> BaseContext:
     """
     if isinstance(given, BaseContext):
         return given
-    if given is not None and not isinstance(given, str):
-        raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver', 'spawn' or a context of these")
     if given is None:
         default = "fork" if not requested and sys.platform == "linux" else get_all_start_methods()[0]
         return get_context(get_start_method(allow_none=True) or default)  # which sets no start method
     try:
-        return get_context(given)
+        return get_context(str(given))
     except ValueError as error:
-        raise InputError(f"multiprocessing_context={given!r}: {error}; use 'fork', 'forkserver' or 'spawn'") from error
+        raise InputError(f"multiprocessing_context={given!r}: give 'fork', 'forkserver' or 'spawn'") from error
 
 
 def start_method(context: BaseContext) -> str:
@@ -99,8 +88,8 @@ def _guard_advice() -> str:
     )
 
 
-class Child:
-    """A process started by this one.
+class Child(Channel):
+    """A process started by this one, and the channel to it.
 
     Args:
         main: called there with its `Parent` and `arguments`; defined at the top level of a module.
@@ -131,62 +120,35 @@ class Child:
     ) -> None:
         self._method = method = start_method(context)
         ours, theirs = socket.socketpair()
-        keep_from_children(ours)
-        self._owner, self._leads = Owner(), leads
-        call = _Call(main, arguments)
+        super().__init__(ours)
+        self._owner, self._leads, call = Owner(), leads, _Call(main, arguments)
+        self.reported = self._ended = False
+        self.exit_code: int | None = None
         self._process = context.Process(  # type: ignore[attr-defined]
-            target=_run,
-            args=(theirs, os.getpid(), method != "forkserver", leads, call),
-            name=name,
-            daemon=not leads,
+            target=_run, args=(theirs, os.getpid(), leads, call), name=name, daemon=not leads
         )
         self._due = time.monotonic() + (REPORT_SECONDS * 2**attempt if method == "fork" else float("inf"))
         try:
             with interrupts_later(method):
                 self._process.start()
         except Exception as error:
-            ours.close()
+            self.close()
             if method == "forkserver" and isinstance(error, EOFError | ConnectionError):
                 raise main_guard(f"the fork server ended. It may import {_guard_advice()}") from None
-            raise (None if method == "fork" else _unsendable(parts, method)) or error from error
+            if method == "fork" or (found := find_unpicklable(parts, reduction.ForkingPickler.dumps)) is None:
+                raise
+            raise not_picklable(
+                f"{found[0]} cannot be sent to a process started by {method!r}: {found[1]}. Define it at the top "
+                "level of a module (no lambda, no function within a function), or use multiprocessing_context='fork'"
+            ) from error
         finally:
             theirs.close()
-            size = call.close()
+            call.close()
         self.pid: int = self._process.pid
-        self.reported = self._heard = False
-        self.exit_code: int | None = None
-        self._ended = False
-        self._channel = Channel(ours)
-        if size > _LARGE:
-            self._wait(1000 * _START_SECONDS)
         if leads:
             if not _leaders:  # otherwise `multiprocessing` would wait at exit for non-daemon processes
                 Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
             _leaders.add(self)
-
-    # -- messages -----------------------------------------------------------------------------------------------------
-
-    def fileno(self) -> int:
-        """Return the descriptor, readable when there is a message or the process has ended."""
-        return self._channel.fileno()
-
-    @property
-    def events(self) -> int:
-        """The `poll` events to wait for at the descriptor."""
-        return select.POLLIN | (select.POLLOUT if self._channel.writing else 0)
-
-    @property
-    def writing(self) -> bool:
-        """Whether data is still to be sent: call `flush` when the descriptor is writable."""
-        return self._channel.writing
-
-    def send(self, *messages: bytes) -> None:
-        """Send messages as far as possible without blocking. They are lost if the process has ended."""
-        self._channel.send(*messages)
-
-    def flush(self) -> None:
-        """Send pending data as far as possible."""
-        self._channel.flush()
 
     def receive(self) -> bytearray | None:
         """Return the next message, or None if there is none yet.
@@ -194,27 +156,20 @@ class Child:
         Raises `EOFError` if the process has ended, `WorkerError` if another one would end at its start as well.
         """
         try:
-            while (message := self._channel.receive()) is not None:
-                self._heard = True
+            while (message := super().receive()) is not None:
+                self.reported = True
                 if message:
                     return message
-                self.reported = True
         except EOFError:
-            if not self._heard and not self._ended and self._method != "fork":
-                self._check_start()
+            if not self.reported and not self._ended and self._method != "fork":
+                code = self.join(_START_SECONDS)
+                if code is not None and 0 <= code < _SERVER_GONE:
+                    raise main_guard(
+                        f"a process started by {self._method!r} ended with exit code {code} at its start. It imports "
+                        f"{_guard_advice()}. If its output shows another error, correct that"
+                    ) from None
             raise
         return None
-
-    def _check_start(self) -> None:
-        """Raise `WorkerError` if the process, which has sent nothing, ended by itself."""
-        code = self.join(_START_SECONDS)
-        if code is not None and 0 <= code < _SERVER_GONE:
-            raise main_guard(
-                f"a process started by {self._method!r} ended with exit code {code} at its start. It imports "
-                f"{_guard_advice()}. If its output shows another error, correct that"
-            ) from None
-
-    # -- life ---------------------------------------------------------------------------------------------------------
 
     @property
     def alive(self) -> bool:
@@ -232,15 +187,12 @@ class Child:
         Raises `EOFError` if it has ended or is overdue, and `TimeoutError` after `seconds`.
         """
         deadline = time.monotonic() + seconds
-        while not self.reported:
-            if (message := self.receive()) is not None:
-                return message
+        while (message := self.receive()) is None and not self.reported:
             left = min(self._due, deadline) - time.monotonic()
-            if left <= 0 and not self.reported:
+            if left <= 0:
                 raise EOFError if self.overdue else TimeoutError
-            if not self.reported:
-                self._wait(min(1000 * left, _CHECK_MILLISECONDS))
-        return None
+            self.wait(left)
+        return message
 
     def join(self, seconds: float) -> int | None:
         """Wait up to `seconds` for the process to end by itself; returns its exit code, or None if it is running."""
@@ -248,10 +200,6 @@ class Child:
             return None
         self._process.join(seconds)
         return self._process.exitcode  # type: ignore[no-any-return]
-
-    def ask_to_end(self) -> None:
-        """Send nothing more: the process ends after handling the messages sent before."""
-        self._channel.finish()
 
     def end(self, deadline: float) -> None:
         """Request the process to end and wait; kill it at `deadline` (`time.monotonic`), or if it is overdue.
@@ -261,49 +209,29 @@ class Child:
         if self._ended or not self._owner.is_here:
             return
         self._ended = True
-        self.ask_to_end()
-        while True:
-            try:
-                while self.fileno() >= 0 and self.receive() is not None:
-                    pass
-                self._channel.flush()
-            except EOFError:
-                self._channel.close()
-            if not self._process.is_alive() or time.monotonic() > deadline or self.overdue:
-                break
-            self._wait(_END_CHECK_MILLISECONDS)
+        self.finish()
+        with contextlib.suppress(EOFError):
+            while time.monotonic() < (limit := deadline if self.reported else min(deadline, self._due)):
+                self.receive_by(limit)
+        self._process.join(min(_START_SECONDS, max(0.0, limit - time.monotonic())))
         if self._process.is_alive():
-            self._kill()
+            if self._leads:
+                with contextlib.suppress(OSError):  # it may not have its own session yet
+                    os.killpg(self.pid, signal.SIGKILL)
+            self._process.kill()
         self._process.join()
         self.exit_code = self._process.exitcode
-        self._channel.close()
+        self.close()
         self._process.close()
-
-    def _kill(self) -> None:
-        if self._leads:
-            with contextlib.suppress(OSError):  # it may not have its own session yet
-                os.killpg(self.pid, signal.SIGKILL)
-        self._process.kill()
-
-    def _wait(self, milliseconds: float) -> None:
-        """Wait for a message or the end of the process."""
-        poller = select.poll()
-        poller.register(self._process.sentinel, select.POLLIN)
-        if self.fileno() >= 0:
-            poller.register(self.fileno(), self.events)
-        poller.poll(milliseconds)
 
 
 def end_all(children: Iterable[Child], seconds: float) -> None:
     """Request processes to end, wait for them together, and kill those that are running after `seconds`."""
     children, deadline = list(children), time.monotonic() + seconds
     for child in children:
-        child.ask_to_end()
+        child.finish()
     for child in children:
         child.end(deadline)
-
-
-at_fork(after_in_child=_leaders.clear)
 
 
 class _Call:
@@ -322,12 +250,10 @@ class _Call:
         self._file.flush()
         return _receive_call, (reduction.DupFd(self._file.fileno()),)
 
-    def close(self) -> int:
-        """Close the file, and return its size in bytes. The child has a descriptor of its own."""
-        if self._file is None:
-            return 0
-        with self._file as file:
-            return file.tell()
+    def close(self) -> None:
+        """Close the file. The child has a descriptor of its own."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _receive_call(descriptor: Any) -> _Call:
@@ -336,56 +262,27 @@ def _receive_call(descriptor: Any) -> _Call:
         return _Call(*pickle.load(file))
 
 
-def _unsendable(parts: Sequence[tuple[str, object]], method: str) -> InputError | None:
-    """Return the error that names the part that cannot be pickled, or None."""
+def find_unpicklable(parts: Iterable[tuple[str, object]], dumps: Callable[[Any], object]) -> tuple[str, str] | None:
+    """Return the description of the first of `parts` that `dumps` cannot pickle, and why; None if there is none."""
     for what, part in parts:
-        if problem := describe_unpicklable(part, ForkingPickler.dumps):
-            return not_picklable(
-                f"{what} cannot be sent to a process started by {method!r}: {problem}. Define it at the top "
-                "level of a module (no lambda, no function within a function), or use multiprocessing_context='fork'"
-            )
+        try:
+            dumps(part)
+        except Exception as error:
+            return what, text_of(error)
     return None
-
-
-def describe_unpicklable(value: object, dumps: Callable[[Any], object]) -> str:
-    """Return why `dumps` cannot pickle `value`, with the attribute that is the cause; "" if it can."""
-    path, problem = "", ""
-    while reason := _problem_of(value, dumps):
-        problem = reason
-        attributes = getattr(value, "__dict__", {})
-        own = attributes.items() if isinstance(attributes, dict) and not isinstance(value, type) else ()
-        cause = next((name for name, part in own if _problem_of(part, dumps)), None)
-        if cause is None or path.count(".") > _DEEPEST:
-            break
-        path, value = f"{path}.{cause}", attributes[cause]
-    return f"its attribute {path[1:]!r} is a {type(value).__name__}: {problem}" if path else problem
-
-
-def _problem_of(value: object, dumps: Callable[[Any], object]) -> str:
-    try:
-        dumps(value)
-    except Exception as error:
-        return text_of(error) or type(error).__name__
-    return ""
 
 
 # -- in the child process ---------------------------------------------------------------------------------------------
 
 
-def _run(
-    connection: socket.socket,
-    pid: int,
-    direct: bool,
-    leads: bool,
-    call: _Call,
-) -> None:
+def _run(connection: socket.socket, pid: int, leads: bool, call: _Call) -> None:
     begin_child()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # reset a handler inherited from the parent
     if leads:
         with contextlib.suppress(OSError):
             os.setsid()  # signals of the parent's terminal do not reach this process
-    check_generator()
-    call.main(Parent(connection, pid, direct), *call.arguments)
+    torch.default_generator.get_state()  # hangs if its lock was copied while another thread held it
+    call.main(Parent(connection, pid), *call.arguments)
 
 
 class Parent:
@@ -394,73 +291,48 @@ class Parent:
     Args:
         connection: connection to the parent.
         pid: PID of the parent.
-        direct: whether this process is the parent's direct child, not the child of a fork server.
     """
 
-    def __init__(self, connection: socket.socket, pid: int, direct: bool) -> None:
-        keep_from_children(connection)
-        self._connection, self._pid, self._direct = connection, pid, direct
-        self._poller = select.poll()
-        self._poller.register(connection, select.POLLIN)
-        self._process = -1
-        with contextlib.suppress(OSError, AttributeError):  # missing in some kernels and sandboxes
-            self._process = os.pidfd_open(pid)
-            self._poller.register(self._process, select.POLLIN)
+    def __init__(self, connection: socket.socket, pid: int) -> None:
+        self._channel, self._pid = Channel(connection), pid
+        self._direct = os.getppid() == pid  # not the child of a fork server
 
-    @property
-    def descriptors(self) -> list[int]:
-        """Descriptors that are readable when the parent has sent a message, requests the end, or has ended."""
-        return [fd for fd in (self._connection.fileno(), self._process) if fd >= 0]
-
-    def report(self) -> None:
-        """Report in: the start of this process has succeeded."""
-        self.send()
+    def fileno(self) -> int:
+        """Return the descriptor, readable when the parent has sent a message, requests the end, or has ended."""
+        return self._channel.fileno()
 
     def send(self, *pieces: bytes | memoryview) -> None:
-        """Send a message made of `pieces`. Raises `OSError` if the parent has ended."""
-        send_message(self._connection.fileno(), pieces)
+        """Send a message made of `pieces`, or the report that this process has started; `OSError` without a parent."""
+        self._channel.send_all(*pieces)
+
+    report = send
 
     def wait(self, seconds: float) -> bool:
         """Wait until the parent has sent a message, requests the end, or has ended; returns False after `seconds`."""
-        return bool(self._poller.poll(1000 * seconds)) or self.ended
+        return self._channel.wait(seconds) or self.ended
 
     @property
     def ended(self) -> bool:
-        """Whether the parent has ended."""
-        if self._direct:
-            return os.getppid() != self._pid
-        try:
-            os.kill(self._pid, 0)
-        except ProcessLookupError:
-            return True
-        except OSError:
-            return False
-        return False
-
-    def receive(self) -> bytearray | None:
-        """Wait for the next message; returns None if this process must end. Raises `EOFError` if the parent is gone."""
-        while True:
-            ready = [fd for fd, _ in self._poller.poll(_CHECK_MILLISECONDS)]
-            if self._process in ready or self.ended:
-                raise EOFError
-            if ready:
-                try:
-                    return receive_message(self._connection.fileno())
-                except (EOFError, OSError):
-                    return None
+        """Whether the parent has ended, even if another process has a copy of its end of the connection."""
+        return os.getppid() != self._pid if self._direct else not os.path.exists(f"/proc/{self._pid}")
 
     def listen(self, take: Callable[[bytearray | None], object]) -> None:
-        """Start a thread that calls `take` with each result of `receive`, and ends this process with its parent."""
-        threading.Thread(target=self._listen, args=(take,), name="stallfree-inbox", daemon=True).start()
+        """Start a thread that calls `take` with each message, then with None if this process must end.
 
-    def _listen(self, take: Callable[[bytearray | None], object]) -> None:
-        try:
-            message: bytearray | None = bytearray()
-            while message is not None:
-                message = self.receive()
-                take(message)
-            self._poller.unregister(self._connection)
-            while not self.wait(_CHECK_MILLISECONDS / 1000):
-                pass
-        finally:
-            os._exit(1)
+        The thread ends this process with its parent.
+        """
+
+        def run() -> None:
+            try:
+                with contextlib.suppress(EOFError):
+                    while not self.ended:
+                        while (message := self._channel.receive()) is not None:
+                            take(message)
+                        self._channel.wait(1.0)
+                take(None)
+                while not self.ended:
+                    time.sleep(_CHECK_SECONDS)
+            finally:
+                os._exit(1)
+
+        threading.Thread(target=run, name="stallfree-inbox", daemon=True).start()

@@ -10,12 +10,10 @@ import torch
 
 from stallfree.batches.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.loader.output import check_output
 from stallfree.sampling.epoch_source import plans_epochs
 from stallfree.sampling.ranks import check_ranks
 from stallfree.sources.mapped import is_iterable
 from stallfree.units import parse_room, parse_whole
-from stallfree.workers.ray_workers import RayWorkers
 
 WAIT_SECONDS = 300.0
 """Default maximum wait for a batch."""
@@ -32,7 +30,7 @@ _NOT_OF_ITERABLES = {
         "whose samples have no ids to cache them by: leave out {name}, or give a map-style data set, such as "
         "stallfree.TarDataset for tar shards"
     ),
-    ("workers", "with_ids", "staging", "on_error", "output", "event_log"): (
+    ("workers", "with_ids", "staging", "on_error", "event_log"): (
         "whose batches torch's own loader makes: leave out {name}, or give a map-style data set"
     ),
 }
@@ -58,7 +56,6 @@ def check_arguments(**given: Any) -> int | float | None:
     check_sampling(**of("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"))
     check_functions(**of("collate_fn", "worker_init_fn", "on_error"))
     check_ranked(**of("ranks", "sampler", "batch_sampler"))
-    check_output(**of("output", "pin_memory", "device"))
     return room
 
 
@@ -67,7 +64,7 @@ def check_iterable(given: dict[str, Any]) -> None:
     for names, why in _NOT_OF_ITERABLES.items():
         for name in names:
             value = given[name]
-            default = value is None or value is False or (isinstance(value, str) and value in ("raise", "torch"))
+            default = value is None or value is False or (isinstance(value, str) and value == "raise")
             if not default:
                 raise iterable_unsupported(f"{name}={value!r:.80} and an IterableDataset, {why.format(name=name)}")
 
@@ -92,6 +89,8 @@ def check_remote(workers: Any, cache: Any) -> None:
     """Raise `InputError` unless `workers` are None, or `RayWorkers`."""
     if workers is None:
         return
+    from stallfree.workers.ray_workers import RayWorkers
+
     if not isinstance(workers, RayWorkers):
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
     if cache is not None:

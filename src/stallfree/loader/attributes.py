@@ -21,6 +21,15 @@ SETTABLE = frozenset(
 )
 """Arguments whose attributes torch's loader allows to be set. They apply from the next iteration on."""
 
+FIXED = frozenset(
+    {
+        *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "persistent_workers"),
+        *("seed", "with_ids", "on_error", "staging", "device", "cache", "capacity", "transform", "event_log"),
+        *("ranks", "workers"),
+    }
+)
+"""All others."""
+
 _ORDER = ("dataset", "sampler", "batch_sampler")
 """Those that it does not, but that subclasses replace nevertheless, to repeat a sampler."""
 
@@ -68,6 +77,7 @@ def check_settable(loader: Any, *, single: bool) -> None:
 def changed_options(loader: Any, options: Options) -> Options:
     """`options` with the present attributes of `loader`."""
     changed = replace(options, **options_of(loader, single=options.single))
-    if changed.dataset is options.dataset:
+    workers, before = changed.workers, options.workers
+    if changed.dataset is options.dataset and bool(workers) == bool(before):
         return changed
-    return replace(changed, reader=reader_of(loader.dataset))
+    return replace(changed, reader=reader_of(loader.dataset, divide=workers > 0 or options.remote is not None))

@@ -11,8 +11,9 @@ import numpy.typing as npt
 import torch
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import MISS, SampleCache
 from stallfree.cache.policies import Policy
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.clock import Clock, SystemClock
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.errors import InputError, cache_required

@@ -2,47 +2,40 @@
 
 from __future__ import annotations
 
-import inspect
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import TYPE_CHECKING, Any, Generic, Self
 
 import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
-from typing_extensions import Self, Unpack
 
-from stallfree.autotune.auto_cache import AutoCache
 from stallfree.batches.reader import reader_of
-from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.device import DevicePrefetcher
 from stallfree.errors import argument_conflict
-from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
-from stallfree.loader.attributes import SETTABLE, Attributes, changed_options, check_settable, options_of
+from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
-from stallfree.loader.iterable import IterableRunner
-from stallfree.loader.output import Batch, delivery
+from stallfree.loader.output import delivery
 from stallfree.loader.shown import shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
 from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
+from stallfree.sampling.order import source_of
 from stallfree.sampling.ranks import check_prepared
-from stallfree.sampling.sources import source_of
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
-from stallfree.workers.event_log import EventLog
-from stallfree.workers.ray_workers import RayWorkers
 from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 if TYPE_CHECKING:
-    from stallfree.loader.signature import LoaderArguments, LoaderKeywords
-    from stallfree.sampling.plans import ImportanceSampler
+    from stallfree.datasets.cached_dataset import CachedDataset
+    from stallfree.device.prefetcher import DevicePrefetcher
+    from stallfree.loader.iterable import IterableRunner
+    from stallfree.workers.event_log import EventLog
+    from stallfree.workers.ray_workers import RayWorkers
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -60,9 +53,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
         batch_sampler: yields lists of ids.
         num_workers: worker processes; 0 (the default): the training process itself. With `cache="auto"`, the default is
-            the number that is fastest.
-        collate_fn: creates a batch from a list of samples; torch's default if None. Its random numbers are a function
-            of (seed, epoch, batch number).
+            the number that is fastest. With workers, a cache or a `device`, random numbers are a function of
+            (seed, epoch, id); otherwise they come from the global generators, as with torch's loader.
+        collate_fn: creates a batch from a list of samples; torch's default if None. Where samples are seeded, its
+            random numbers are a function of (seed, epoch, batch number).
         pin_memory: yield batches in pinned memory if there is an accelerator.
         drop_last: leave out an incomplete last batch.
         timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `num_workers=0` for sources that are
@@ -80,7 +74,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             from torch's generator when the first iteration begins, as torch's loader draws it. Of an
             `IterableDataset`, it seeds the workers' generators.
         with_ids: yield `Batch(data, ids, weights)`. Always the case with an `ImportanceSampler`.
-        on_error: "raise" a `SampleError` for a sample that fails, or "skip" it: it is left out and counted, and the
+        on_error: "raise" the error of a sample that fails, or "skip" it: it is left out and counted, and the
             first ones are logged. After an error, `next` continues with the next batch.
         staging: bytes for the ring of ready batches, as an int or a string like "256MiB". None: space for the batches
             in flight, and three that may be kept. A batch that does not fit is delivered as a copy.
@@ -101,9 +95,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
             samples, without the warning about several ranks.
         workers: `RayWorkers`: workers on a Ray cluster, beside `num_workers` local ones. Not with `cache="auto"`.
-        output: "torch", or "numpy": yield arrays instead of tensors, ids and weights included, in the same memory. They
-            keep a batch alive as tensors do. Raises `InputError` while iterating for dtypes that NumPy lacks
-            (bfloat16).
         event_log: file that receives a line per event, for `stallfree simulate` to draw (see `stallfree.events`): the
             time and process of each fetch, prep and gather of a batch, and of its use in the training loop. It is
             overwritten here, and complete whenever no iteration is active. With a `device` it has no steps.
@@ -114,7 +105,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         decision: the decision of `cache="auto"` in one line, with all measured rates; "" before the first iteration.
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
-    for invalid arguments; while iterating `SampleError`, `WorkerError` and `WaitError`.
+    for invalid arguments; while iterating the errors of the user's code, `WorkerError` and `WaitError`.
 
     Example:
         ```python
@@ -131,93 +122,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     _iterator = None
     __initialized = False
 
-    # Arguments under their names in torch's loader: other libraries read them to recreate a loader.
-    shuffle: bool
-    seed: int | None
-    on_error: str
-    staging: int | str | None
-    device: torch.device | None
-    event_log: str | os.PathLike[str] | None
-    ranks: tuple[int, int] | str | None
-    workers: RayWorkers | None
-    with_ids: bool
-    output: str
-
-    @overload
-    def __init__(
-        self: DataLoader[Batch[Any]],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        *,
-        with_ids: Literal[True],
-        output: Literal["torch"] = "torch",
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: DataLoader[Batch[Any]],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        *,
-        sampler: ImportanceSampler,
-        with_ids: bool = False,
-        output: Literal["torch"] = "torch",
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Any] | None = None,
-        num_workers: int | None = None,
-        collate_fn: Callable[[Any], BatchT_co] | None = None,
-        pin_memory: bool = False,
-        drop_last: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: str | BaseContext | None = None,
-        generator: torch.Generator | None = None,
-        *,
-        with_ids: Literal[False] = False,
-        output: Literal["torch"] = "torch",
-        **others: Unpack[LoaderKeywords],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: DataLoader[Any],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        *,
-        with_ids: bool,
-        output: str = "torch",
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: DataLoader[Any],
-        dataset: Any,
-        batch_size: int | None = 1,
-        shuffle: bool | None = None,
-        sampler: Iterable[Any] | None = None,
-        *,
-        with_ids: bool = False,
-        output: str,
-        **others: Unpack[LoaderArguments],
-    ) -> None: ...
-
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -247,46 +151,68 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         capacity: int | str | None = None,
         transform: Transform | None = None,
         event_log: str | os.PathLike[str] | None = None,
-        output: str = "torch",
         ranks: tuple[int, int] | str | None = None,
         workers: RayWorkers | None = None,
     ) -> None:
-        given = dict(locals())
-        del given["self"]
-        room = check_arguments(**given)
-        self.__dict__.update(given)
+        # All arguments are attributes: other libraries read them to recreate a loader.
+        self.dataset, self.shuffle, self.drop_last, self.generator = dataset, bool(shuffle), drop_last, generator
+        self.pin_memory, self.pin_memory_device, self.in_order = pin_memory, pin_memory_device, in_order
+        self.timeout, self.worker_init_fn, self.persistent_workers = timeout, worker_init_fn, persistent_workers
+        self.with_ids, self.on_error, self.staging, self.event_log = with_ids, on_error, staging, event_log
+        self.cache, self.capacity, self.transform = cache, capacity, transform
+        self.ranks, self.workers = ranks, workers
+        self.device: Any = device
+        room = check_arguments(
+            **vars(self),
+            batch_size=batch_size,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            prefetch_factor=prefetch_factor,
+        )
         batch_size, num_workers, self.prefetch_factor = map(as_int, (batch_size, num_workers, prefetch_factor))
         single = batch_size is None and batch_sampler is None
-        self.batch_size, self.shuffle = (batch_size if batch_sampler is None else None), bool(shuffle)
+        self.batch_size = batch_size if batch_sampler is None else None
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
         context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
-        self._auto = None if room is None else AutoCache(dataset, room, num_workers, transform)
+        self._auto: Any = None
+        if room is not None:
+            from stallfree.autotune.auto_cache import AutoCache
+
+            self._auto = AutoCache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         self._counts = {**new_counts(), "num_workers": self.num_workers}
         self._runner: EpochRunner | IterableRunner
         if self._dataset_kind:
+            from stallfree.loader.iterable import IterableRunner
+
             self._runner = IterableRunner(self, self._counts)
             self.sampler, self.batch_sampler = self._runner.samplers
         else:
-            seed_of_data = seed is None and self.seed is not None
-            self._runner = self._epoch_runner(self._options(context, single), seed_of_data=seed_of_data)
+            options, seed_of_data = self._options(context, single), seed is None and self.seed is not None
+            source = self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data)
+            self._runner = self._epoch_runner(options, source)
             self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
         self._adopted = Attributes(self)
-        self._prefetcher = None if device is None else DevicePrefetcher(self._runner, device)
+        self._prefetcher: DevicePrefetcher | None = None
+        if device is not None:
+            from stallfree.device.prefetcher import DevicePrefetcher
+
+            self._prefetcher = DevicePrefetcher(self._runner, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
-    @short_traceback
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
-        chosen = name == "num_workers" and vars(self).get("_auto") is not None
-        if self.__initialized and name in _ARGUMENTS and (chosen or name not in SETTABLE):
+        object.__setattr__(self, name, self._settable(name, value) if self.__initialized else value)
+
+    def _settable(self, name: str, value: Any) -> Any:
+        if name in FIXED or (name == "num_workers" and self._auto is not None):
             raise argument_conflict(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
-        if name == "multiprocessing_context" and value is not None:
-            value = context_of(value)
-        object.__setattr__(self, name, value)
+        return context_of(value) if name == "multiprocessing_context" and value is not None else value
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
@@ -294,7 +220,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             return
         check_settable(self, single=self.batch_size is None and self.batch_sampler is None)
         runner = self._runner
-        if isinstance(runner, IterableRunner):
+        if not isinstance(runner, EpochRunner):
             runner.adopt(self)
         else:
             options, source = changed_options(self, runner.options), runner.source
@@ -306,28 +232,34 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             runner.adopt(options, source, self.generator, partial(runner.deliver, pin=pin))
         self._adopted = Attributes(self)
 
-    def _epoch_runner(self, options: Options, *, seed_of_data: bool) -> EpochRunner:
-        source = self._source(options, self.sampler, self.batch_sampler, seed_of_data=seed_of_data)
+    def _epoch_runner(self, options: Options, source: EpochSource) -> EpochRunner:
         name = f"{len(options.reader.source)}-{self.batch_size}"
         seeds = Seeds(self.seed, self.generator, self.shuffle, self.ranks, name)
-        pin, arrays = self.pin_memory and self.device is None, self.output == "numpy"
-        deliver = partial(delivery, with_ids=self.with_ids, pin=pin, arrays=arrays)
+        pin = self.pin_memory and self.device is None
+        deliver = partial(delivery, with_ids=self.with_ids, pin=pin)
         return EpochRunner(
             source, options, seeds, self._counts, deliver, persistent=self.persistent_workers, tuner=self._auto
         )
 
     def _options(self, context: BaseContext, single: bool) -> Options:
+        divide = self.num_workers > 0 or self.workers is not None
         return Options(
             **{"context": context, **options_of(self, single=single)},
-            reader=reader_of(self.dataset),
+            reader=reader_of(self.dataset, divide=divide),
             single=single,
             seed=self.seed or 0,
             skip=self.on_error == "skip",
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
-            log=None if self.event_log is None else EventLog(self.event_log),
-            begun=time.monotonic(),
+            log=self._log(),
             remote=self.workers,
         )
+
+    def _log(self) -> EventLog | None:
+        if self.event_log is None:
+            return None
+        from stallfree.workers.event_log import EventLog
+
+        return EventLog(self.event_log)
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -369,7 +301,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """
         self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         self._adopt()
         return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
@@ -378,8 +309,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
-        self.__dict__.update(seed=self._runner.seed, num_workers=self._counts["num_workers"])
-        self._adopted = Attributes(self)
+        self.__dict__["seed"] = self._runner.seed
+        if self.num_workers != self._counts["num_workers"]:
+            self.__dict__["num_workers"] = self._counts["num_workers"]
+            self._adopted = Attributes(self)
         return iterator
 
     @property
@@ -465,7 +398,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._runner.load_state_dict(state)
         self.__dict__["seed"] = self._runner.seed
 
-    @short_traceback
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Pass the losses of a batch to the `ImportanceSampler`.
 
@@ -507,7 +439,3 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
 def _has_cache(auto: Any) -> bool:
     return auto is not None and auto.cached is not None
-
-
-_ARGUMENTS = frozenset(inspect.signature(DataLoader.__init__).parameters) - {"self"}
-"""Names of the arguments, which are attributes too."""

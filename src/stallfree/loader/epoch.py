@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,13 @@ from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WH
 from stallfree.errors import (
     StallfreeError,
     WaitError,
-    batch_failed,
     batch_timeout,
     iteration_over,
-    stop_iteration,
-    text_of,
 )
-from stallfree.ipc.remote import RemoteTraceback, unpack_error
-from stallfree.loader.progress import Progress
+from stallfree.ipc.remote import unpack_error
+from stallfree.notes import described, raisable
 from stallfree.pipeline.codec import read_own_record
+from stallfree.sampling.epoch_source import Position
 from stallfree.units import format_size
 from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
 
@@ -54,14 +53,7 @@ class _Pass:
         self.closed = False
         self._owner = os.getpid()
         self._token = pool.begin()
-        self._status = pool.status
         self._log = pool.log
-        self._now = time.monotonic()
-        if self._now >= self._status.due:
-            self._publish()
-
-    def _publish(self, waiting: float = 0.0) -> None:
-        self._status.publish(self._now, self.progress.number, self.pool.counts, waiting)
 
 
 class Epoch(_Pass):
@@ -83,8 +75,6 @@ class Epoch(_Pass):
                 raise self.progress.take_problem() or StopIteration
             self._count(result)
             batch = self._hand_out(result)
-            if self._now >= self._status.due:
-                self._publish()
             if batch is not None:
                 return batch
 
@@ -108,9 +98,8 @@ class Epoch(_Pass):
                 self._start_more()
             while number not in self._results:
                 self._wait(started, self._tasks[number])
-            self._now = time.monotonic()
             if self.pool.counts_waits:
-                self.pool.counts["wait_seconds"] += self._now - started
+                self.pool.counts["wait_seconds"] += time.monotonic() - started
             self._start_more(handing_out=1)  # now, not after the next training step
             return self._results.pop(number)
         except WaitError:
@@ -133,11 +122,8 @@ class Epoch(_Pass):
         """Wait until `task` or any other task has progressed."""
         if self._collect(task) and (task is None or task.number in self._results):
             return
-        self._now = time.monotonic()
-        left = self.pool.seconds - (self._now - started)
+        left = self.pool.seconds - (time.monotonic() - started)
         if left > 0:
-            if self._now >= self._status.due:
-                self._publish(self._now - started)
             self.pool.wait(left)
         elif task is None:
             raise batch_timeout(
@@ -189,7 +175,7 @@ class Epoch(_Pass):
         else:
             try:
                 if result.status == FAILED:
-                    _raise(result)
+                    raise raisable(unpack_error(result.note) if result.value is None else result.value)
                 if result.status == EMPTY:
                     return None
                 data = self._apart(result)
@@ -229,22 +215,19 @@ class Epoch(_Pass):
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
             self.pool.counts["queue_depth"] = 0
-            self._now = time.monotonic()
-            if self._status.made:
-                self._publish()
 
 
 class DirectEpoch(_Pass):
     """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead.
 
-    Without a prefetcher, batches and their random numbers are those of torch's loader.
+    Without a cache and a prefetcher, batches and their random numbers are those of torch's loader.
     """
 
     def __init__(self, pool: WorkerPool, progress: Progress) -> None:
         super().__init__(pool, progress)
         builder = pool.builder
         self._plain = None
-        if pool.counts_waits:
+        if pool.counts_waits and builder.reader.cache is None:
             collate = builder.collate or (default_convert if builder.single else default_collate)
             self._plain = PlainBatches(builder.reader, collate, builder.single, builder.skip)
 
@@ -273,32 +256,30 @@ class DirectEpoch(_Pass):
             except Exception as error:
                 progress.hand_out()
                 if isinstance(error, StopIteration):
-                    raise _stopped(number) from error
+                    raise raisable(error) from error
                 raise
             except BaseException:
                 self._end()
                 raise
             progress.hand_out()
-            now = self._now = time.monotonic()
+            now = time.monotonic()
             counts = pool.counts
             if pool.counts_waits:
                 counts["wait_seconds"] += now - started
             counts["prep_seconds"] += now - started
             if self._log is not None:
                 self._log.built(started, now, number, progress.number)
+            counts["misses"] += len(ids)
             if samples is not None:
                 counts["storage_bytes"] += samples.storage_bytes
                 if samples.skipped:
-                    _report_skips(counts, samples.skipped)
+                    _report_skips(counts, [*map(described, samples.skipped)])
                 if len(samples.ids) < len(ids):
                     ids = np.array(samples.ids, np.int64)
                     if not len(ids):
                         continue
-            counts["misses"] += len(ids)
             counts["batches"] += 1
             counts["samples"] += len(ids)
-            if now >= self._status.due:
-                self._publish()
             return data, ids
 
     def _end(self) -> None:
@@ -311,37 +292,141 @@ class DirectEpoch(_Pass):
         if not self.closed and os.getpid() == self._owner:
             self.closed = True
             if not self.pool.closed and self._token == self.pool.token:
-                self._now = time.monotonic()
-                if self._status.made:
-                    self._publish()
                 self.pool.rest()
 
 
-def _report_skips(counts: Counts, problems: Sequence[object]) -> None:
+def _report_skips(counts: Counts, problems: Sequence[str]) -> None:
     room = max(0, _REPORTED_SKIPS - counts["skips"])
     counts["skips"] += len(problems)
     for problem in problems[:room]:
-        log.warning("left out a sample: %s", text_of(problem).replace("\n", " "))
+        log.warning("left out a sample: %s", problem)
 
 
-def _raise(result: Result) -> None:
-    """Raise the error of a batch; an error of a worker has the worker's traceback as its cause."""
-    error, trace = result.value, None
-    if error is None:
-        error, text = unpack_error(result.note)
-        trace = RemoteTraceback(text)
-    if error is None:
-        raise batch_failed(f"batch {result.number} could not be made:\n{trace}") from trace
-    if isinstance(error, StopIteration):
-        raise _stopped(result.number) from (trace or error)
-    if trace is None:
-        raise error
-    raise error from trace
+RECENT = 64
+"""Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may request an earlier state."""
 
 
-def _stopped(number: int) -> StallfreeError:
-    """The error that replaces a `StopIteration`, which would end the loop without an error."""
-    return stop_iteration(
-        f"batch {number} could not be made: the data set or collate_fn raised StopIteration, which would end the "
-        "epoch. Let it raise another error"
-    )
+class Progress:
+    """The progress of an epoch. It outlives the iteration, so that a state can be saved afterwards.
+
+    Args:
+        batches: the ids of each remaining batch.
+        number: of the epoch.
+        first: number of the first of `batches`; those before it were delivered by an earlier process.
+        dealt: see `Position`.
+        repeats: counts how often the ids have come before in this epoch; None: each comes once.
+
+    Attributes:
+        number, first: as given.
+        handed_out: batches delivered, those before `first` included.
+    """
+
+    def __init__(
+        self,
+        batches: Iterator[Ids],
+        number: int,
+        first: int = 0,
+        dealt: dict[str, int] | None = None,
+        repeats: Repeats | None = None,
+    ) -> None:
+        self.number = number
+        self.first = self.handed_out = first
+        self._dealt = dealt
+        self._batches, self._repeats = batches, repeats
+        self._problem: Exception | None = None  # exception of the sampler, which ends the epoch
+        self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
+        self._started: deque[tuple[Ids, int]] = deque()  # started, not delivered
+        self._recent: deque[tuple[Ids, int]] = deque(maxlen=RECENT)  # delivered
+
+    def peek(self) -> Ids | None:
+        """The ids of the next batch to start, None at the end."""
+        if not self._ready:
+            self._draw()
+        return self._ready[0][0] if self._ready else None
+
+    def _draw(self) -> bool:
+        """Take one batch from the sampler; False if there is none."""
+        try:
+            ids = next(self._batches)
+            self._ready.append((ids, 0 if self._repeats is None else self._repeats.count(ids)))
+        except StopIteration:
+            return False
+        except Exception as problem:
+            self._problem, self._batches = problem, iter(())
+            return False
+        return True
+
+    def take_problem(self) -> Exception | None:
+        """The exception of the sampler. Removed here, because its traceback refers to the iterating frame."""
+        problem, self._problem = self._problem, None
+        return problem
+
+    def start(self) -> tuple[int, Ids, int]:
+        """Take the batch that `peek` returned: its number, its ids, and how often these have come before."""
+        number = self.handed_out + len(self._started)
+        batch = self._ready.popleft()
+        self._started.append(batch)
+        return number, *batch
+
+    def hand_out(self) -> None:
+        """Record the delivery of the first batch in flight."""
+        self._recent.append(self._started.popleft())
+        self.handed_out += 1
+
+    def position(self, batches: int, endless: Callable[[int, int], bool] | None) -> Position:
+        """The position of the epoch after `batches` delivered batches, at most 64 ago.
+
+        Args:
+            batches: as above.
+            endless: returns whether a sampler that has so many ids left, and batches of them, counts as endless; None
+                for an epoch that is planned by (seed, epoch).
+
+        With `endless`, this reads the rest of the sampler. Raises `StallfreeError` if that fails.
+        """
+        if endless is None or self._ends_not(endless):
+            return Position(batches, None, self._dealt)
+        recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
+        rest = [*recent, *self._started, *self._ready]
+        repeats = [repeat for _, repeat in rest]
+        return Position(batches, [ids.tolist() for ids, _ in rest], self._dealt, repeats if any(repeats) else None)
+
+    def _ends_not(self, endless: Callable[[int, int], bool]) -> bool:
+        """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
+        left = sum(len(ids) or 1 for ids, _ in self._ready)
+        while not endless(left, len(self._ready)):
+            if not self._draw():
+                break
+            left += len(self._ready[-1][0]) or 1
+        else:
+            return True
+        if self._problem is not None:
+            raise StallfreeError(
+                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler",
+                page="sampler-output",
+            )
+        return False
+
+
+class Repeats:
+    """Counts how often the ids of an epoch have come, since a sample that comes again draws other random numbers.
+
+    Args:
+        known: the counts of the first batches, from a state.
+    """
+
+    def __init__(self, known: Sequence[int] = ()) -> None:
+        self._known = deque(known)
+        self._times = np.zeros(0, np.int32)
+
+    def count(self, ids: Ids) -> int:
+        """The number of times that the ids of the next batch have come before: the highest among them."""
+        if self._known:
+            return self._known.popleft()
+        if not len(ids):
+            return 0
+        missing = int(ids.max()) + 1 - len(self._times)
+        if missing > 0:
+            self._times = np.append(self._times, np.zeros(missing + len(self._times), np.int32))
+        times = int(self._times[ids].max())
+        self._times[ids] = times + 1
+        return times

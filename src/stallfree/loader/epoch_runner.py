@@ -13,15 +13,14 @@ import torch
 
 from stallfree.batches.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
+from stallfree.loader.epoch import Progress, Repeats
 from stallfree.loader.iteration import Iteration
-from stallfree.loader.progress import Progress, Repeats
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.epoch_source import EpochSource, Ids, Position
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.stats import LoaderStats
-from stallfree.workers.worker_pool import Counts, Options
-from stallfree.workers.worker_pools import WorkerPools
+from stallfree.workers.worker_pool import Counts, Options, WorkerPools
 
 STATE_VERSION = 1
 
@@ -248,7 +247,8 @@ class EpochRunner:
                 reader.cache.tier.begin_epoch()
             reader.check_settings()
         elif self._tuner is None and reader.settings.changes():
-            self.options = replace(self.options, reader=reader_of(self.options.dataset))
+            divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
+            self.options = replace(self.options, reader=divided)
 
     def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
         """Record a finished iteration."""

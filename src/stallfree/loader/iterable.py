@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 
 from stallfree.errors import iteration_over
-from stallfree.ipc.fork_guard import Owner
+from stallfree.ipc.forked import Owner
 from stallfree.loader.epoch import OVER
 from stallfree.loader.epoch_runner import STATE_VERSION, Prefetcher, check_state
 from stallfree.pipeline.randomness import sample_seed

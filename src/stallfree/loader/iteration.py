@@ -6,9 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from stallfree.frames import short_traceback
-from stallfree.loader.epoch import begin_epoch
-from stallfree.loader.progress import Progress
+from stallfree.loader.epoch import Progress, begin_epoch
 from stallfree.sampling.epoch_source import EpochPlan, Ids
 from stallfree.workers.worker_pool import WorkerPool
 
@@ -66,7 +64,6 @@ class Iteration:
     def __len__(self) -> int:
         return len(self._owner)
 
-    @short_traceback
     def __next__(self) -> Any:
         if self._through:
             raise StopIteration

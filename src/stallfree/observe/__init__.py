@@ -1,5 +1,1 @@
-"""Observation of running training: scripts from outside, jobs of this host, metrics for other tools."""
-
-from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
-
-__all__ = ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "TensorBoardHook"]
+"""Observation of running training: scripts from outside, metrics for other tools."""

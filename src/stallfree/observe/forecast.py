@@ -8,7 +8,6 @@ from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
 from stallfree.autotune.auto_cache import AutoCache
-from stallfree.errors import StallfreeError
 from stallfree.loader.arguments import FREE_SHARE
 from stallfree.platform import cpu_count
 
@@ -31,7 +30,7 @@ def forecast(dataset: Any, workers: int, step: float, step_cpu: float) -> dict[s
     try:
         with redirect_stdout(printed), redirect_stderr(printed), warnings.catch_warnings(record=True):
             choice, cached = AutoCache(dataset, FREE_SHARE, workers or None).forecast(1 / step)
-    except StallfreeError:
+    except Exception:  # also one of the data set
         return None
     if choice.share is None:
         return None

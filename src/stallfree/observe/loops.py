@@ -26,15 +26,13 @@ WORTH = 1.05
 """Minimum gain of a loader that is recommended."""
 
 _WATCHED = {
-    "torch.utils.data.dataloader": [("torch.utils.data.dataloader", "_BaseDataLoaderIter")],
-    "stallfree.loader.dataloader": [
-        ("stallfree.loader.iteration", "Iteration"),
-        ("stallfree.loader.iterable", "_Pass"),  # of iterable data sets
-        ("stallfree.device.prefetcher", "_Iteration"),  # with a device
-        ("stallfree.frames", "ShortTracebacks"),  # with a device without streams
-    ],
+    "torch.utils.data.dataloader": [("DataLoader", "__iter__"), ("_BaseDataLoaderIter", "__next__")],
+    "stallfree.loader.dataloader": [("DataLoader", "__iter__")],
+    "stallfree.loader.iteration": [("Iteration", "__next__")],
+    "stallfree.loader.iterable": [("_Pass", "__next__")],
+    "stallfree.device.prefetcher": [("_Iteration", "__next__")],
 }
-"""Module of a class `DataLoader`, and modules and names of the classes of its iterators."""
+"""Modules, and their methods that are timed once they are imported."""
 
 
 class Row:
@@ -233,10 +231,9 @@ class Watch:
             loader.exec_module = exec_module
         return spec
 
-    def _watch(self, module: Any, iterators: list[tuple[str, str]]) -> None:
+    def _watch(self, module: Any, names: list[tuple[str, str]]) -> None:
         try:
-            classes = [getattr(sys.modules[name], iterator) for name, iterator in iterators]
-            methods = [(module.DataLoader, "__iter__"), *((iterator, "__next__") for iterator in classes)]
+            methods = [(getattr(module, owner), name) for owner, name in names]
             originals = [getattr(*method) for method in methods]
         except AttributeError as error:
             _say(f"stallfree: this version of {module.__name__} cannot be timed: {error}\n")

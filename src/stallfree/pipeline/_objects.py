@@ -148,7 +148,7 @@ def _uses(code: CodeType, package: str) -> tuple[set[str], list[str]]:
             argument |= extended
             extended = argument << 8 if op == dis.EXTENDED_ARG else 0
             if op in (_GLOBAL, _NAME):
-                found.add(part.co_names[argument >> (op == _GLOBAL and sys.version_info >= (3, 11))])
+                found.add(part.co_names[argument >> (op == _GLOBAL)])
             elif op in (_CONSTANT, _SMALL):
                 before = [before[1], part.co_consts[argument] if op == _CONSTANT else argument]
             elif op == _IMPORT:

@@ -6,11 +6,8 @@ A sample is `random_part(deterministic_part(fetch(id)))`. A *source* separates t
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Protocol, runtime_checkable
 
-from stallfree.error_types import also_of_type
-from stallfree.errors import SampleError, text_of
 from stallfree.pipeline.compose import Compose
 
 
@@ -36,23 +33,3 @@ class Source(Protocol):
 
     def fingerprint(self) -> str:
         """Return a text that changes when the records change. It need not cover `pipeline`."""
-
-
-def sample_error(error: BaseException, source: object, id: int, doing: str) -> SampleError:
-    """Return the error to raise from `error`, which occurred while `doing` (fetching, preparing) sample `id` of
-    `source`.
-
-    It also has the type of `error`. A `SampleError` is returned unchanged: it names the sample already.
-    """
-    if isinstance(error, SampleError):
-        return error
-    where = ""
-    if isinstance(source, Source):
-        # The location only helps to find the sample; an error of `where` must not hide the original one.
-        with contextlib.suppress(Exception):
-            where = source.where(id)
-    place = f" ({where})" if where else ""
-    problem = SampleError(
-        f"{doing} sample {id}{place} failed: {type(error).__name__}: {text_of(error)}", id=id, where=where
-    )
-    return also_of_type(problem, error)

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.errors import StallfreeWarning
 from stallfree.frames import users_level
 from stallfree.pipeline._objects import attribute, attributes, class_functions, closure_values, comes_from, is_library
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 
 _DEPTH = 5
 _OBJECTS = 256
@@ -69,6 +69,8 @@ class Settings:
 
     def _saved(self) -> dict[tuple[int, str], tuple[object, _Value]]:
         """The value of each attribute, by the identity of its owner, which is kept alive, and its name."""
+        if not self._things:
+            return {}
         owners = list(self._owners())
         used: set[str] = set().union(*(_names(cls) for cls in set(map(type, owners))))
         return {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -161,3 +162,29 @@ def _quantizer(tensor: torch.Tensor) -> str:
         return f"{scheme} {tensor.q_scale()!r} {tensor.q_zero_point()}"
     scales, points = tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
     return f"{scheme} {scales} {points} {tensor.q_per_channel_axis()}"
+
+
+_WITHOUT = frozenset({int, float, str, bool, complex, type(None)})
+
+
+def payload_bytes(record: Any) -> int:
+    """Bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples too."""
+    kind = type(record)
+    if kind in _WITHOUT:
+        return 0
+    if kind is tuple or kind is list:
+        return sum([payload_bytes(value) for value in record])
+    if kind is dict:
+        return sum([payload_bytes(value) for value in record.values()])
+    if isinstance(record, (bytes, bytearray)):
+        return len(record)
+    if getattr(record, "ndim", None) is None:  # neither an array nor a tensor
+        if isinstance(record, Mapping):
+            return sum([payload_bytes(value) for value in record.values()])
+        return sum([payload_bytes(value) for value in record]) if isinstance(record, (list, tuple)) else 0
+    if record.ndim == 0:
+        return 0
+    try:
+        return int(getattr(record, "nbytes", 0))
+    except RuntimeError:  # a tensor of a layout that has no size in bytes, such as a sparse one
+        return 0

@@ -12,13 +12,13 @@ from typing import Any
 import numpy as np
 
 from stallfree.batches.reader import Reader
-from stallfree.cache import SampleCache
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import argument_conflict, sampler_mismatch, state_mismatch
 from stallfree.frames import users_level
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
 from stallfree.sampling.packager import Packager
-from stallfree.sampling.plans import ImportanceSampler
 from stallfree.sampling.plans.active_epoch import ActiveEpoch
+from stallfree.sampling.plans.importance import ImportanceSampler
 from stallfree.sampling.plans.jobs import benefit
 from stallfree.sampling.plans.probabilities import generator
 from stallfree.sampling.plans.serving import Serving

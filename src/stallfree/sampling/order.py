@@ -13,12 +13,10 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from stallfree.error_types import also_of_type
-from stallfree.errors import sampler_output
+from stallfree.errors import IdError, StallfreeWarning, sampler_output
 from stallfree.frames import users_level
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
-from stallfree.sampling.plans import make_plan
+from stallfree.sampling.plans.plan import make_plan
 from stallfree.sampling.ranks import deal, rank_and_count, share, warn_of_ranks
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
@@ -194,7 +192,9 @@ class SamplerOrder(_Counted):
             self._distributed.set_epoch(epoch)
             _set[self._distributed] = epoch
         setup = self._setup
-        given = setup.batch_sampler if setup.sampler is None else self._chunks(setup.sampler)
+        given = setup.batch_sampler
+        if setup.sampler is not None:  # single ids are drawn from its iterator, which torch's loader creates at once
+            given = self._chunks(iter(setup.sampler) if setup.batch_size is None else setup.sampler)
         first = 0 if resume is None else resume.batches  # of an endless sampler
         return EpochPlan(map(self._checked, given), first, skip=first)
 
@@ -219,11 +219,11 @@ class SamplerOrder(_Counted):
             return array  # no negative id, which would be a large one
         bad = array[(array < -samples) | (array >= samples)]
         if len(bad):
-            problem = sampler_output(
+            raise IdError(
                 f"the sampler gave the id {bad[0]}, and the data set has the ids 0 to {samples - 1}: "
-                "give a sampler made for this data set"
+                "give a sampler made for this data set",
+                page="sampler-output",
             )
-            raise also_of_type(problem, IndexError())
         array = array.astype(np.int64)
         return np.where(array < 0, array + samples, array)
 
@@ -241,3 +241,24 @@ def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
 def _listed(ids: Any) -> Any:
     """`ids` as a list, or unchanged if it is not iterable."""
     return list(ids) if hasattr(ids, "__iter__") or hasattr(ids, "__getitem__") else ids
+
+
+def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
+    """Return what `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
+    return _own(dataset, setup) or order_of(setup)
+
+
+def _own(bringer: Any, setup: SourceSetup) -> EpochSource | None:
+    """Return the source that a data set or a sampler brings itself."""
+    if not callable(getattr(type(bringer), "epoch_source", None)):
+        return None
+    source: EpochSource = bringer.epoch_source(setup)
+    return source
+
+
+def order_of(setup: SourceSetup) -> EpochSource:
+    """Return the source that the sampler brings, or that of a sampler or batch sampler, or the loader's own order."""
+    own = _own(setup.sampler, setup)
+    if own is not None:
+        return own
+    return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)

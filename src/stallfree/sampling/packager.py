@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import tempfile
+import weakref
 from multiprocessing.context import BaseContext
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import numpy as np
 from stallfree.batches.messages import Ids
 from stallfree.batches.reader import Reader
 from stallfree.errors import InputError, StorageError, cache_required, text_of
-from stallfree.ipc.fork_guard import Owner, finalize
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, end_all
 from stallfree.platform import how_it_ended
 from stallfree.sampling.packages import LOW, MISSED, PENDING, Field, SharedFlags, package_main
@@ -79,7 +80,7 @@ class Packager:
         self._arguments = reader, self.shared, place, budget, package_bytes
         self._context, self._lives, self._owner = context, LIVES, Owner()
         self._running: list[Child] = []  # the process, if it was started
-        self._end = finalize(self, end_all, self._running, _STOP_SECONDS)
+        self._end = weakref.finalize(self, end_all, self._running, _STOP_SECONDS)
 
     def begin(self, draw: Draw, batches: list[Ids], share: float) -> None:
         """Begin an epoch in which the L-region may have `share` of the cache, and at least one package."""

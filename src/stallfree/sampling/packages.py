@@ -33,13 +33,12 @@ from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.capacity import free_space
 from stallfree.errors import StallfreeError
 from stallfree.ipc.process import Parent
-from stallfree.ipc.shared_counts import SharedCounts
+from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.structure import Structure
-from stallfree.pipeline.values import private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sources.mapped import MapSource
-from stallfree.sources.throttle import payload_bytes
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -389,7 +388,7 @@ class PackageWork:
         """Return the output of the deterministic steps. Raises `Reclassified` if one of them proves random."""
         split = self._reader.split
         if split.takes_look():
-            return split.make_twice(lambda: private(record), id, split.deterministic.transforms)
+            return split.make_twice(private(record), id, split.deterministic.transforms)
         return split.deterministic(private(record))  # the source may keep a reference
 
     def _fetch(self, id: int) -> tuple[Any] | None:

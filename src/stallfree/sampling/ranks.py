@@ -20,9 +20,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from stallfree.errors import InputError, WaitError, launch_environment, ranks_conflict, seed_agreement
+from stallfree.errors import InputError, StallfreeWarning, WaitError, launch_environment, ranks_conflict, seed_agreement
 from stallfree.frames import users_level
-from stallfree.pipeline import StallfreeWarning
 from stallfree.units import parse_whole
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")

@@ -12,18 +12,16 @@ import os
 import select
 import sys
 import time
-import traceback
 
 import torch
 
-from stallfree.ipc.consumers import HELLO, VISITOR, Message, Peer, Server
-from stallfree.ipc.folders import SharedFolder, attach
+from stallfree.ipc.channel import ERROR, Connection, Message, Server, pack
+from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Parent
-from stallfree.ipc.remote import pack_plain_error
-from stallfree.ipc.sockets import listen
+from stallfree.ipc.remote import pack_error
 from stallfree.shared.preparation import Preparation, Setup
-from stallfree.shared.protocol import VERSION, Hello, Kind, unpack_hello
+from stallfree.shared.protocol import Hello, Kind, unpack_hello
 from stallfree.shared.schedule import Answer
 
 _RETURN_SECONDS = 1.0
@@ -39,7 +37,7 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
     """Run a coordinator.
 
     Args:
-        parent: the parent process. Receives a report once members may connect, or a plain error.
+        parent: the parent process. Receives a report once members may connect, or an error.
         setup: configuration of the group.
         attached: the parent's attachment to the folder, inherited by a fork; None without a fork.
     """
@@ -53,11 +51,10 @@ def coordinate(parent: Parent, setup: Setup, attached: SharedFolder | None) -> N
             parent.report()
         coordinator.run()
     except Exception as error:
-        trace = traceback.format_exc()
         if coordinator is not None:
-            coordinator.send_error(error, trace)
+            coordinator.send_error(error)
         with contextlib.suppress(OSError):
-            parent.send(pack_plain_error(error, trace))
+            parent.send(pack_error(error))
         raise
     finally:
         if coordinator is not None:
@@ -72,20 +69,16 @@ class Coordinator:
     def __init__(self, parent: Parent, setup: Setup) -> None:
         self._setup = setup
         self._name = setup.folder.name.removeprefix("group-")
-        self._folder = attach(setup.folder)
+        self._folder = SharedFolder(setup.folder.name, root=setup.folder.parent, initialize=None)
         self._members_lock = FileLock(setup.folder / "members")
         self._preparation = Preparation(setup, self._warn_detached)
         self._pool, self._schedule = self._preparation.pool, self._preparation.schedule
-        self._hellos: dict[Peer, Hello] = {}  # of members and of pending members
+        self._hellos: dict[Connection, Hello] = {}  # of members and of pending members
         self._begun = time.monotonic()
         self._started_serving = self._had_members = False
         self._ended = False  # the parent
-        self._last: Peer | None = None
-        self._poller = select.poll()
-        self._server = Server(listen(setup.folder), VERSION, "group", self._poller)
-        self._parent_descriptors = parent.descriptors
-        for fd in self._parent_descriptors:
-            self._poller.register(fd, select.POLLIN)
+        self._last: Connection | None = None
+        self._server, self._parent = Server(setup.folder), parent
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -97,7 +90,6 @@ class Coordinator:
                 self._begin_when_all_are_back()
             if self._started_serving:
                 preparation.start_more()
-            preparation.publish()
             self._wait()
             for answer in preparation.collect():
                 self._send(answer)
@@ -118,22 +110,20 @@ class Coordinator:
     def _wait(self) -> None:
         """Wait for the next event, for a bounded time."""
         nothing = not self._pool.prepare_wait()
-        descriptors = self._pool.descriptors
-        for fd, events in descriptors:
-            self._poller.register(fd, events)
+        poller = select.poll()
+        poller.register(self._parent, select.POLLIN)
+        for fd, events in [*self._pool.descriptors, *self._server.descriptors]:
+            poller.register(fd, events)
         seconds = min(_CHECK_SECONDS if self._started_serving else 0.01, self._preparation.lag_seconds_left)
-        ready = self._poller.poll(1000 * seconds if nothing else 0)
-        for fd, _ in descriptors:
-            self._poller.unregister(fd)
-        if not ready:
+        if not poller.poll(1000 * seconds if nothing else 0):
             self._pool.check()
-        self._receive(ready)
-        self._ended = any(fd in self._parent_descriptors for fd, _ in ready)
+        self._receive()
+        self._ended = self._parent.wait(0.0)
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    def _receive(self, ready: list[tuple[int, int]]) -> None:
-        for peer, message in self._server.receive(ready):
+    def _receive(self) -> None:
+        for peer, message in self._server.receive():
             try:
                 if message is not None:
                     self._serve(peer, message)
@@ -143,15 +133,17 @@ class Coordinator:
                 log.warning("a member of the group %s is dropped after an error: %s", self._name, error)
                 self._drop(peer)
 
-    def _drop(self, peer: Peer) -> None:
+    def _drop(self, peer: Connection) -> None:
         """Free everything held by a member that has left or died."""
         was_member = self._hellos.pop(peer, None) is not None
         self._preparation.free(self._schedule.leave(peer))
         self._preparation.resize()
         last = was_member and not self._server.peers - {peer}
-        self._server.drop(peer, disconnect=not last)
         if last:
             self._last = peer  # `close` closes its connection after the cleanup
+            self._server.peers.discard(peer)
+        else:
+            self._server.drop(peer)
 
     def _begin_when_all_are_back(self) -> None:
         """Start once the previous coordinator's members are back, or after `_RETURN_SECONDS`."""
@@ -161,7 +153,7 @@ class Coordinator:
             self._preparation.begin()
             self._admit_newcomers()
 
-    def _greet(self, peer: Peer, message: Message) -> None:
+    def _greet(self, peer: Connection, message: Message) -> None:
         """Register a process as a pending member; a member of the previous coordinator is admitted at once."""
         self._hellos[peer] = unpack_hello(message.body)
         if message.number >= 0:
@@ -180,14 +172,14 @@ class Coordinator:
                 for peer in job:
                     self._admit(peer, None)
 
-    def _admit(self, peer: Peer, position: int | None) -> None:
+    def _admit(self, peer: Connection, position: int | None) -> None:
         epoch = self._schedule.join(peer, position=position, catchup=self._hellos[peer].catchup)
         self._had_members = True
         self._preparation.resize()
         folder = os.fsencode(self._pool.ring.slots.folder)
-        self._server.send(peer, Kind.WELCOME, 0, epoch, len(self._schedule.members), folder)
+        peer.send(pack(Kind.WELCOME, 0, epoch, len(self._schedule.members), folder))
 
-    def _serve(self, peer: Peer, message: Message) -> None:
+    def _serve(self, peer: Connection, message: Message) -> None:
         kind, serial, number, value, _ = message
         if kind == Kind.REQUEST:
             answer = self._schedule.request(peer, serial, number)
@@ -201,13 +193,13 @@ class Coordinator:
             self._preparation.free(self._schedule.release(peer, number))
         elif kind == Kind.SKIP:
             self._preparation.free(self._schedule.skip(peer, number, value))
-        elif kind == HELLO and number != VISITOR:
+        elif kind == Kind.HELLO:
             self._greet(peer, message)
         elif kind == Kind.EXPLAIN:
-            self._server.send(peer, Kind.EXPLANATION, body=self._explain(number).encode())
+            peer.send(pack(Kind.EXPLANATION, body=self._explain(number).encode()))
         elif kind == Kind.LEAVE:
             if len(self._server.peers) > 1:
-                self._server.send(peer, Kind.LEFT)
+                peer.send(pack(Kind.LEFT))
             self._drop(peer)
 
     def _send(self, answer: Answer) -> None:
@@ -215,7 +207,7 @@ class Coordinator:
         keep, body = 0, b""
         if kind == Kind.BATCH:
             keep, body = self._preparation.keep, self._preparation.message(number)
-        self._server.send(peer, kind, serial, number, keep, body)
+        peer.send(pack(kind, serial, number, keep, body))
 
     def _explain(self, batch: int) -> str:
         """Return why a batch is not ready, as text for a message."""
@@ -223,10 +215,10 @@ class Coordinator:
         held = f"the ring is full of batches that {names} did not take" if names else "it has not been started"
         return self._preparation.explain(batch) or held
 
-    def _describe(self, member: Peer) -> str:
+    def _describe(self, member: Connection) -> str:
         return f"process {member.pid} ({self._hellos[member].name})"
 
-    def _warn_detached(self, member: Peer) -> None:
+    def _warn_detached(self, member: Connection) -> None:
         if not self._setup.detach:
             log.warning(
                 "%s has delayed the group %s for %g s: it is detached and prepares the rest of its epoch locally. "
@@ -236,10 +228,10 @@ class Coordinator:
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def send_error(self, error: Exception, trace: str) -> None:
+    def send_error(self, error: Exception) -> None:
         """Send all members the error that ends this coordinator."""
-        for peer in list(self._server.peers):
-            self._server.refuse(peer, error, trace)
+        for peer in self._server.peers:
+            peer.send(pack(ERROR, body=pack_error(error)))
 
     def close(self) -> None:
         """Stop the workers, close the connections and remove the ring."""

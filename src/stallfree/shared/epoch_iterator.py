@@ -18,10 +18,9 @@ import numpy as np
 import torch
 
 from stallfree.batches.messages import NOTHING, Ids
-from stallfree.frames import short_traceback
-from stallfree.loader.epoch import DirectEpoch, Epoch, begin_epoch
+from stallfree.loader.epoch import DirectEpoch, Epoch, Progress, begin_epoch
 from stallfree.loader.output import Batch, pinned
-from stallfree.loader.progress import Progress
+from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped
 from stallfree.shared.rebatching import Rebatching
@@ -103,7 +102,6 @@ class EpochIterator:
     def __len__(self) -> int:
         return len(self._rebatching)
 
-    @short_traceback
     def __next__(self) -> Any:
         while not self._ready:
             if self.ended:
@@ -121,7 +119,13 @@ class EpochIterator:
         if context.transform is not None:
             with context.drawing as drawing:
                 drawing.seed(context.options.seed, self.epoch, -1 - number)
-                data = context.transform(data)
+                try:
+                    data = context.transform(data)
+                except Exception as error:
+                    note_samples(error, ids.tolist(), "transforming")
+                    if isinstance(error, StopIteration):
+                        raise raisable(error) from error
+                    raise
         if context.pin and torch.cuda.is_available():
             data = pinned(data)
         context.counts["batches"] += 1

@@ -14,17 +14,16 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from stallfree.errors import InputError, StorageError, WorkerError, collate_output, group_mismatch, name_invalid
-from stallfree.ipc.consumers import Gone
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
-from stallfree.ipc.remote import unpack_plain_error
+from stallfree.ipc.remote import unpack_error
 from stallfree.shared.coordinator import coordinate
 from stallfree.shared.preparation import Setup
 
 _Found = TypeVar("_Found")
 
-_META_VERSION = 1
+_META_VERSION = 2
 _START_SECONDS = 120.0
 
 _WORDS = {
@@ -131,7 +130,7 @@ class Group:
     def reach(self, setup: Setup, connect: Callable[[Path], _Found | None]) -> _Found:
         """Return the result of `connect` for the folder; starts a coordinator first if there is none.
 
-        Raises `Gone` if the new coordinator died at once.
+        Raises `EOFError` if the new coordinator died at once.
         """
         found = connect(self.folder)
         if found is None:
@@ -141,7 +140,7 @@ class Group:
                     _start(setup, self._attached)
                     found = connect(self.folder)
         if found is None:
-            raise Gone
+            raise EOFError
         return found
 
     def close(self) -> None:
@@ -218,9 +217,9 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             if problem is None:
                 _started.append((setup.folder, child))
                 return
-            error: Exception = unpack_plain_error(problem)[0]
+            error: BaseException = unpack_error(problem)
         except (EOFError, TimeoutError):
-            error = Gone()  # the child was killed before it reported
+            error = EOFError()  # the child was killed before it reported
         except WorkerError as no_guard:
             error = no_guard
         hangs = child.overdue and time.monotonic() < deadline

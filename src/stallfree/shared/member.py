@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -23,15 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
-from stallfree.errors import StallfreeError, WorkerError, group_timeout
-from stallfree.ipc.consumers import Connection, Gone, Message, pack, request
-from stallfree.ipc.fork_guard import Owner
-from stallfree.ipc.remote import RemoteTraceback, unpack_plain_error
+from stallfree.errors import WorkerError, group_timeout
+from stallfree.ipc.channel import Connection, Message, pack
+from stallfree.ipc.forked import Owner, prepare_for_forks
+from stallfree.ipc.remote import unpack_error
+from stallfree.notes import raisable
 from stallfree.pipeline.codec import read_own_record
-from stallfree.platform import at_fork
 from stallfree.shared.group import Group, reap
 from stallfree.shared.preparation import Setup
-from stallfree.shared.protocol import NEWCOMER, VERSION, Hello, Kind
+from stallfree.shared.protocol import NEWCOMER, Hello, Kind
 from stallfree.shared.views import Views
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,7 +62,7 @@ class Chunk:
     number: int
     result: Result
     data: Any = None
-    error: StallfreeError | None = None
+    error: BaseException | None = None
 
 
 class Skipped(NamedTuple):
@@ -83,8 +83,8 @@ class Link(Connection):
     Any thread may free batches at any time, so `release` is safe to call from finalisers.
     """
 
-    def __init__(self, connection: socket.socket, watch: bool = True) -> None:
-        super().__init__(connection, watch)
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
         self.views: Views | None = None
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
@@ -92,30 +92,30 @@ class Link(Connection):
         self._never_released: set[int] = set()
         self._owner = Owner()
         self._stopped = float("inf")  # time since when the coordinator is known to be stopped
-        _links[id(self)] = self
+        prepare_for_forks(self)
 
-    def send(self, kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> None:
-        """Send a message and the pending releases."""
+    def send(self, *messages: bytes) -> None:
+        """Send messages and the pending releases."""
         with self._lock:
-            self.channel.send(*self._releases(), pack(kind, serial, number, value, body))
+            super().send(*self._releases(), *messages)
         self._send_releases(_WAITING)
 
     def request(self, serial: int, number: int) -> None:
         """Request a batch and send the pending releases; the request itself carries one of them."""
         with self._lock:
             released = self._released.popleft() if self._released else -1
-            self.channel.send(*self._releases(), pack(Kind.REQUEST, serial, number, released))
+            super().send(*self._releases(), pack(Kind.REQUEST, serial, number, released))
         self._send_releases(_WAITING)
 
     def flush(self) -> None:
-        """Send the buffered data."""
+        """Send the pending data."""
         with self._lock:
-            self.channel.flush()
+            super().flush()
 
-    def receive(self, deadline: float = 0.0) -> Message | None:
-        """Return the next message, or None at the deadline. Raises `Gone` if the connection has ended."""
+    def next_message(self, deadline: float = 0.0) -> Message | None:
+        """Return the next message, or None at the deadline. Raises `EOFError` if the connection has ended."""
         wait = _RELEASE_SECONDS
-        while (message := super().receive(min(deadline, time.monotonic() + wait))) is None:
+        while (message := super().next_message(min(deadline, time.monotonic() + wait))) is None:
             if time.monotonic() >= deadline:
                 return None
             self._send_releases(0)
@@ -131,19 +131,19 @@ class Link(Connection):
             self.end(f"has been stopped for {_STOPPED_SECONDS:g} s")
 
     def end(self, why: str) -> None:
-        """Kill the coordinator, so that a stopped one cannot resume later, then raise `Gone`.
+        """Kill the coordinator, so that a stopped one cannot resume later, then raise `EOFError`.
 
         Does nothing for a process of another PID namespace, which cannot be killed from here.
         """
-        if self.process < 0:
+        if self.pid <= 0:
             return
         log.warning("process %d, the coordinator of a group, %s: it is killed and replaced", self.pid, why)
-        try:
-            signal.pidfd_send_signal(self.process, signal.SIGKILL)
-        except ProcessLookupError:
-            raise Gone from None
-        select.select([self.process], [], [], _ANSWER_SECONDS)
-        raise Gone
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while super().next_message(deadline) is not None:
+            pass
+        raise EOFError
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -161,7 +161,7 @@ class Link(Connection):
             if number in self._never_released:
                 return
             self._leases.pop(number, None)
-            if self._owner.is_here and not self.closed:
+            if self._owner.is_here and self.fileno() >= 0:
                 assert self.views is not None
                 self.views.clean(slot, size)
                 self.release(number)
@@ -173,10 +173,10 @@ class Link(Connection):
         for _, slot, size, views, _memory in self._held():
             views.keep(slot, size)
 
-    def keep_for_child(self) -> None:
+    def before_fork(self) -> None:
         """Copy the held batches, for a process that is forked now. What cannot be copied stays leased."""
         for number, slot, size, views, _memory in self._held():
-            if self._owner.is_here and not self.closed and not views.copy(slot, size):
+            if self._owner.is_here and self.fileno() >= 0 and not views.copy(slot, size):
                 self._never_released.add(number)
 
     def _held(self) -> Iterator[tuple[int, int, int, Views, Bytes]]:
@@ -204,8 +204,8 @@ class Link(Connection):
         while len(self._released) > waiting and self._lock.acquire(blocking=False):
             try:
                 messages = self._releases()
-                if messages and not self.closed:
-                    self.channel.send(*messages)
+                if messages and self.fileno() >= 0:
+                    super().send(*messages)
             finally:
                 self._lock.release()
 
@@ -216,19 +216,6 @@ class Link(Connection):
                 super().close()
             if self.views is not None:
                 self.views.close()
-
-
-_links: weakref.WeakValueDictionary[int, Link] = weakref.WeakValueDictionary()
-
-
-def _keep_for_child() -> None:
-    for reference in _links.valuerefs():
-        link = reference()
-        if link is not None:
-            link.keep_for_child()
-
-
-at_fork(before=_keep_for_child)
 
 
 def is_stopped(pid: int) -> bool:
@@ -276,18 +263,21 @@ class Member:
         while True:
             try:
                 return self._enter().number
-            except Gone:
+            except EOFError:
                 self._lost()
 
     def _enter(self) -> Message:
         """Connect, wait until the coordinator admits this job, and return its answer."""
 
         def connect(folder: Path) -> Link | None:
-            return Link.open(folder, VERSION, self._position, body=self._hello.pack())
+            link = Link.open(folder)
+            if link is not None:
+                link.send(pack(Kind.HELLO, number=self._position, body=self._hello.pack()))
+            return link
 
         link = self._link = self._group.reach(self.setup, connect)
         self._requested, self._serial = None, self._serial + 1
-        answer = link.receive(time.monotonic() + self._seconds)
+        answer = link.next_message(time.monotonic() + self._seconds)
         if answer is None:
             if is_stopped(link.pid):
                 link.end("is stopped")
@@ -327,7 +317,7 @@ class Member:
                 if self._link is None:
                     self._enter()
                 return self._take(number, end, deadline)
-            except Gone:
+            except EOFError:
                 self._lost()
 
     def _take(self, number: int, end: int, deadline: float) -> Chunk | Skipped | EpochAdvanced:
@@ -336,7 +326,7 @@ class Member:
         if self._requested != number:
             self._request(link, number)
         while True:
-            message = link.receive(deadline)
+            message = link.next_message(deadline)
             if message is None:
                 raise group_timeout(self._explain_timeout(link, number))
             if message.serial != self._serial:
@@ -366,7 +356,7 @@ class Member:
                 memory = link.views.view(result.slot, result.size)
             except OSError:
                 self._position = number
-                raise Gone from None
+                raise EOFError from None
             if link.may_keep(message.value):
                 link.lease(number, result.slot, memory)
                 chunk.data = read_own_record(memory, copy=False)
@@ -377,8 +367,7 @@ class Member:
             assert result.memory is not None
             chunk.data = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
-            chunk.error, trace = unpack_plain_error(result.note)
-            chunk.error.__cause__ = RemoteTraceback(trace)
+            chunk.error = raisable(unpack_error(result.note))
         else:
             assert result.status == EMPTY
         link.release(number)
@@ -390,12 +379,17 @@ class Member:
         self._serial += 1
         self._requested = None
         if self._link is not None:
-            self._link.send(Kind.SKIP, self._serial, cursor, self._taken)
+            self._link.send(pack(Kind.SKIP, self._serial, cursor, self._taken))
 
     def _explain_timeout(self, link: Link, number: int) -> str:
-        """Return the message for a batch that timed out. Raises `Gone` after killing an unresponsive coordinator."""
+        """Return the message for a batch that timed out. Kills an unresponsive coordinator and raises `EOFError`."""
         batch = "batch {1} of epoch {0}".format(*divmod(number, len(self.setup.order)))
-        answer = request(self._group.folder, VERSION, Kind.EXPLAIN, number, _ANSWER_SECONDS)
+        link.send(pack(Kind.EXPLAIN, number=number))
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while (answer := link.next_message(deadline)) is not None and answer.kind != Kind.EXPLANATION:
+            if answer.kind == Kind.BATCH:
+                link.release(answer.number)
+            self._requested = None
         why = f"process {link.pid}, the coordinator of the group, does not answer: it may be stopped"
         if answer is not None:
             why = bytes(answer.body).decode()
@@ -417,12 +411,12 @@ class Member:
         link, self._link = self._link, None
         if link is not None:
             link.keep_held()
-            link.send(Kind.LEAVE)
+            link.send(pack(Kind.LEAVE))
             try:
                 deadline = time.monotonic() + _LEAVE_SECONDS
-                while (message := link.receive(deadline)) is not None and message.kind != Kind.LEFT:
+                while (message := link.next_message(deadline)) is not None and message.kind != Kind.LEFT:
                     pass
-            except Gone:
+            except EOFError:
                 reap(_ANSWER_SECONDS, self._group.folder)
             link.close()
         if self._claim >= 0:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
-from stallfree.ipc.remote import pack_plain_error, unpack_error
+from stallfree.ipc.remote import pack_error
 from stallfree.sampling.order import Order
 from stallfree.shared.schedule import Answer, Schedule
 from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
@@ -68,10 +68,8 @@ class Preparation:
 
     def __init__(self, setup: Setup, detach: Callable[[Any], object]) -> None:
         self._setup, self._on_detach = setup, detach
-        self._counts = {**new_counts(), "num_workers": setup.options.workers}
-        self.pool = WorkerPool(
-            setup.options, setup.base_seed, self._counts, slots=setup.options.ahead + SLOTS_PER_MEMBER
-        )
+        ahead = setup.options.ahead
+        self.pool = WorkerPool(setup.options, setup.base_seed, new_counts(), slots=ahead + SLOTS_PER_MEMBER)
         self.schedule = Schedule(len(setup.order), setup.options.ahead)
         self._made: dict[int, _ReadyBatch] = {}
         self._tasks: dict[int, Task] = {}
@@ -154,7 +152,6 @@ class Preparation:
             number = (result.token - 1) * self.schedule.batches + result.number
             task = self._tasks[number]
             if result.status == UNDONE:
-                self._counts["retries"] += 1
                 task.slot = result.slot
                 self.pool.submit(task, gather=False)
             else:
@@ -163,13 +160,9 @@ class Preparation:
         return answers
 
     def _finish(self, number: int, result: Result) -> list[Answer]:
-        counts = self._counts
-        counts["batches"] += 1
-        counts["samples"] += len(result.ids)
-        result.add_to(counts)
-        if result.status == FAILED:
-            error, trace = (result.value, "") if result.value is not None else unpack_error(result.note)
-            result = replace(result, note=pack_plain_error(error, trace), value=None)
+        self.pool.counts["batches"] += 1  # from which follows how many Ray workers are needed
+        if result.status == FAILED and result.value is not None:
+            result = replace(result, note=pack_error(result.value), value=None)
         if result.size > self._largest:
             self._largest = result.size
             self.resize()
@@ -204,12 +197,6 @@ class Preparation:
         members, count = len(self.schedule.members), self.pool.ring.count
         spare = count - max(1, min(self.schedule.ahead, count // 2)) - members
         return max(0, min(MAX_HELD, spare // max(1, members)))
-
-    def publish(self) -> None:
-        """Publish the group's status periodically."""
-        now = time.monotonic()
-        if now >= self.pool.status.due:
-            self.pool.status.publish(now, max(0, self.schedule.epoch), self._counts)
 
 
 def _next_epoch(folder: Path) -> int:

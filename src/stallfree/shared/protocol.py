@@ -1,4 +1,4 @@
-"""The messages between a member of a group and its coordinator. See `stallfree.ipc.consumers`.
+"""The messages between a member of a group and its coordinator. See `stallfree.ipc.channel`.
 
 A member requests batches one by one, always one ahead of the batch it has yielded. Each request therefore reports the
 member's progress, and the coordinator can revoke any batch that it has not sent, without a message.
@@ -10,8 +10,6 @@ import enum
 import json
 from typing import NamedTuple
 
-VERSION = 2
-
 NEWCOMER = -1
 """Sent by a newcomer as the number of its first message; other members send the batch that they need next."""
 
@@ -20,11 +18,11 @@ class Kind(enum.IntEnum):
     """Kind of a message. Answers carry the serial of the request."""
 
     # sent by a member
+    HELLO = 2  # the first message; the body is a `Hello`, `number` the batch needed next, or `NEWCOMER`
     REQUEST = 3  # request batch `number`; batch `value` is released, unless it is -1
     SKIP = 4  # batches before `number` are not needed; grants after batch `value` are discarded
     RELEASE = 5  # batch `number` is released
     LEAVE = 6
-    # sent by a visitor
     EXPLAIN = 7  # request the reason why batch `number` is not ready
     # sent by the coordinator
     WELCOME = 11  # admitted to epoch `number`, with `value` members; the body is the ring's folder

@@ -8,10 +8,9 @@ is prepared if a present member needs it, and forgotten when no member needs or 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stallfree.ipc.consumers import Leases
 from stallfree.shared.protocol import Kind
 
 
@@ -25,6 +24,7 @@ class Member:
         serial: serial of its last request; answers carry it.
         granted: number of the batch last granted to it, or None.
         detached: whether it prepares the rest of its epoch locally, and needs no batch until the next epoch.
+        held: batches that are leased to it.
     """
 
     cursor: int
@@ -32,6 +32,7 @@ class Member:
     serial: int = 0
     granted: int | None = None
     detached: bool = False
+    held: set[int] = field(default_factory=set)
 
 
 class Answer(NamedTuple):
@@ -60,7 +61,6 @@ class Schedule:
         self.members: dict[Hashable, Member] = {}
         self.entries: dict[int, bool] = {}
         """The batches that are being prepared (False) or are ready (True)."""
-        self._leases = Leases()
         self._next = -1  # lower numbers will not be prepared any more; -1 before `begin`
         self._last_asked = -1
 
@@ -107,8 +107,7 @@ class Schedule:
 
     def leave(self, member: Hashable) -> list[int]:
         """Remove a member; returns the batches whose slots are now free."""
-        if self.members.pop(member, None) is not None:
-            self._leases.leave(member)
+        self.members.pop(member, None)
         return self.free()
 
     def request(self, member: Hashable, serial: int, number: int) -> Answer | None:
@@ -135,7 +134,7 @@ class Schedule:
 
     def _grant(self, member: Hashable, known: Member, number: int) -> Answer:
         known.requested, known.granted, known.cursor = None, number, number + 1
-        self._leases.grant(number, member)
+        known.held.add(number)
         return Answer(Kind.BATCH, member, known.serial, number)
 
     def skip(self, member: Hashable, cursor: int, taken: int) -> list[int]:
@@ -146,13 +145,13 @@ class Schedule:
         known = self.members[member]
         known.requested, known.cursor = None, max(known.cursor, cursor)
         if known.granted is not None and known.granted > taken:
-            self._leases.release(known.granted, member)
+            known.held.discard(known.granted)
         known.granted = None
         return self.free()
 
     def release(self, member: Hashable, number: int) -> list[int]:
         """Release a member's lease on batch `number`; returns the batches whose slots are now free."""
-        self._leases.release(number, member)
+        self.members[member].held.discard(number)
         return self._free([number])
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -202,7 +201,9 @@ class Schedule:
         freed = [
             number
             for number in numbers
-            if self.entries.get(number) and (low is None or number < low) and not self._leases.holders(number)
+            if self.entries.get(number)
+            and (low is None or number < low)
+            and not any(number in known.held for known in self.members.values())
         ]
         for number in freed:
             del self.entries[number]

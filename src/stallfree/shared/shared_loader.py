@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Literal, overload
+from typing import Any, Generic, Self
 
 from torch.utils.data import default_collate
-from typing_extensions import Self, Unpack
 
 from stallfree.batches.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
@@ -27,11 +25,8 @@ from stallfree.errors import (
     state_format,
     state_mismatch,
 )
-from stallfree.frames import short_traceback
-from stallfree.ipc.fork_guard import finalize
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
-from stallfree.loader.output import Batch
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
@@ -50,9 +45,6 @@ from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
 from stallfree.workers.ray_workers import GroupTerms, RayWorkers
 from stallfree.workers.worker_pool import Options
-
-if TYPE_CHECKING:
-    from stallfree.loader.signature import SharedArguments
 
 _STATE_VERSION = 1
 
@@ -105,7 +97,7 @@ class SharedLoader(Generic[BatchT_co]):
         seed: seed of order and augmentation. If None, that of the `CachedDataset`, or that of the group: the first job
             that iterates draws one from torch's generator.
         with_ids: yield `Batch(data, ids, weights)`.
-        on_error: "raise" a `SampleError` in every job for a sample that cannot be read, or "skip" the sample. If all of
+        on_error: "raise" the error of a sample that cannot be read in every job, or "skip" the sample. If all of
             a rank's samples of a batch are skipped, that rank has one batch less than the others.
         staging: bytes for the ring of ready batches, as an int or a string such as "256MiB". None: twice `num_workers`
             batches, and four for each job in the group. The first job decides.
@@ -128,8 +120,7 @@ class SharedLoader(Generic[BatchT_co]):
     number of batches.
 
     Raises `InputError` for invalid arguments, and for a job whose data set, transform, seed or batches differ from the
-    group's. Iteration raises `SampleError`, `WorkerError` and `WaitError`; an exception of `collate_fn` is raised as a
-    `StallfreeError` that also has the exception's type.
+    group's. Iteration raises the errors of the user's code, `WorkerError` and `WaitError`.
 
     Example:
         ```python
@@ -139,55 +130,6 @@ class SharedLoader(Generic[BatchT_co]):
         ```
     """
 
-    @overload
-    def __init__(
-        self: SharedLoader[Batch[Any]],
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: Literal[True],
-        collate_fn: Callable[[Any], Any] | None = None,
-        job_transform: Callable[[Any], Any] | None = None,
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: Literal[False] = False,
-        collate_fn: Callable[[Any], BatchT_co] | None = None,
-        job_transform: None = None,
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: Literal[False] = False,
-        collate_fn: Callable[[Any], Any] | None = None,
-        job_transform: Callable[[Any], BatchT_co],
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @overload
-    def __init__(
-        self: SharedLoader[Any],
-        dataset: Any,
-        *,
-        group: str,
-        with_ids: bool,
-        collate_fn: Callable[[Any], Any] | None = None,
-        job_transform: Callable[[Any], Any] | None = None,
-        **others: Unpack[SharedArguments],
-    ) -> None: ...
-
-    @short_traceback
     def __init__(
         self,
         dataset: Any,
@@ -238,7 +180,6 @@ class SharedLoader(Generic[BatchT_co]):
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
-            begun=time.monotonic(),
             remote=workers,
         )
         self._samples = len(options.reader.source)
@@ -249,7 +190,7 @@ class SharedLoader(Generic[BatchT_co]):
         self._done: frozenset[int] = frozenset()
         self._passes: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._pass: weakref.ref[EpochIterator] | None = None  # the one begun last
-        self._end = finalize(self, _close, self._context.member, self._group)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._context.member, self._group)
 
     def _join(self, options: Options, chunk_size: int | None, on_error: str, on_lag: str) -> Group:
         with tolerant():  # the group is identified by name: objects without a fingerprint are assumed to be equal
@@ -316,7 +257,6 @@ class SharedLoader(Generic[BatchT_co]):
         """Number of batches per epoch."""
         return len(self._context.rebatching(0))
 
-    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
@@ -376,7 +316,6 @@ class SharedLoader(Generic[BatchT_co]):
         done = self._done if active is None else active.done
         return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
 
-    @short_traceback
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state_dict` returned; call it before the first iteration.
 
@@ -491,7 +430,9 @@ def _steps(dataset: Any) -> Any:
     return steps if steps is not None else reader_of(dataset).source.pipeline
 
 
-def _close(member: Member, group: Group) -> None:
+def _close(pid: int, member: Member, group: Group) -> None:
+    if pid != os.getpid():  # a forked child
+        return
     try:
         member.close()
     finally:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.batches.ring import slot_bytes
-from stallfree.errors import batch_failed
-from stallfree.ipc.fork_guard import Owner
+from stallfree.errors import BatchError
+from stallfree.ipc.forked import Owner
 from stallfree.platform import fcntl
 
 Bytes = npt.NDArray[np.uint8]
@@ -56,7 +56,7 @@ class Views:
             finally:
                 os.close(fd)
             if len(there) < size:
-                raise batch_failed(f"slot {slot} of the ring has {len(there)} bytes, a batch of {size} was announced")
+                raise BatchError(f"slot {slot} of the ring has {len(there)} bytes, a batch of {size} was announced")
             self._maps[slot] = there
         return np.frombuffer(there, np.uint8, size)
 

@@ -7,10 +7,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
-from stallfree.errors import SampleError, dataset_empty
-from stallfree.frames import short_traceback
+from stallfree.errors import dataset_empty
+from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import sample_error
 
 
 def normalize_id(id: int, length: int) -> int:
@@ -40,7 +39,7 @@ class BaseSource(ABC):
 
     @abstractmethod
     def _record(self, id: int) -> Any:
-        """The record of `id`, which is in 0..len-1. Any exception is passed on as the cause of a `SampleError`."""
+        """The record of `id`, which is in 0..len-1."""
 
     @abstractmethod
     def _where(self, id: int) -> str:
@@ -55,28 +54,21 @@ class BaseSource(ABC):
         return self._where(normalize_id(id, len(self)))
 
     def fetch(self, id: int) -> Any:
-        """The record of sample `id` as storage holds it.
+        """The record of sample `id` as storage holds it. Raises `IndexError` for an id out of range."""
+        return self._record(normalize_id(id, len(self)))
 
-        Raises `IndexError` for an id out of range and `SampleError` for everything that goes wrong while reading.
-        """
-        id = normalize_id(id, len(self))
-        try:
-            return self._record(id)
-        except SampleError:
-            raise
-        except Exception as error:
-            raise sample_error(error, self, id, "fetching") from error
-
-    @short_traceback
     def __getitem__(self, id: int) -> Any:
         id = normalize_id(id, len(self))
-        record = self.fetch(id)
+        doing = "fetching"
         try:
+            record = self.fetch(id)
+            doing = "preparing"
             return self.pipeline(record)
-        except SampleError:
-            raise
         except Exception as error:
-            raise sample_error(error, self, id, "preparing") from error
+            note_sample(error, self, id, doing)
+            if isinstance(error, StopIteration):
+                raise raisable(error) from error
+            raise
 
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))

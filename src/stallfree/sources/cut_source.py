@@ -28,7 +28,7 @@ _FORMAT = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_col
 class CutSource(BaseSource):
     """A data set whose `fetch` leaves out its own transform, which is in `pipeline`. The samples are the same.
 
-    `fetch` raises `SampleError` when the transform of the data set has been replaced since: it would have no effect.
+    `fetch` raises `InputError` when the transform of the data set has been replaced since: it would have no effect.
 
     Attributes:
         dataset: the data set as it was given.

@@ -10,12 +10,15 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from stallfree.errors import SampleError, dataset_type, iterable_unsupported
+from stallfree.errors import dataset_type, iterable_unsupported
+from stallfree.pipeline._objects import comes_from
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.protocol import Source, sample_error
+from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import BaseSource, require_samples
-from stallfree.sources.cut_source import cut_known
+
+_KNOWN = ("torchvision.datasets", "datasets")
+"""Libraries whose data sets are cut into reading and transform."""
 
 
 class MapSource(BaseSource):
@@ -101,11 +104,7 @@ class SubsetSource(BaseSource):
         return len(self.indices)
 
     def _record(self, id: int) -> Any:
-        try:
-            return self.source.fetch(int(self.indices[id]))
-        except SampleError as error:
-            # The same error with the id that the sample has here.
-            raise sample_error(error.__cause__ or error, self, id, "fetching") from error.__cause__
+        return self.source.fetch(int(self.indices[id]))
 
     def _where(self, id: int) -> str:
         return self.source.where(int(self.indices[id]))
@@ -136,8 +135,11 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
         inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset)
-    own = cut_known(dataset, MapSource) if divide else None
-    return MapSource(dataset) if own is None else own
+    if divide and any(comes_from(cls, library) for cls in type(dataset).__mro__ for library in _KNOWN):
+        from stallfree.sources.cut_source import cut_known
+
+        return cut_known(dataset, MapSource) or MapSource(dataset)
+    return MapSource(dataset)
 
 
 def is_source(dataset: Any) -> TypeGuard[Source]:

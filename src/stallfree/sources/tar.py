@@ -55,7 +55,7 @@ class TarDataset(BaseSource):
 
     Raises:
         InputError: no shards; one that is missing, compressed, damaged or cut off; a name that occurs twice in a shard;
-            a sample that lacks one of `keys`. `fetch` raises a `SampleError` when a local shard has been changed since.
+            a sample that lacks one of `keys`. `fetch` raises an `OSError` when a local shard has been changed since.
 
     Example:
         ```python

@@ -23,8 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from stallfree.errors import InputError, tar_samples, tar_unreadable
-from stallfree.pipeline.classify.determinism import StallfreeWarning
+from stallfree.errors import InputError, StallfreeWarning, tar_samples, tar_unreadable
 from stallfree.sources.paths import is_url, open_url
 
 _VERSION = 1

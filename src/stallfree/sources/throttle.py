@@ -10,7 +10,6 @@ import secrets
 import struct
 import threading
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from stallfree.errors import InputError, object_closed
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import as_source
 from stallfree.units import parse_rate
@@ -63,6 +63,8 @@ class ThrottledSource(BaseSource):
         assert slow.requests == 1
         ```
     """
+
+    passes_through = True
 
     def __init__(
         self,
@@ -224,29 +226,3 @@ def _leave(memory: mmap.mmap, lock: FileLock, folder: SharedFolder) -> None:
     memory.close()
     lock.close()
     folder.close()
-
-
-_WITHOUT = frozenset({int, float, str, bool, complex, type(None)})
-
-
-def payload_bytes(record: Any) -> int:
-    """Bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples too."""
-    kind = type(record)
-    if kind in _WITHOUT:
-        return 0
-    if kind is tuple or kind is list:
-        return sum([payload_bytes(value) for value in record])
-    if kind is dict:
-        return sum([payload_bytes(value) for value in record.values()])
-    if isinstance(record, (bytes, bytearray)):
-        return len(record)
-    if getattr(record, "ndim", None) is None:  # neither an array nor a tensor
-        if isinstance(record, Mapping):
-            return sum([payload_bytes(value) for value in record.values()])
-        return sum([payload_bytes(value) for value in record]) if isinstance(record, (list, tuple)) else 0
-    if record.ndim == 0:
-        return 0
-    try:
-        return int(getattr(record, "nbytes", 0))
-    except RuntimeError:  # a tensor of a layout that has no size in bytes, such as a sparse one
-        return 0

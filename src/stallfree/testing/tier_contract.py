@@ -12,7 +12,8 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from stallfree.cache import MISS, Tier, TierStore
+from stallfree.cache.records import MISS
+from stallfree.cache.tier import Tier, TierStore
 from stallfree.pipeline.codec import encode, record_size, write_record
 
 COUNT = 32

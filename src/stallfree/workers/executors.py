@@ -20,7 +20,7 @@ from stallfree.batches.batch_builder import BatchBuilder, failure
 from stallfree.batches.messages import GATHERER, NO_SLOT, UNDONE, Result, Task
 from stallfree.batches.ring import Ring
 from stallfree.batches.sample_access import Pending
-from stallfree.cache import stay_alone
+from stallfree.cache.serial import stay_alone
 from stallfree.errors import batch_timeout
 
 

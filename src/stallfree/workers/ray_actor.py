@@ -17,7 +17,7 @@ from stallfree.batches.batch_builder import failure
 from stallfree.batches.messages import PRIVATE, unpack_task
 from stallfree.cache.sample_cache import SampleCache, attach_or_create
 from stallfree.errors import not_picklable, text_of
-from stallfree.ipc.process import describe_unpicklable
+from stallfree.ipc.process import find_unpicklable
 from stallfree.workers.worker import WorkerSetup, prepare_process, problem_of_init
 
 Bytes = npt.NDArray[np.uint8]
@@ -35,8 +35,7 @@ def pack_setup(setup: WorkerSetup) -> bytes:
     try:
         return _dumps(setup)
     except Exception as error:
-        causes = ((what, describe_unpicklable(part, _dumps)) for what, part in setup.parts)
-        what, problem = next(((what, found) for what, found in causes if found), ("the data set", text_of(error)))
+        what, problem = find_unpicklable(setup.parts, _dumps) or ("the data set", text_of(error))
         raise not_picklable(
             f"{what} cannot be sent to Ray workers: {problem}. Give something that can be pickled: create locks, open "
             "files and connections on first use in the worker, or leave them out in __getstate__"

@@ -25,6 +25,7 @@ from stallfree.errors import WorkerError, text_of
 from stallfree.frames import users_level
 from stallfree.ipc.process import Child, end_all
 from stallfree.ipc.remote import unpack_error
+from stallfree.notes import raisable
 from stallfree.platform import cpu_count
 from stallfree.workers.ray_actor import pack_setup
 from stallfree.workers.ray_bridge import bridge_main
@@ -208,8 +209,7 @@ class RayExecutor:
             self._replaced += worker
             self._set_capacity(capacity)
         elif kind == PROBLEM:
-            error, trace = unpack_error(bytes(body))
-            self._fail(error or WorkerError(trace), results)
+            self._fail(raisable(unpack_error(body)), results)
         elif kind == REASON:
             self._reason = bytes(body).decode(errors="replace")
         else:
@@ -288,7 +288,7 @@ class RayExecutor:
             )
         self._assign()
 
-    def _fail(self, error: Exception, results: list[Result]) -> None:
+    def _fail(self, error: BaseException, results: list[Result]) -> None:
         """The bridge cannot have workers. At the start, its error is the result of all tasks."""
         if self._connected or self._alone:
             self._alone = False  # to warn with this reason

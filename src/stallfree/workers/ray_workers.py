@@ -102,6 +102,11 @@ class RayWorkers:
         return AUTO_MOST if isinstance(self.num_workers, str) else self.num_workers
 
     @property
+    def most_ahead(self) -> int:
+        """Maximum number of batches in flight."""
+        return DEPTH * self.most
+
+    @property
     def first(self) -> int:
         """Number of workers at the start."""
         return 1 if isinstance(self.num_workers, str) else self.num_workers

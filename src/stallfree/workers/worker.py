@@ -17,6 +17,7 @@ from stallfree.batches.batch_builder import BatchBuilder, failure
 from stallfree.batches.messages import FORGET, UNDONE, Result, Task, unpack_task
 from stallfree.batches.sample_access import Pending
 from stallfree.ipc.process import Parent
+from stallfree.notes import add_note
 
 _SWITCH_SECONDS = 0.001
 """Maximum time that pure Python prep delays the fetch threads; Python's default is 5 ms."""
@@ -100,6 +101,7 @@ def problem_of_init(setup: WorkerSetup) -> Exception | None:
         if setup.worker_init is not None:
             setup.worker_init(setup.worker)
     except Exception as error:
+        add_note(error, "calling worker_init_fn")
         return error
     return None
 

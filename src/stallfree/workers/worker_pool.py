@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from multiprocessing.context import BaseContext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from stallfree.batches.batch_builder import BatchBuilder
 from stallfree.batches.collate import Collate
@@ -23,13 +23,14 @@ from stallfree.batches.reader import Reader
 from stallfree.batches.ring import Ring
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
-from stallfree.workers.event_log import EventLog
 from stallfree.workers.executors import Executor, GatherThreads, TrainingProcess
-from stallfree.workers.ray_executor import RayExecutor
-from stallfree.workers.ray_workers import DEPTH, GroupTerms, RayWorkers
-from stallfree.workers.status import Status
 from stallfree.workers.worker import WorkerSetup
 from stallfree.workers.worker_processes import WorkerProcesses, wait
+
+if TYPE_CHECKING:
+    from stallfree.workers.event_log import EventLog
+    from stallfree.workers.ray_executor import RayExecutor
+    from stallfree.workers.ray_workers import GroupTerms, RayWorkers
 
 KEPT = 3
 """Slots beyond those in flight: batches that the training loop may keep before it gets copies."""
@@ -65,7 +66,6 @@ class Options:
         log: the event log, or None.
         remote: Ray workers beside the worker processes, or None.
         group: the group over hosts that shares the Ray workers, or None.
-        begun: creation time of the loader, in seconds of `time.monotonic`.
     """
 
     reader: Reader
@@ -81,7 +81,6 @@ class Options:
     seconds: float
     staging: int | None
     log: EventLog | None
-    begun: float
     remote: RayWorkers | None = None
     group: GroupTerms | None = None
 
@@ -108,13 +107,13 @@ class WorkerPool:
         self.warned_of_size = False
         self.counts_waits = True
         self.token = 0
+        if options.workers:
+            _ = options.reader.randomness  # the search for generators, once instead of in each worker of each epoch
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
-        most = options.ahead if options.remote is None else options.ahead + DEPTH * options.remote.most
+        most = options.ahead if options.remote is None else options.ahead + options.remote.most_ahead
         self.ring = Ring(slots or most + KEPT, options.staging)
         self.log = options.log
-        self._shown = options.dataset, options.begun, options.workers > 0
-        self.status = self._new_status()
         self.builder = BatchBuilder(
             reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
         )
@@ -126,6 +125,8 @@ class WorkerPool:
         if options.workers and not shares_memory():
             _warn_of_workers(options.workers)
         elif options.remote is not None:
+            from stallfree.workers.ray_executor import RayExecutor
+
             numbers = options.workers, options.ahead
             setup = self._setup(options, base_seed)
             self._remote = RayExecutor(options.remote, setup, options.context, *numbers, options.group, counts)
@@ -135,14 +136,9 @@ class WorkerPool:
         self._main: Executor = self._workers or TrainingProcess(self.builder, options.seconds)
         self._executors.append(self._main)
         self._ahead = options.ahead
-        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, self.status, counts)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
         if reader.cache is not None:
             reader.cache.populate()
-
-    def _new_status(self) -> Status:
-        slots = self.ring.slots  # no reference to this pool, which stops when it is freed
-        dataset, begun, at_once = self._shown
-        return Status(lambda: slots.folder, dataset, begun, at_once=at_once)
 
     def _setup(self, options: Options, base_seed: int) -> WorkerSetup:
         workers = options.workers + (0 if options.remote is None else options.remote.most)
@@ -154,12 +150,8 @@ class WorkerPool:
         return self._ahead if self._remote is None else self._remote.ahead
 
     def rest(self) -> None:
-        """End the iteration with no batches in flight: publish no status, and empty the ring."""
+        """End the iteration with no batches in flight: empty the ring."""
         self.counts["staging_bytes"] = self.ring.bytes
-        if self.status.made:
-            self.status.close()
-            self.status = self._new_status()
-        self.status.postpone()
         self.ring.clear()
 
     def begin(self) -> int:
@@ -262,13 +254,89 @@ def _warn_of_workers(workers: int) -> None:
     )
 
 
-def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, status: Status, counts: Counts) -> None:
+def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:
     if os.getpid() != owner:
         return  # a forked child: the workers and the ring belong to its parent
     counts["staging_bytes"] = ring.bytes
-    status.close()
     with contextlib.ExitStack() as ending:
         ending.callback(ring.close)
         ending.callback(reader.close)
         for executor in executors:
             ending.callback(executor.close)
+
+
+class WorkerPools:
+    """Starts pools, and keeps one between epochs if workers are persistent, or if it has nothing to start.
+
+    Args:
+        counts: of the loader; pools add to them.
+        persistent: whether workers are persistent. An iteration then ends the previous one.
+
+    Attributes:
+        persistent: as given.
+        kept: the kept pool, or None.
+    """
+
+    def __init__(self, counts: Counts, persistent: bool) -> None:
+        self.persistent = persistent
+        self._counts = counts
+        self._process = os.getpid()
+        self.kept: WorkerPool | None = None
+        self._options: Options | None = None  # of the kept pool
+        self._known: list[weakref.ref[WorkerPool]] = []  # replaced, never changed: any thread may call `stats`
+
+    def has_workers(self, options: Options) -> bool:
+        """Whether persistent workers with these options exist, so that `take` starts none."""
+        return self.persistent and self._has(options)
+
+    def _has(self, options: Options) -> bool:
+        self._leave_to_parent()
+        return self.kept is not None and self._options is options and not self.kept.closed
+
+    def _leave_to_parent(self) -> None:
+        """In a forked child: drop the pools, whose workers and slots are those of the parent."""
+        if self._process != os.getpid():
+            self._process, self.kept, self._known = os.getpid(), None, []
+
+    def take(self, options: Options, base_seed: int, pin: Callable[[Any], Any] | None) -> WorkerPool:
+        """The pool of the next iteration.
+
+        Args:
+            options: of the pool; persistent workers with other options are stopped.
+            base_seed: of the workers' generators.
+            pin: registers memory with a device; set by a prefetcher, which counts the waits of the training loop.
+        """
+        self._leave_to_parent()
+        pool = self.kept
+        if pool is None or not self._has(options) or not (self.persistent or (pool.direct and pin is None)):
+            if pool is not None and self.persistent:
+                pool.close()
+            pool = WorkerPool(options, base_seed, self._counts)
+            self._known = [*map(weakref.ref, self._living()), weakref.ref(pool)]
+            self.kept, self._options = pool, options
+        pool.counts_waits = pin is None
+        if pin is not None:
+            pool.ring.slots.pin = pin
+        if not (self.persistent or pool.direct):
+            self.kept = None
+        return pool
+
+    @property
+    def staging_bytes(self) -> int | None:
+        """Bytes of the rings; None if no pool exists: the counts then hold the last value."""
+        bytes_of = [pool.ring.bytes for pool in self._living() if not pool.closed]
+        return sum(bytes_of) if bytes_of else None
+
+    def close(self) -> None:
+        """Close all pools. More may be started afterwards."""
+        self._leave_to_parent()
+        for pool in self._living():
+            pool.close()
+        self.kept = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy has no pools: those of this object belong to its iterations."""
+        return WorkerPools, (self._counts, self.persistent)
+
+    def _living(self) -> list[WorkerPool]:
+        return [pool for known in self._known if (pool := known()) is not None]

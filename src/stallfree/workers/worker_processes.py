@@ -30,7 +30,7 @@ class _Worker:
     @property
     def busy(self) -> bool:
         """Whether it may have a message to send or to receive."""
-        return bool(self.tasks) or self.dead or self.child.writing
+        return bool(self.tasks) or self.dead or bool(self.child.pending)
 
 
 class WorkerProcesses:

@@ -19,8 +19,8 @@ import stallfree as sf
 from children import Child
 from redis_servers import needs_server, until
 from redis_tiers import ALL, PATIENT, held, put, tier_of
-from stallfree.cache.redis import RedisStore
 from stallfree.cache.redis.launch import find_host, find_node, find_server
+from stallfree.cache.redis.store import RedisStore
 from stallfree.errors import CapacityError, InputError, MissingServerError
 from stallfree.ipc.folders import default_root, sweep
 

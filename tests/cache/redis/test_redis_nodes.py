@@ -19,9 +19,8 @@ import stallfree as sf
 from importance_tools import Residents
 from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows
 from redis_servers import needs_server
-from stallfree.errors import WaitError
+from stallfree.errors import StallfreeWarning, WaitError
 from stallfree.ipc.folders import default_root
-from stallfree.pipeline import StallfreeWarning
 from unseen import fraction, unseen_ids
 
 pytestmark = needs_server

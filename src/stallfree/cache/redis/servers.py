@@ -28,8 +28,7 @@ import numpy as np
 
 from stallfree import errors
 from stallfree.cache.redis.addresses import Address, open_client, shown_address
-from stallfree.ipc.folders import SharedFolder, attach
-from stallfree.ipc.fork_guard import finalize
+from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.shared_array import shared_array
 
 log = logging.getLogger("stallfree")
@@ -303,7 +302,7 @@ class Servers:
 
 
 def _attached(path: Path, *arguments: Any) -> Servers:
-    folder = attach(path)
+    folder = SharedFolder(path.name, root=path.parent, initialize=None)
     servers = Servers(folder, *arguments)
-    finalize(servers, folder.close)
+    weakref.finalize(servers, folder.close)
     return servers

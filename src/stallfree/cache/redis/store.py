@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from stallfree.cache.redis.launch import NodeServer
 from stallfree.cache.redis.servers import ID, Cluster, Servers
 from stallfree.cache.redis.tier import RedisTier
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
-from stallfree.ipc.fork_guard import finalize
+from stallfree.ipc.forked import Owner
 from stallfree.platform import need_linux
 from stallfree.units import parse_size, parse_whole
 
@@ -94,7 +95,7 @@ class RedisStore:
             except BaseException:
                 folder.close()
                 raise
-        self._finish = finalize(self, self._servers.close)
+        self._finish = weakref.finalize(self, _close, Owner(), self._servers)
 
     def _initialize(self, folder: Path) -> None:
         check_free_memory(self.capacity or 0, f"capacity_per_node={self.capacity}")
@@ -145,7 +146,8 @@ class RedisStore:
 def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float, limit: int | None) -> Servers:
     """Attach to servers given by the user. Raises errors of their addresses and of servers that do not answer."""
     if not isinstance(hosts, (list, tuple)) or not hosts:
-        raise errors.server_address(f"hosts was given as {type(hosts).__name__}: give a list of servers: [{EXAMPLE}]")
+        shown = {**hosts, "password": "..."} if isinstance(hosts, Mapping) and "password" in hosts else hosts
+        raise errors.server_address(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
     addresses = {shown_address(address): address for address in map(checked_address, hosts)}
     if len(addresses) < len(hosts):
         raise errors.server_address(f"the servers {', '.join(addresses)}: give each of them once")
@@ -162,3 +164,8 @@ def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float, limit: in
     except BaseException:
         folder.close()
         raise
+
+
+def _close(owner: Owner, servers: Servers) -> None:
+    if owner.is_here:  # not in a forked child
+        servers.close()

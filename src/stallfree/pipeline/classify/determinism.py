@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from stallfree.errors import text_of
+from stallfree.errors import StallfreeWarning, text_of
 from stallfree.frames import users_level
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify.libraries import known
@@ -17,19 +17,7 @@ from stallfree.pipeline.compose import Compose, Transform, describe_step, flatte
 from stallfree.pipeline.generators import find_generators
 from stallfree.pipeline.marks import mark_deterministic, mark_random, note_drew
 
-__all__ = ["Split", "StallfreeWarning", "Verdict", "mark_deterministic", "mark_random", "split"]
-
-
-class StallfreeWarning(UserWarning):
-    """Warns of something that works, but not optimally; the message recommends an action.
-
-    Example:
-        ```python
-        import warnings
-
-        warnings.simplefilter("error", sf.StallfreeWarning)  # in tests: raise it
-        ```
-    """
+__all__ = ["Split", "Verdict", "mark_deterministic", "mark_random", "split"]
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
-from stallfree.frames import short_traceback
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.sampling.plans.active_epoch import ActiveEpoch, Marks
 from stallfree.sampling.plans.losses import Losses
@@ -121,6 +120,12 @@ class ImportanceSampler:
 
     plans_epochs = True
     """A loader serves the plans, and does not iterate this like a sampler."""
+
+    def epoch_source(self, setup: Any) -> Any:
+        """The source of a loader's epochs."""
+        from stallfree.sampling.importance_source import ImportanceSource
+
+        return ImportanceSource(setup)
 
     def __init__(
         self,
@@ -235,7 +240,6 @@ class ImportanceSampler:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
-    @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
         """Record the losses of served samples: `Batch.ids`, and one loss for each.
 

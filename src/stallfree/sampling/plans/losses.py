@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.errors import loss_update, state_mismatch
+from stallfree.errors import StallfreeWarning, loss_update, state_mismatch
 from stallfree.frames import users_level
-from stallfree.pipeline.classify.determinism import StallfreeWarning
 from stallfree.sampling.plans.states import pack, pack_mask, unpack, unpack_mask
 
 Array = npt.NDArray[Any]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +10,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache import one_thread
+from stallfree.cache.serial import one_thread
 from stallfree.pipeline.randomness import sample_seed
 from stallfree.sampling.ranks import share
 
 Array = npt.NDArray[Any]
+
+_SERIAL = 32_768
+"""Most elements for which torch starts no threads."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +44,7 @@ def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan
         return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
     generator = torch.Generator()  # takes half the time of NumPy's
     generator.manual_seed(sample_seed(seed, epoch, 0))
-    with one_thread():
+    with one_thread() if num_samples > _SERIAL else nullcontext():
         ids = torch.randperm(num_samples, generator=generator).numpy()
     return Plan(ids, None, epoch)
 
@@ -78,4 +82,4 @@ def local_shares(
     node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
     order = np.argsort(node, kind="stable")
     shares = ids[order].reshape(nodes, each, ranks_per_node)
-    return shares.transpose(0, 2, 1).reshape(ranks, each)  # type: ignore[no-any-return]
+    return shares.transpose(0, 2, 1).reshape(ranks, each)

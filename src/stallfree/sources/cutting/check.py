@@ -8,13 +8,13 @@ from typing import Any, NoReturn
 
 from stallfree.errors import InputError, cut_random, cut_refused, text_of
 from stallfree.ipc.forked import call_in_child
+from stallfree.notes import note_sample
 from stallfree.pipeline.classify.names import random_name
 from stallfree.pipeline.classify.outcomes import States, Trust, make_twice, spread
 from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.generators import Handle, find_generators, global_generators
 from stallfree.pipeline.marks import mark_of
-from stallfree.pipeline.protocol import sample_error
 from stallfree.pipeline.randomness import sample_seed
 from stallfree.sources.cutting.bare import BareSource
 from stallfree.sources.cutting.recorded import Plan
@@ -79,8 +79,9 @@ class Check:
             try:
                 samples[id] = self._own(whole, id)
             except Exception as error:
-                problem = problem or sample_error(error, self._dataset, id, "fetching")
-                problem.__cause__ = problem.__cause__ or error
+                if problem is None:
+                    problem = error
+                    note_sample(error, self._dataset, id, "fetching")
         if not samples:
             assert problem is not None
             raise problem

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from stallfree.errors import cut_attribute
-from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cut_source import CutSource
@@ -15,7 +14,6 @@ from stallfree.sources.detach import value_at
 from stallfree.sources.mapped import is_source, require_map_style
 
 
-@short_traceback
 def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
     """Split a data set at the attributes that hold its transform.
 
@@ -45,7 +43,7 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
     Raises:
         InputError: an attribute does not exist or holds no transform; `__getitem__` uses the output of a transform,
             draws random numbers itself, or makes another sample if the transform runs later.
-        SampleError: none of the samples can be read.
+        Exception: the error of a sample, if none can be read.
 
     Example:
         ```python

@@ -236,9 +236,6 @@ def _replace_functions() -> None:
     stat = _Replacement(real_stat, "os", _recorded_status)
     replace_held(real, ours, but=("_io", __name__))
     replace_held(real_stat, stat, but=("posix", "nt"))
-    accessor = getattr(sys.modules.get("pathlib"), "_NormalAccessor", None)  # of Python 3.10
-    if accessor is not None:
-        accessor.open, accessor.stat = ours, stat
     for supporting in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks):
         if real_stat in supporting:
             supporting.add(stat)

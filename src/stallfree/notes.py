@@ -1,0 +1,77 @@
+"""Notes on errors of the user's code: what was being done, with which sample, in which worker.
+
+Such an error is raised as it is: its class, arguments, attributes and cause. Only a `StopIteration` is not, since it
+would end the loop that takes the batches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from stallfree.errors import BatchError, stop_iteration, text_of
+
+E = TypeVar("E", bound=BaseException)
+
+PREFIX = "stallfree: "
+"""The beginning of each note."""
+
+_SHOWN_IDS = 8
+
+
+def add_note(error: BaseException, doing: str) -> None:
+    """Add the note `doing` to an error, with the worker process if this is one."""
+    torch_data: Any = sys.modules.get("torch.utils.data")
+    worker = None if torch_data is None else torch_data.get_worker_info()
+    place = "" if worker is None else f", in worker {worker.id} (process {os.getpid()})"
+    note = f"{PREFIX}{doing}{place}"
+    with contextlib.suppress(Exception):  # the class of an error may forbid new attributes
+        if note not in notes_of(error):  # an object that is raised again and again
+            error.add_note(note)
+
+
+def note_sample(error: BaseException, source: object, id: int, doing: str) -> None:
+    """Add a note to an error that occurred while `doing` (fetching, preparing, ...) sample `id` of `source`."""
+    where = ""
+    with contextlib.suppress(Exception):  # it only helps to find the sample
+        where = source.where(id)  # type: ignore[attr-defined]
+    add_note(error, f"{doing} sample {id}{f' ({where})' if where else ''}")
+
+
+def note_samples(error: BaseException, ids: Sequence[int], doing: str) -> None:
+    """Add a note to an error that occurred while `doing` (fetching, collating) the samples `ids`."""
+    shown = ", ".join(map(str, ids[:_SHOWN_IDS])) + (", ..." if len(ids) > _SHOWN_IDS else "")
+    add_note(error, f"{doing} the samples [{shown}]")
+
+
+def described(error: BaseException) -> str:
+    """Return an error in one line: its type, its text, and what was being done."""
+    doing = next((f"{note.removeprefix(PREFIX)} failed: " for note in notes_of(error) if note.startswith(PREFIX)), "")
+    return f"{doing}{type(error).__name__}: {text_of(error)}".replace("\n", " ")
+
+
+def is_users(error: BaseException) -> bool:
+    """Return whether an error has such a note, and so was raised by the user's code."""
+    return any(note.startswith(PREFIX) for note in notes_of(error))
+
+
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes of an error."""
+    return [str(note) for note in getattr(error, "__notes__", ())]
+
+
+def raisable(error: E) -> E | BatchError:
+    """Return `error`; a `BatchError` with its notes in place of a `StopIteration`."""
+    if not isinstance(error, StopIteration):
+        return error
+    stopped: BatchError = stop_iteration(
+        "the data set, a transform or collate_fn raised StopIteration, which would end the loop. Let it raise another "
+        "error"
+    )
+    for note in notes_of(error):
+        stopped.add_note(note)
+    stopped.__cause__ = error
+    return stopped
