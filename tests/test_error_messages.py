@@ -116,7 +116,6 @@ WRONG: list[tuple[Callable[..., object], str, tuple[Any, ...]]] = [
     (replayed, "policy", (None, "", 5, [], {})),
     (replayed, "capacity", (None, "much", 0, -1, 1.5, "0%", "101%", True)),
     (replayed, "batch_size", (None, "2", 0, -1, 1.5, True)),
-    (servers, "hosts", (5, True, "localhost", {"host": "localhost"})),
     (servers, "timeout", (None, "1", 0, -1, math.nan, math.inf, True)),
     (analyzed, "step", (None, 5, "f")),
     (analyzed, "device", (5.5, "gpu", [])),

@@ -46,9 +46,10 @@ def sites(source: str, name: str) -> Iterator[Site]:
         own = list(_own(scope))
         texts |= {node.targets[0].id: node.value for node in own if _sets_a_name(node)}  # type: ignore[attr-defined]
         for call in own:
-            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name)):
+            if not (isinstance(call, ast.Call) and isinstance(call.func, ast.Name | ast.Attribute)):
                 continue
-            made: Any = KINDS.get(call.func.id) or CLASSES.get(call.func.id)
+            called = call.func.id if isinstance(call.func, ast.Name) else call.func.attr  # as in `errors.lock_held`
+            made: Any = KINDS.get(called) or CLASSES.get(called)
             given = {keyword.arg: keyword.value for keyword in call.keywords}.get("page")
             if made is None or isinstance(given, ast.Attribute):
                 continue

@@ -24,7 +24,7 @@ from warm import Interpreter
 _PUBLIC = public()
 _ALL = _PUBLIC | {f"{name}.{inner}": method for name, value in _PUBLIC.items() for inner, method in methods(value)}
 _SHOWN = {name: shown for name, value in _ALL.items() if not inspect.ismodule(value) and (shown := example(value))}
-_NOT_HERE = {"a GPU", "a script with a main guard", "Ray", "Redis"}
+_NOT_HERE = {"a GPU", "a script with a main guard", "a tier", "Ray", "Redis"}
 """What examples may need that a test of one line does not have; other tests use these parts."""
 
 

@@ -67,7 +67,9 @@ _TYPICAL = 128 << 10
 
 
 class SampleCache:
-    """The samples of one data set, by id. Attaches to the cache `name`, and creates it if missing.
+    """The samples of one data set, by id.
+
+    Attaches to the cache `name`, and creates it if missing.
 
     Methods take `ids` as a sequence or an array, which may contain equal ids. Wrong ids raise `InputError`; those out
     of range an `IndexError` as well. After `close`, methods raise `InputError`. Thread-safe; may be forked and pickled.
@@ -99,6 +101,14 @@ class SampleCache:
         CapacityError: for a capacity that is invalid, too small for a record or larger than the free memory.
         FingerprintError: for a cache of other data.
         StorageError: if the folder is not usable.
+
+    Example:
+        ```python
+        from stallfree.cache import SampleCache
+        with SampleCache(100, capacity="1MiB", fingerprint="numbers") as cache:
+            cache.put_many([3, 4], [b"three", b"four"])
+            assert cache.get_many([4]) == [b"four"]
+        ```
     """
 
     def __init__(
@@ -213,7 +223,7 @@ class SampleCache:
         return self._index.first[checked_ids(ids, self.num_ids)] != 0  # type: ignore[no-any-return]
 
     def known(self, ids: Any) -> Array:
-        """Return which of `ids` are stored, or assumed to be in the tier: an array of bool."""
+        """Return which of `ids` are stored, or assumed to be in the tier."""
         there = self.resident(ids)
         return there if self.tier is None else there | self.tier.known(ids)
 
@@ -224,13 +234,13 @@ class SampleCache:
 
     @property
     def full(self) -> bool:
-        """Whether a new sample would probably be rejected: no block is free, and the policy does not evict."""
+        """Whether no block is free and the policy does not evict."""
         return self._space.full
 
     def stats(self) -> CacheStats:
-        """Return the counts over all processes of this host; after `close`, those at that time.
+        """Return the counts over all processes of this host.
 
-        Each requested id counts once, as a hit or as a miss.
+        Each requested id counts once, as a hit or as a miss. After `close`, those at that time.
         """
         if self._final_stats is not None:
             return self._final_stats
@@ -247,7 +257,7 @@ class SampleCache:
         self._count((Count.READS, reads), (Count.BYTES, size))
 
     def count_tier(self, hits: int, rejected: int) -> None:
-        """Count misses that the tier served as hits, and samples that it did not store."""
+        """Count misses that the tier served, and samples that it rejected."""
         self._count((Count.HITS, hits), (Count.MISSES, -hits), (Count.TIER_HITS, hits), (Count.TIER_REJECTED, rejected))
 
     def _count(self, *counts: tuple[Count, int]) -> None:
@@ -274,7 +284,7 @@ class SampleCache:
         return values
 
     def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any:
-        """Return the first value of `ids` that `accept` returns True for, which counts as a hit; else `MISS`."""
+        """Return the first value of `ids` that is accepted, as a hit; else `MISS`."""
         for id in checked_ids(ids, self.num_ids):
             batch, values = self._locate(id[None]), [MISS]
             self._records.read(batch, values)
@@ -307,7 +317,7 @@ class SampleCache:
         return self._records.aim(outs)
 
     def gather(self, ids: Any, into: Aim | Sequence[Array]) -> Array:
-        """Copy the samples of `ids`, leaf by leaf; return which of them were copied, as an array of bool.
+        """Copy the samples of `ids`, leaf by leaf, and return which were copied.
 
         Only resident samples of the `structure` are copied; without a `structure`, none. The rows of other samples are
         undefined afterwards.
@@ -342,7 +352,7 @@ class SampleCache:
     # -- storing ------------------------------------------------------------------------------------------------------
 
     def put_many(self, ids: Any, values: Sequence[Any], *, uncached: int = 0) -> Array:
-        """Store `values` as the samples of `ids`; return which of them are stored, as an array of bool.
+        """Store `values` as the samples of `ids`, and return which are stored.
 
         Samples that are already stored are unchanged; of equal ids, the first counts. Values are copied. A sample that
         cannot be stored (no space, larger than the cache, lock timeout, full disk) counts as rejected.
@@ -431,11 +441,12 @@ class SampleCache:
             self._space.evict_one(wanted)
 
     def set_scores(self, ids: Any, scores: Any) -> None:
-        """Set the scores of samples, resident or not. The cache keeps the samples with the highest scores.
+        """Set the scores of samples, resident or not.
 
-        All scores are 0 in a new cache. When it is full, a new sample is stored only if its score is above those of
-        the residents that it replaces. For the policy "oracle", set the score of each sample of a batch to minus its
-        next use before the batch is read (`policies.next_uses`). Of equal ids, the last score counts.
+        The cache keeps the samples with the highest scores. All scores are 0 in a new cache. When it is full, a new
+        sample is stored only if its score is above those of the residents that it replaces. For the policy
+        "oracle", set the score of each sample of a batch to minus its next use before the batch is read
+        (`policies.next_uses`). Of equal ids, the last score counts.
 
         Raises `InputError` for policies other than "importance" and "oracle", and unless there is one number per id,
         and none is NaN.
@@ -459,7 +470,7 @@ class SampleCache:
         return int(self._index.header[Field.UNCACHED])
 
     def uncache_steps(self, count: int) -> bool:
-        """Remove all samples, for all processes, because one of the last `count` cached steps proved random.
+        """Remove all samples, as one of the last `count` cached steps proved random.
 
         Afterwards `uncached_steps` is at least `count`. If that was already the case, removes nothing and returns
         False.
@@ -475,7 +486,10 @@ class SampleCache:
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Detach from the cache. Idempotent. The last process to close it removes the cache, unless it persists."""
+        """Detach from the cache. Idempotent.
+
+        The last process to close it removes the cache, unless it persists.
+        """
         if self._detach.alive:
             if self.tier is not None:
                 self.tier.close()

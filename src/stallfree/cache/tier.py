@@ -33,20 +33,41 @@ Record = npt.NDArray[np.uint8]
 
 
 def decode(record: Any) -> Any:
-    """Return the sample of a `Record`, or of its bytes. Raises `CodecError` for anything else."""
+    """Return the sample of a record.
+
+    Args:
+        record: a `Record` or its bytes. Anything else raises `CodecError`.
+
+    Example:
+        ```python
+        # needs a tier
+        def get_many(self, ids):
+            return [decode(self.records[id]) for id in ids.tolist()]
+        ```
+    """
     return read_record(np.frombuffer(record, np.uint8), copy=True, allow_pickle=True)
 
 
 class Tier(Protocol):
-    """The samples of one data set in a slower store. `stallfree.testing.TierContract` tests a class against this.
+    """The samples of one data set in a slower store.
 
-    Ids are arrays of distinct int64 within the data set. Methods may be called from several threads, and in forked
-    children. Any exception only costs hits: after three in a row, the tier is not used for ten seconds.
-    A tier can be pickled if the data set is used in processes that are started by "spawn" or "forkserver".
+    `stallfree.testing.TierContract` tests a class against this. Ids are arrays of distinct int64 within the data
+    set. Methods may be called from several threads, and in forked children. Any exception only costs hits: after
+    three in a row, the tier is not used for ten seconds. A tier can be pickled if the data set is used in processes
+    that are started by "spawn" or "forkserver".
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="1MiB", store=sf.DiskTier("ssd", capacity="8MiB"))
+        assert len(cached.tier.get_many(np.arange(2))) == 2
+        ```
     """
 
     def get_many(self, ids: Array) -> list[Any]:
-        """Return the values of `ids`, `MISS` for absent ones. The caller owns them; they may share memory."""
+        """Return the values of `ids`, `MISS` for absent ones.
+
+        The caller owns them; they may share memory.
+        """
 
     def put_many(self, ids: Array, records: Sequence[Record]) -> Array:
         """Store `records`. Return which of `ids` are stored now, as an array of bool."""
@@ -59,7 +80,14 @@ class Tier(Protocol):
 
 
 class TierStore(Protocol):
-    """A place for the tiers of data sets: what `store=` of `CachedDataset` accepts (`DiskTier`, `RedisStore`)."""
+    """A place for the tiers of data sets: an argument `store=` of `CachedDataset`.
+
+    Example:
+        ```python
+        store = sf.DiskTier("ssd", capacity="8MiB")  # or a RedisStore
+        cached = sf.CachedDataset(dataset, capacity="1MiB", store=store)
+        ```
+    """
 
     def attach(self, num_ids: int, *, fingerprint: str, name: str, example: Any) -> Tier:
         """Return the tier of one data set.

@@ -115,7 +115,7 @@ class TierContract:
         (found,) = tier.get_many(ids_of(7))
         assert record_of(found).tobytes() == record_of((0, value)).tobytes()
 
-    def test_dropped_samples_are_gone_and_may_be_stored_anew(self, tier: Tier) -> None:
+    def test_dropped_samples_are_gone_and_may_be_stored_again(self, tier: Tier) -> None:
         put(tier, range(COUNT))
         tier.drop(ids_of(*range(0, COUNT, 2)))
         tier.drop(ids_of())
@@ -174,7 +174,7 @@ class TierContract:
         self.check(tier, [1, 4])
 
     def test_another_process(self, tier: Tier) -> None:
-        """A tier is sent to processes that are started anew."""
+        """A tier is sent to new processes."""
         put(tier, [1])
         child = multiprocessing.get_context("spawn").Process(target=self._in_child, args=(tier,))
         child.start()
