@@ -99,15 +99,15 @@ class Job:
         self.ends, self.processes, self.per_node = [], [], per_node
         self._master, self._keeper = self._start(_keep_store)
         self.port = str(self._master.recv())
-        self.roots = [self.folder / str(number) for number in range(nodes)]
+        self.roots = [self.folder / str(number) / f"stallfree-{os.getuid()}" for number in range(nodes)]
         count = nodes * per_node
         self._barrier = self._context.Barrier(count)  # freed here, it could not be opened there
         for root in self.roots:
-            root.mkdir(mode=0o700)
+            root.mkdir(mode=0o700, parents=True)
         for number in range(count):
             environment = {"RANK": number, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": per_node, "MASTER_PORT": self.port}
             environment |= {"LOCAL_RANK": number % per_node, "MASTER_ADDR": "127.0.0.1"}
-            environment["STALLFREE_ROOT"] = self.roots[number // per_node]
+            environment["STALLFREE_ROOT"] = self.roots[number // per_node].parent
             here = {"number": number, "count": count, "folder": self.folder, "meet": self._barrier}
             end, process = self._start(_live, here, {name: str(value) for name, value in environment.items()})
             self.ends.append(end)

@@ -69,8 +69,8 @@ def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
 def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) -> None:
     """Be a node that reads both data sets, one of them with memory in front, until all harm was done."""
     chance, done = random.Random(number), Counter[str]()
-    os.environ["STALLFREE_ROOT"] = str(default_root() / f"node{number}")
-    os.mkdir(os.environ["STALLFREE_ROOT"], 0o700)
+    os.environ["STALLFREE_ROOT"] = str(folder / f"node{number}")
+    default_root().mkdir(0o700, parents=True)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(sf.RedisStore(hosts, timeout=0.5))
         sets = [
@@ -98,7 +98,7 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
             assert os.waitpid(helper.pid, 0)[1] == 0
         for dataset in sets:
             done.update(tier_hits=dataset.stats().tier_hits, misses=dataset.stats().misses)
-    os.rmdir(os.environ["STALLFREE_ROOT"])
+    assert list(default_root().iterdir()) == []
     (folder / f"done{number}").write_text(json.dumps(done))
 
 

@@ -62,6 +62,8 @@ def has_ended(process: psutil.Process) -> bool:
 def kill(process: psutil.Process) -> None:
     """Kill a server, and wait until its starter can see it."""
     process.kill()
+    with contextlib.suppress(ChildProcessError):  # of another process, or waited for already
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it counts as a zombie while its threads still run
     until(lambda: has_ended(process), "it has ended")
 
 
