@@ -176,7 +176,7 @@ class IdError(InputError, IndexError):
 
 
 class BatchError(StallfreeError, RuntimeError):
-    """The error of a data set, a transform or `collate_fn` cannot be raised here as it is.
+    """An error of the user's code that cannot be raised as it is.
 
     It is a `StopIteration`, which would end the loop, or it comes from another process and has no pickle. The message
     has its type and text. All other errors of the user's code are raised unchanged.

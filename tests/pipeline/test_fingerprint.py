@@ -437,7 +437,7 @@ PROGRAM = """
 import enum, functools, sys
 import numpy as np, torch
 from dataclasses import dataclass, field
-import stallfree.pipeline as p
+import stallfree as sf
 
 WORDS = {"cat", "dog", "cow", "hen"}
 
@@ -459,7 +459,7 @@ class Step:
 def helper(value, among=frozenset(WORDS)):
     return value in among and value in WORDS
 
-pipeline = p.Compose([Step(), functools.partial(helper, among=WORDS), p.OnItem("image", Step()),
+pipeline = sf.Compose([Step(), functools.partial(helper, among=WORDS), sf.OnItem("image", Step()),
                       lambda v: [helper(x) for x in v], torch.nn.Identity(), np.ascontiguousarray])
 """
 
@@ -469,7 +469,8 @@ import sys
 sys.path.insert(0, FOLDER)
 import program
 exec(program.__loader__.get_source("program"))
-print(hash("a string"), p.fingerprint(pipeline), p.fingerprint(program.pipeline))
+from stallfree.pipeline.fingerprint import fingerprint
+print(hash("a string"), fingerprint(pipeline), fingerprint(program.pipeline))
 """
 
 
@@ -521,7 +522,7 @@ def test_the_same_in_every_interpreter(tmp_path: Path) -> None:
         )
 
     step = 'p.OnItem("image", A.Normalize(p=1))'
-    program = "import albumentations as A\n" + PROGRAM.replace('p.OnItem("image", Step())', step)
+    program = "import albumentations as A\n" + PROGRAM.replace('sf.OnItem("image", Step())', step)
     assert step in program
     check_programs(tmp_path, [program, "\n# further down\n" + program], [run("1"), run("2")])
 

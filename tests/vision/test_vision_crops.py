@@ -303,7 +303,7 @@ class TestInAPipeline:
         for form in ("fetched", "prepared"):
             with sf.CachedDataset(data, capacity="8MiB", form=form, transform=after) as cached:
                 epochs[form] = [[cached[id] for id in range(4)] for _ in range(3)]
-                whole = cached.cache.get(0)[0]
+                whole = cached.cache.get_many([0])[0][0]
                 assert isinstance(whole, bytes) if form == "fetched" else whole.shape == (120, 170, 3)
         for fetched, prepared in zip(epochs["fetched"], epochs["prepared"], strict=True):
             for one, other in zip(fetched, prepared, strict=True):

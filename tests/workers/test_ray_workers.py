@@ -85,7 +85,7 @@ def bridges() -> list[Any]:
 @pytest.mark.parametrize("combinations", [[(0, 2), (1, 1)], pytest.param(ALL, marks=pytest.mark.slow)])
 def test_batches_equal_those_of_local_workers(cluster: RayCluster, combinations: list[tuple[int, int]]) -> None:
     dataset = Made(SAMPLES, noisy)
-    with sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=5) as plain:
+    with sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=5, num_workers=1) as plain:
         expected = [[copied(batch) for batch in plain] for _ in range(2)]
     for local, remote in combinations:
         with ray_loader(cluster, dataset, remote, num_workers=local, persistent_workers=True) as loader:

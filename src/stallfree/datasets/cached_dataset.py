@@ -22,7 +22,7 @@ from stallfree.cache.tier import Tier
 from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
 from stallfree.datasets.private_names import private_name
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import CodecError, InputError, argument_conflict
+from stallfree.errors import CodecError, IdError, InputError, argument_conflict
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose
@@ -335,5 +335,5 @@ def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
     wanted = np.array([operator.index(id) for id in ids], np.int64)
     bad = wanted[(wanted < -length) | (wanted >= length)]
     if len(bad):
-        raise IndexError(f"id {bad[0]} is out of range: the data set has {length} samples")
+        raise IdError(f"id {bad[0]} is out of range: the data set has {length} samples")
     return np.where(wanted < 0, wanted + length, wanted)

@@ -107,8 +107,8 @@ class WorkerPool:
         self.warned_of_size = False
         self.counts_waits = True
         self.token = 0
-        if options.workers:
-            _ = options.reader.randomness  # the search for generators, once instead of in each worker of each epoch
+        if options.workers or options.reader.cache is not None:
+            _ = options.reader.randomness  # the search for generators, once instead of for each epoch
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
         most = options.ahead if options.remote is None else options.ahead + options.remote.most_ahead

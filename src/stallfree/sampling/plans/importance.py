@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,7 @@ class ImportanceSampler:
 
     def epoch_source(self, setup: Any) -> Any:
         """The source of a loader's epochs."""
-        from stallfree.sampling.importance_source import ImportanceSource
-
-        return ImportanceSource(setup)
+        return import_module("stallfree.sampling.importance_source").ImportanceSource(setup)  # which needs this module
 
     def __init__(
         self,
