@@ -34,8 +34,13 @@ class CompressedSamples:
         folder.mkdir(parents=True, exist_ok=True)
 
     def get_many(self, ids: Any) -> list[Any]:
-        files = [self.folder / str(id) for id in ids]
-        return [decode(zlib.decompress(file.read_bytes())) if file.exists() else MISS for file in files]
+        return [self._read(self.folder / str(id)) for id in ids]
+
+    def _read(self, file: Path) -> Any:
+        try:
+            return decode(zlib.decompress(file.read_bytes()))
+        except FileNotFoundError:  # never stored, or dropped
+            return MISS
 
     def put_many(self, ids: Any, records: Any) -> Any:
         for id, record in zip(ids, records, strict=True):
