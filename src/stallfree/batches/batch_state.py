@@ -135,6 +135,8 @@ class BatchState:
     def _take_from_tier(self, cache: SampleCache) -> None:
         """Put what the tier holds in place of `MISS`, and store it in memory."""
         asked, pending = dict[int, Any](), self.pending
+        if pending.uncached != self.reader.split.uncached:  # they were made with a step that has proved random since
+            pending.asked, pending.uncached = [], self.reader.split.uncached
         for ids, future in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
                 asked.update(zip(ids.tolist(), future.result(), strict=True))

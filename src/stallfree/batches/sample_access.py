@@ -47,12 +47,14 @@ class Pending:
         ids: ids of its samples.
         fetches: fetches from the source, by id. Some are added when the tier reports a miss.
         asked: ids that the tier was asked for, and what it returned.
+        uncached: the number of uncached steps of the samples that it was asked for.
         pool: threads that read and fetch, or None.
     """
 
     ids: npt.NDArray[np.int64]
     fetches: dict[int, Future[Any]] = field(default_factory=dict)
     asked: list[tuple[npt.NDArray[np.int64], Future[list[Any]]]] = field(default_factory=list)
+    uncached: int = 0
     pool: Executor | None = None
 
     def cancel(self) -> None:
@@ -204,6 +206,7 @@ class SampleAccess:
             self.fetch(ids.tolist(), pending)
             return
         ids, pool = np.array(list(dict.fromkeys(ids.tolist())), np.int64), self._pool_of(pending)
+        pending.uncached = self.split.uncached
         with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
             for part in tier.parts(ids):
                 pending.asked.append((part, pool.submit(self.ask, part, pending)))
@@ -211,7 +214,7 @@ class SampleAccess:
     def ask(self, ids: npt.NDArray[np.int64], pending: Pending) -> list[Any]:
         """Return what the tier holds of the distinct `ids`, and start to fetch the others."""
         assert self.cache is not None
-        values: list[Any] = self.cache.tier.get_many(ids)
+        values: list[Any] = self.cache.tier.get_many(ids, pending.uncached)
         self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
         return values
 

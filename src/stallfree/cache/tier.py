@@ -111,6 +111,9 @@ _FAILURES, _PAUSE_SECONDS = 3, 10.0
 _FOLLOW_SECONDS = 1.0
 """Interval at which a process looks whether another host found a random step."""
 
+_MOST_STEPS = 1 << 20
+"""More steps than any pipeline has."""
+
 _ALIGN = 64
 _STORED, _MOVING = 1, 2
 
@@ -167,14 +170,21 @@ class TierClient:
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
-    def get_many(self, ids: Array) -> list[Any]:
-        """Return the samples of the distinct `ids`, `MISS` for those that the tier does not hold."""
+    def get_many(self, ids: Array, uncached: int) -> list[Any]:
+        """Return the samples of the distinct `ids`, `MISS` for those that the tier does not hold.
+
+        Args:
+            ids: distinct.
+            uncached: the number of uncached steps with which they must have been prepared.
+        """
         self.drain(ids)
         if time.monotonic() - self._followed > _FOLLOW_SECONDS:
             self._follow()
-        found = self._current(ids, self._ask(ids))
-        self._state[ids] = [0 if value is MISS else _STORED for value in found]
-        return found
+        values = self._ask(ids)
+        numbers = self._compare(ids, values)
+        samples = [value[1] if number == uncached else MISS for value, number in zip(values, numbers, strict=True)]
+        self._state[ids] = [0 if sample is MISS else _STORED for sample in samples]
+        return samples
 
     def _ask(self, ids: Array) -> list[Any]:
         if not self._reading.good:
@@ -189,23 +199,26 @@ class TierClient:
         self._reading.failures = 0
         return values
 
-    def _current(self, ids: Array, values: list[Any]) -> list[Any]:
-        """Return the samples in `values`, and drop those that were prepared with another number of uncached steps."""
-        known = self._cache.uncached_steps
+    def _compare(self, ids: Array, values: list[Any]) -> list[int]:
+        """Return the number of uncached steps of each value; adopt a higher number, and drop values of a lower one."""
         numbers = [_number(value) for value in values]
-        if max(numbers, default=0) > known:
-            known = max(numbers)
+        if max(numbers, default=0) > self._cache.uncached_steps:
             with contextlib.suppress(StallfreeError):  # another process writes to the cache: the next batch tries again
-                self._cache.uncache_steps(known)
-        old = [at for at, number in enumerate(numbers) if values[at] is not MISS and number != known]
+                self._cache.uncache_steps(max(numbers))
+        known = self._cache.uncached_steps
+        old = [at for at, number in enumerate(numbers) if values[at] is not MISS and number < known]
         if old:
             self._drop(ids[old])
-        return [value[1] if number == known else MISS for value, number in zip(values, numbers, strict=True)]
+        return numbers
 
     def _follow(self) -> None:
         """Adopt the number of uncached steps that another host or an earlier job has stored."""
         self._followed = time.monotonic()
-        self._current(np.empty(0, np.int64), self._ask(np.array([self._cache.num_ids])))
+        marker = np.array([self._cache.num_ids])
+        highest = _number(self._ask(marker)[0])
+        if highest > self._cache.uncached_steps:
+            with contextlib.suppress(StallfreeError):
+                self._cache.uncache_steps(highest)
 
     def drain(self, ids: Array) -> None:
         """Wait until no process of this host has `ids` in its queue; after 250 ms they count as lost."""
@@ -346,7 +359,7 @@ class _Health:
 
 def _number(value: Any) -> int:
     """Return the number of uncached steps of a value from a tier; -1 if it has none."""
-    valid = type(value) is tuple and len(value) == 2 and type(value[0]) is int
+    valid = type(value) is tuple and len(value) == 2 and type(value[0]) is int and value[0] < _MOST_STEPS
     return value[0] if valid else -1
 
 

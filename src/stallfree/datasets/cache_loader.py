@@ -151,7 +151,7 @@ class CacheLoader:
         if cache.tier is None:
             return MISS, places[:0]
         places = np.unique(places)
-        values = cache.tier.get_many(places)
+        values = cache.tier.get_many(places, 0)
         for value in values:
             if value is not MISS and is_ours(value):
                 cache.count_tier(1, 0)
