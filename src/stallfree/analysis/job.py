@@ -426,7 +426,7 @@ def _read_some(job: Job) -> Records:
             except Exception as error:
                 note_sample(error, job.source, id, "fetching")
                 raise job_failed(
-                    f"the job cannot be analysed: {described(error)}. Leave this sample out, or mend it"
+                    f"the job cannot be analysed: {described(error)}. Leave this sample out, or correct it"
                 ) from error
             if job.reads:
                 found.parts[id] = [part for part in parts_of(record) if os.path.isabs(part[0])]  # of this machine

@@ -144,15 +144,15 @@ class BatchState:
         left = np.array([id for id in missing if id not in asked], np.int64)  # evicted since the start
         if len(left):
             asked.update(zip(left.tolist(), self.reader.ask(left, pending), strict=True))
-        found = {id: value for id in missing if (value := asked[id]) is not MISS}
-        if not found:
+        stored = {id: value for id in missing if (value := asked[id]) is not MISS}
+        if not stored:
             return
-        hits = [at for at in self._own if self.ids[at] in found]
+        hits = [at for at in self._own if self.ids[at] in stored]
         cache.count_tier(len(hits), 0)
         if not cache.full:
-            cache.put_many(list(found), list(found.values()), uncached=self.reader.split.uncached)
+            cache.put_many(list(stored), list(stored.values()), uncached=self.reader.split.uncached)
         for at in hits:
-            value = found[self.ids[at]]
+            value = stored[self.ids[at]]
             self._found[at] = value if at == missing[self.ids[at]] else private(value)
 
     # -- misses -------------------------------------------------------------------------------------------------------
