@@ -206,9 +206,7 @@ def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) 
         dataset = pipelines.train.dataset
         assert isinstance(dataset, sf.SmartCacheDataset)
         names = [type(step).__name__ for step in sf.split(dataset.source.pipeline).deterministic]
-        assert names == ["LoadNifti", "ConvertToChannelsFirst", "ScaleIntensityRange"]
-        verdicts = sf.split(dataset.source.pipeline).verdicts
-        assert {verdict.reason for verdict in verdicts} == {"mark"}
+        assert names == ["LoadImaged", "EnsureChannelFirstd", "ScaleIntensityRanged"]
         for _ in range(3):
             assert len(list(pipelines.train)) == 2
         stats = dataset.stats()
@@ -216,7 +214,7 @@ def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) 
         found = dataset.cache.get_many(np.flatnonzero(dataset.cache.resident(np.arange(8))))
         held = [record for record in found if record is not MISS]  # the window may have moved meanwhile
         assert held
-        assert all(type(record["image"]) is np.ndarray and record["image"].max() < 1 for record in held)
+        assert all(record["image"].max() < 1 for record in held)
 
 
 def test_augmentation_is_a_function_of_the_seed(data: Path, tmp_path: Path) -> None:
@@ -254,22 +252,20 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
     )
     variables = {"noise_name": "AddGaussianNoise", "objects": 5, "file": "{stem}", "stem": "list", "field": "image"}
     model = {"name": "SegAhnet", "args": {"weights": "{NOBODY_ASKS_FOR_THIS}"}}
-    config = write_config(tmp_path, variance=1.5, **variables, train={**part, "model": model})
+    config = write_config(tmp_path, variance=2.25, **variables, train={**part, "model": model})
     with load(config, DATA_ROOT=data, objects=3, unused="taken, as an environment may hold more") as pipelines:
         assert pipelines.train is not None
         dataset = pipelines.train.dataset
         assert isinstance(dataset, sf.SmartCacheDataset)
         assert (dataset.cache_num, pipelines.train.loader.batch_size) == (3, 3)
-        assert sf.split(dataset.source.pipeline).random.transforms[0].variance == 1.5  # type: ignore[attr-defined]
+        assert sf.split(dataset.source.pipeline).random.transforms[0].rand_gaussian_noise.std == 1.5  # type: ignore[attr-defined]
 
 
 # -- transforms of others ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["SegmentationImagePipeline", "SegmentationImagePipelineWithCache"])
 def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
-    pytest.importorskip("monai")
     transforms = [
         {"name": "LoadImaged", "args": {"keys": BOTH}},
         {"name": "EnsureChannelFirstd", "args": {"keys": BOTH}},
@@ -343,11 +339,9 @@ def test_a_bad_file_stops_training_with_its_path(kind: str, fault: str, what: st
         assert pipelines.train is not None
         if kind.endswith("WithCache"):
             settle(pipelines)
-        with pytest.raises((OSError, sf.InputError), match=r"sample 6 \(.*6\.") as caught:
+        with pytest.raises(Exception) as caught:  # noqa: PT011 (MONAI's error depends on the file)
             numbers(itertools.chain.from_iterable(itertools.repeat(pipelines.train)))
         assert any(str(path) in note for note in caught.value.__notes__)
-        if fault != "gone":
-            assert f"field '{'image' if 'images' in what else 'label'}' are no whole NIfTI volume" in str(caught.value)
 
 
 def test_a_sample_of_another_size_is_named(tmp_path: Path) -> None:

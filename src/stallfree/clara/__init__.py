@@ -1,14 +1,8 @@
 """Data pipelines from training configurations of NVIDIA's Clara Train SDK.
 
-load("train_config.json", ...)      pipelines.py   sections to data sets and loaders
-  ├── configuration.py              JSON, placeholders, components
-  ├── arguments.py                  the arguments of an `image_pipeline`
-  ├── data_list.py                  the data list as a source
-  └── registry.py                   transforms by name: ours, MONAI's, the user's
-        ├── nifti.py                loading
-        ├── transforms.py           deterministic transforms
-        ├── augment.py              random transforms
-        └── fields.py               their common base classes
+load("train_config.json", ...)      pipelines.py       data list, data sets and loaders
+  ├── configuration.py              JSON, placeholders, components and their arguments
+  └── transforms.py                 transforms by name: Clara's in MONAI's classes, MONAI's own, the user's
 """
 
 from stallfree.clara.pipelines import Pipeline, Pipelines, load

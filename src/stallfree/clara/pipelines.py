@@ -6,30 +6,41 @@ import contextlib
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from stallfree.clara.arguments import Arguments, parse
-from stallfree.clara.configuration import Variables, component, read_json
-from stallfree.clara.data_list import DataListSource, read_data_list
-from stallfree.clara.registry import make_transforms, reads_bytes
+from stallfree.clara.configuration import (
+    PIPELINES,
+    Variables,
+    advice_on,
+    component,
+    is_number,
+    is_text,
+    parse,
+    read_json,
+)
+from stallfree.clara.transforms import make_transforms
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, StallfreeWarning, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.marks import mark_deterministic
+from stallfree.sources.base import BaseSource
+from stallfree.sources.paths import PathList, canonical, is_url
 from stallfree.units import parse_whole
 
+Labels = np.ndarray[Any, np.dtype[Any]]
 
+
+@dataclass(frozen=True)
 class Pipeline:
-    """The data of one section.
-
-    Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
+    """The data of one section. Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
 
     Images are float32 of shape (batch, channels, *axes). Labels are volumes of the same form, or numbers of shape
     (batch,) or (batch, numbers): int64, or float32 if any is not an integer.
@@ -41,16 +52,15 @@ class Pipeline:
 
     Example:
         ```python
-        # needs nibabel
+        # needs monai
         with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
             print(len(pipelines.train), pipelines.train.dataset.stats().lag)
         ```
     """
 
-    def __init__(self, name: str, dataset: SmartCacheDataset | DataListSource, loader: DataLoader) -> None:
-        self.name = name
-        self.dataset = dataset
-        self.loader = loader
+    name: str
+    dataset: SmartCacheDataset | BaseSource
+    loader: DataLoader
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.loader)
@@ -85,14 +95,14 @@ class Pipelines:
 
     Example:
         ```python
-        # needs nibabel
+        # needs monai
         with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
             print(pipelines.train, pipelines.validate)
         ```
     """
 
-    train: Pipeline | None
-    validate: Pipeline | None
+    train: Pipeline | None = None
+    validate: Pipeline | None = None
 
     def close(self) -> None:
         """Close both pipelines. Idempotent."""
@@ -110,7 +120,7 @@ class Pipelines:
 def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variables: Any) -> Pipelines:
     """Build the data pipelines of a training configuration of NVIDIA's Clara Train SDK.
 
-    The configuration is JSON, of release 3.x.
+    The configuration is JSON, of release 3.x. Its transforms are made of MONAI's classes.
 
         with load("train_config.json", DATASET_JSON="/data/list.json", DATA_ROOT="/data") as pipelines:
             for batch in pipelines.train:
@@ -126,12 +136,12 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
 
     Raises:
         InputError: the configuration or the data list is invalid; the message names the position.
-        MissingExtraError: volumes are to be read and `nibabel` is not installed.
+        MissingExtraError: `monai` or `nibabel` is not installed.
         OSError: none of the first samples of a cache can be read.
 
     Example:
         ```python
-        # needs nibabel
+        # needs monai
         with sf.clara.load("train_config.json", DATASET_JSON="list.json", DATA_ROOT=".") as pipelines:
             for batch in pipelines.train:
                 train(batch["image"], batch["label"])
@@ -140,62 +150,173 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
     if not is_path(config):
         raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")
     seed, text = None if seed is None else parse_whole(seed, "seed"), os.fspath(config)
-    found = read_json(text, "the configuration")
-    sections = [name for name in ("train", "validate") if name in found]
+    content = read_json(text, "the configuration")
+    sections = [name for name in ("train", "validate") if name in content]
     if not sections:
         raise clara_configuration(
             f'the configuration {text!r} has neither a section "train" nor "validate": nothing to build'
         )
-    fill = Variables(found, variables)
-    plans = {name: _plan(found[name], name, fill) for name in sections}
-    for arguments, _ in plans.values():
-        for advice in arguments.advice():
+    fill = Variables(content, variables)
+    plans = {section: _plan(content[section], section, fill) for section in sections}
+    for section, (name, args, _) in plans.items():
+        for advice in advice_on(args, f"{section}.image_pipeline") if PIPELINES[name][1] else ():
             warnings.warn(advice, StallfreeWarning, stacklevel=2)
     with contextlib.ExitStack() as undo:
         made = {}
-        for name, (arguments, source) in plans.items():
-            made[name] = _build(arguments, source, seed)
-            undo.callback(made[name].close)
+        for section, plan in plans.items():
+            made[section] = _build(*plan, seed)
+            undo.callback(made[section].close)
         undo.pop_all()
-    return Pipelines(made.get("train"), made.get("validate"))
+    return Pipelines(**made)
 
 
-def _plan(section: Any, name: str, variables: Variables) -> tuple[Arguments, DataListSource]:
-    """Return the arguments and the source of a section, without starting anything."""
+def _plan(section: Any, name: str, variables: Variables) -> tuple[str, dict[str, Any], DataListSource]:
+    """Return the name of the pipeline of a section, its arguments and its source, without starting anything."""
     if not isinstance(section, dict):
         raise clara_configuration(f"{name} is a {type(section).__name__}, expected an object: {{...}}")
     for key in ("image_pipeline", "pre_transforms"):
         if key not in section:
             raise clara_configuration(f"{name}.{key} is missing: a section needs image_pipeline and pre_transforms")
-    place = f"{name}.image_pipeline"
-    arguments = parse(component(variables.fill(section["image_pipeline"], place), place), training=name == "train")
-    place = f"{name}.pre_transforms"
-    steps = make_transforms(variables.fill(section["pre_transforms"], place), place)
-    images, labels = read_data_list(arguments)
-    pipeline = Compose([*steps, Output(arguments)])
-    return arguments, DataListSource(images, labels, pipeline, read=reads_bytes(steps))
+    where = f"{name}.image_pipeline"
+    pipeline = component(variables.fill(section["image_pipeline"], where), where)
+    args = parse(pipeline, training=name == "train")
+    where = f"{name}.pre_transforms"
+    steps = make_transforms(variables.fill(section["pre_transforms"], where), where)
+    volumes = PIPELINES[pipeline.name][0]
+    output = Output(args["output_crop_size"], args["output_image_channels"], volumes=volumes)
+    images, labels = _read_data_list(args, pipeline, volumes)
+    return pipeline.name, args, DataListSource(images, labels, Compose([*steps, output]))
 
 
-def _build(arguments: Arguments, source: DataListSource, seed: int | None) -> Pipeline:
+def _build(name: str, args: dict[str, Any], source: DataListSource, seed: int | None) -> Pipeline:
     dataset: SmartCacheDataset | DataListSource = source
-    if arguments.cached:
+    if PIPELINES[name][1]:
         dataset = SmartCacheDataset(
             source,
-            cache_num=arguments.num_cache_objects,
-            replace_rate=arguments.replace_percent,
+            cache_num=args["num_cache_objects"],
+            replace_rate=args["replace_percent"],
             seed=seed,
-            shuffle=arguments.shuffle,
+            shuffle=args["shuffle"],
         )
-    ahead = math.ceil(arguments.prefetch_size / max(1, arguments.num_workers))  # batches in flight per worker
+    ahead = math.ceil(args["prefetch_size"] / max(1, args["num_workers"]))  # batches in flight per worker
     loader = DataLoader(
         dataset,
-        batch_size=arguments.output_batch_size,
-        shuffle=arguments.shuffle,
-        num_workers=arguments.num_workers,
+        batch_size=args["output_batch_size"],
+        shuffle=args["shuffle"],
+        num_workers=args["num_workers"],
         prefetch_factor=ahead or None,
         seed=seed,
     )
-    return Pipeline(arguments.name, dataset, loader)
+    return Pipeline(name, dataset, loader)
+
+
+# -- the data list ----------------------------------------------------------------------------------------------------
+
+
+class DataListSource(BaseSource):
+    """Images with their labels, which are files (segmentation) or numbers (classification).
+
+    `fetch(id)` returns `{"image": path, "label": path or numbers}`: the first transform loads the files. A file at a
+    URL is copied to a local one before.
+
+    Args:
+        images: paths or fsspec URLs, one per sample.
+        labels: paths or fsspec URLs, or an array with one row per sample.
+        steps: pipeline applied to the fetched record.
+    """
+
+    def __init__(self, images: Sequence[str], labels: Sequence[str] | Labels, steps: Compose) -> None:
+        self._images = PathList(images)
+        self._labels = labels if isinstance(labels, np.ndarray) else PathList(labels)
+        self.pipeline = steps
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def _record(self, id: int) -> dict[str, Any]:
+        label = self._labels[id]
+        label = _local(label) if isinstance(self._labels, PathList) else label.copy()
+        return {"image": _local(self._images[id]), "label": label}
+
+    def _where(self, id: int) -> str:
+        image: str = self._images[id]
+        return f"{image}, {self._labels[id]}" if isinstance(self._labels, PathList) else image
+
+    def fingerprint(self) -> str:
+        """Return a text that changes with any path or label, or the size of any of 256 local files, evenly spread."""
+        labels = self._labels.fingerprint() if isinstance(self._labels, PathList) else fingerprint(self._labels)
+        return f"DataListSource {self._images.fingerprint()} {labels}"
+
+    def __repr__(self) -> str:
+        return f"DataListSource({len(self)} samples, first {self.where(0)!r})"
+
+
+def _local(path: str) -> str:
+    """Return `path`; for a URL, the path of a local copy."""
+    if not is_url(path):
+        return path
+    import fsspec
+
+    return fsspec.open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
+
+
+def _read_data_list(args: dict[str, Any], pipeline: Any, volumes: bool) -> tuple[list[str], list[str] | Labels]:
+    """Return the images and labels that the arguments name. Raises `InputError` for an invalid list."""
+    path, key = args["data_list_file_path"], args["data_list_key"]
+    content = read_json(path, "the data list")
+    if key not in content:
+        lists = [repr(name) for name, value in content.items() if isinstance(value, list)]
+        raise clara_configuration(
+            f"{pipeline.where}: the data list {path!r} has no {key!r}: set data_list_key to one of its lists "
+            f"({', '.join(lists) or 'it has none'})"
+        )
+    entries = content[key]
+    if not isinstance(entries, list) or not entries:
+        raise clara_configuration(
+            f"{key!r} of the data list {path!r} is {'empty' if entries == [] else type(entries).__name__}: expected a "
+            'list of at least one {"image": ..., "label": ...}'
+        )
+    shape = None
+    for number, entry in enumerate(entries):
+        where = f"{key}[{number}] of the data list {path!r}"
+        if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
+            raise clara_configuration(f'{where} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
+        image, label = entry["image"], entry["label"]
+        if not is_text(image):
+            raise clara_configuration(f"{where}: image={image!r}, expected the path of one file")
+        if volumes and not is_text(label):
+            raise clara_configuration(
+                f"{where}: label={label!r}, and {pipeline.name} wants the path of a volume; for numbers use a "
+                "ClassificationImagePipeline"
+            )
+        if not volumes:
+            parts = label if isinstance(label, list) else [label]
+            if not parts or not all(is_number(part) and -(2**63) <= part < 2**63 for part in parts):
+                raise clara_configuration(
+                    f"{where}: label={label!r}, expected a number or a list of numbers; for volumes use a "
+                    "SegmentationImagePipeline"
+                )
+            shape = np.shape(label) if shape is None else shape
+            if np.shape(label) != shape:
+                raise clara_configuration(
+                    f"{where}: label={label!r} and the first label is {entries[0]['label']!r}: give all the same form"
+                )
+    base = canonical(args["data_file_base_dir"])
+    images, labels = [_join(base, entry["image"]) for entry in entries], [entry["label"] for entry in entries]
+    if volumes:
+        return images, [_join(base, label) for label in labels]
+    numbers = np.array(labels)
+    return images, numbers.astype(np.int64 if numbers.dtype.kind == "i" else np.float32)
+
+
+def _join(base: str, path: str) -> str:
+    """Return `path` below `base`; `path` itself if it is absolute or a URL."""
+    if is_url(base) and not is_url(path) and not os.path.isabs(path):
+        return f"{base.rstrip('/')}/{path.removeprefix('./')}"
+    return path if is_url(path) else os.path.normpath(os.path.join(base, path))
+
+
+# -- the last step ----------------------------------------------------------------------------------------------------
 
 
 @mark_deterministic
@@ -205,16 +326,12 @@ class Output:
     Raises `InputError` for a sample of another size.
     """
 
-    def __init__(self, arguments: Arguments) -> None:
-        self.size = arguments.output_crop_size
-        self.channels = arguments.output_image_channels
-        self.volumes = arguments.volumes
+    def __init__(self, size: list[int], channels: int | None, *, volumes: bool) -> None:
+        self.size, self.channels, self.volumes = size, channels, volumes
 
     def __call__(self, sample: Any) -> dict[str, torch.Tensor]:
         if not isinstance(sample, Mapping) or not {"image", "label"} <= sample.keys():
-            what = f"a {type(sample).__name__}"
-            if isinstance(sample, Mapping):
-                what = f"the fields {', '.join(map(repr, sample))}"
+            what = f"the fields {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else repr(type(sample))
             raise clara_field(f"the transforms gave {what}, expected one sample with the fields 'image' and 'label'")
         image, label = _tensor(sample["image"], "image"), _tensor(sample["label"], "label")
         self._check(image, "image", self.channels)
@@ -223,17 +340,17 @@ class Output:
         return {"image": image.to(torch.float32), "label": label}
 
     def _check(self, volume: torch.Tensor, field: str, channels: int | None) -> None:
-        got = tuple(volume.shape)
-        wanted = (-1 if channels is None else channels, *self.size)
-        if len(got) != len(wanted) or any(want not in (-1, have) for have, want in zip(got, wanted, strict=True)):
+        shape = tuple(volume.shape)
+        expected = (-1 if channels is None else channels, *self.size)
+        if len(shape) != len(expected) or any(n not in (-1, have) for have, n in zip(shape, expected, strict=True)):
             text = ["channels" if channels is None else channels, *("any" if n == -1 else n for n in self.size)]
             raise clara_field(
-                f"field {field!r} comes out with shape {list(got)}, and output_crop_size={list(self.size)} asks for "
+                f"field {field!r} comes out with shape {list(shape)}, and output_crop_size={self.size} asks for "
                 f"[{', '.join(map(str, text))}]: crop, pad or resample it in pre_transforms, or change output_crop_size"
             )
 
     def __repr__(self) -> str:
-        return f"Output({list(self.size)})"
+        return f"Output({self.size})"
 
 
 def _tensor(value: Any, field: str) -> torch.Tensor:
