@@ -18,7 +18,7 @@ PYTHON ?=
 CANDIDATES := python3.13 python3.12 python3.11 python3
 BIN := $(VENV)/bin
 INSTALL := $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt
-DECLARED := pyproject.toml constraints.txt hatch_build.py src/stallfree/vision/_native.c src/stallfree/vision/_entropy.h
+DECLARED := pyproject.toml constraints.txt hatch_build.py src/stallfree/vision/_native.c
 
 help:
 	@sed -n '1,6s/^# \{0,1\}//p' Makefile

@@ -116,8 +116,8 @@ def train(
 
 def compare(folder: Path, options: argparse.Namespace) -> None:
     """Train with both loaders on the pictures in `folder`."""
-    augment = sf.vision.RandomResizedCrop(96), sf.vision.RandomHorizontalFlip()  # random, in each epoch
-    files = sf.ImageFolder(folder, sf.Compose([sf.vision.Resize(112), *augment, sf.vision.ChannelsFirst()]))
+    augment = sf.DecodeRandomResizedCrop(96, flip=0.5, layout="CHW")  # random, in each epoch
+    files = sf.ImageFolder(folder, augment)
     classes, workers = len(files.classes), options.workers
     print(f"{len(files):,} pictures in {classes} classes behind storage of {options.bandwidth}, {workers} workers")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // 2))  # the other cores are for the workers

@@ -314,7 +314,7 @@ def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest
         def raised(x: Any) -> Any:
             return x + np.uint8(100)
 
-        step = [raised, sf.vision.RandomHorizontalFlip()]
+        step = [raised, sf.vision.RandomResizedCrop(8, scale=(1, 1), ratio=(1, 1), flip=0.5)]
         return sf.CachedDataset(Pixels(), capacity="1MiB", form="prepared", name="race", transform=sf.Compose(step))
 
     borrow, calls = SampleCache.borrow, []

@@ -173,7 +173,7 @@ def test_the_halves_do_the_same(kind: str, engine: str) -> None:
 def test_only_the_part_is_decoded(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if native.library() is None:
         pytest.skip("the compiled part is not there")
-    monkeypatch.setattr(crops, "_decoded", lambda data: pytest.fail("decoded whole"))
+    monkeypatch.setattr(crops, "DecodeImage", lambda: pytest.fail("decoded whole"))
     for _ in range(5):
         sf.DecodeRandomResizedCrop(33)(KINDS[kind])
 
@@ -279,12 +279,33 @@ def test_marked_and_pickled() -> None:
         assert repr(pickle.loads(pickle.dumps(step))) == repr(step)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, *WHOLE])
+@pytest.mark.parametrize("layout", ["HWC", "CHW"])
+def test_the_central_crop_is_that_of_the_resized_image(kind: str, layout: Any, engine: str) -> None:
+    data = (KINDS | WHOLE)[kind]
+    step = sf.vision.DecodeResizeCenterCrop((48, 40), 60, layout=layout)
+    assert mark_of(step) is False
+    pixels: Any = sf.DecodeImage()(data)
+    (top, left, height, width), mirror = step.draw(*pixels.shape[:2])
+    assert not mirror
+    shorter = min(pixels.shape[:2])
+    assert abs(height - 48 / 60 * shorter) <= 0.5 or height == 1
+    assert abs(2 * top + height - pixels.shape[0]) <= 1
+    assert abs(2 * left + width - pixels.shape[1]) <= 1
+    expected = native.resized(pixels[top : top + height, left : left + width], (48, 40), layout)
+    assert distance(step(data), expected).max() <= 1
+    with pytest.raises(InputError, match="needs the bytes of an encoded image"):
+        step(pixels)
+    with pytest.raises(InputError, match="at least the longer side"):
+        sf.vision.DecodeResizeCenterCrop(8, 7)
+
+
 class TestInAPipeline:
     def test_a_folder_of_pictures_leaves_its_decoding_out(self, tmp_path: Any) -> None:
         (tmp_path / "cats").mkdir()
         (tmp_path / "cats/1.jpg").write_bytes(JPEG)
-        data = sf.ImageFolder(tmp_path, sf.Compose([sf.DecodeRandomResizedCrop(16), sf.vision.ChannelsFirst()]))
-        assert len(data.pipeline) == 2
+        data = sf.ImageFolder(tmp_path, sf.DecodeRandomResizedCrop(16, layout="CHW"))
+        assert len(data.pipeline) == 1
         assert data[0][0].shape == (3, 16, 16)
         with pytest.raises(InputError, match="decodes the pictures itself: leave them out"):
             sf.ImageFolder(tmp_path, sf.DecodeRandomResizedCrop(16), output="pil")
@@ -298,10 +319,9 @@ class TestInAPipeline:
             path.write_bytes(encode(photograph(seed=number)))
             paths.append(path)
         data = sf.FileDataset(paths, [0, 1, 2, 3], sf.DecodeRandomResizedCrop(40, flip=0.5))
-        after = sf.OnItem(0, sf.vision.ColorJitter(0.3))
         epochs: dict[str, list[Any]] = {}
         for form in ("fetched", "prepared"):
-            with sf.CachedDataset(data, capacity="8MiB", form=form, transform=after) as cached:
+            with sf.CachedDataset(data, capacity="8MiB", form=form) as cached:
                 epochs[form] = [[cached[id] for id in range(4)] for _ in range(3)]
                 whole = cached.cache.get_many([0])[0][0]
                 assert isinstance(whole, bytes) if form == "fetched" else whole.shape == (120, 170, 3)

@@ -32,17 +32,14 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-#define ABI 3 /* equal to ABI in native.py */
+#define ABI 4 /* equal to ABI in native.py */
 #define LANES 8
 #define SPARE 2 /* minimum ratio between the sides decoded at a lower resolution and those of the result */
 #define MOST_TAPS 128 /* each product loses half a 256th: with more products, the error would be visible */
 #define MOST_SIDE 65500 /* the maximum of a JPEG */
 #define MOST_PIXELS 178956970 /* the maximum of Pillow */
 
-enum { DONE = 0, UNREADABLE = 1, NO_MEMORY = 2, BAD_ARGUMENT = 3, REFUSED = 4 };
-
-/* Entropy decoding: libjpeg's; stallfree's where possible, else libjpeg's; stallfree's, else REFUSED. */
-enum { OF_LIBJPEG = 0, OWN = 1, OWN_ALONE = 2 };
+enum { DONE = 0, UNREADABLE = 1, NO_MEMORY = 2, BAD_ARGUMENT = 3 };
 
 typedef uint16_t Lanes __attribute__((vector_size(2 * LANES)));
 typedef uint64_t Halves __attribute__((vector_size(2 * LANES)));
@@ -252,8 +249,6 @@ EXPORT int stallfree_resize(const uint8_t *pixels, int64_t stride, int height, i
     return problem;
 }
 
-#include "_entropy.h"
-
 /* -- JPEG ---------------------------------------------------------------------------------------------------------- */
 
 typedef struct {
@@ -261,7 +256,6 @@ typedef struct {
     struct jpeg_error_mgr errors;
     jmp_buf way_out;
     Work work;
-    Entropy entropy;
     uint8_t *ring; /* the last decoded rows */
     int problem;
 } Decoder;
@@ -270,15 +264,6 @@ static void leave(j_common_ptr jpeg) { longjmp(((Decoder *)jpeg->client_data)->w
 
 static void leave_if_damaged(j_common_ptr jpeg, int level) {
     if (level < 0) leave(jpeg); /* a warning: the data are damaged, and libjpeg would invent the rest */
-}
-
-static boolean decode_blocks(j_decompress_ptr jpeg, JBLOCKROW *blocks) {
-    Entropy *entropy = &((Decoder *)jpeg->client_data)->entropy;
-    unsigned column = entropy->column;
-    entropy->column = column + 1 == jpeg->MCUs_per_row ? 0 : column + 1;
-    if (column < entropy->first || column > entropy->most) blocks = NULL;
-    if (!(blocks ? read_blocks(jpeg, entropy, blocks) : read_blocks(jpeg, entropy, NULL))) leave((j_common_ptr)jpeg);
-    return TRUE;
 }
 
 static void say_nothing(j_common_ptr jpeg) { (void)jpeg; }
@@ -297,7 +282,7 @@ static Span span_of(int start, int extent, int eighths, int most) {
     return span;
 }
 
-static void decode(Decoder *decoder, int top, int left, int height, int width, int entropy, const Target *target) {
+static void decode(Decoder *decoder, int top, int left, int height, int width, const Target *target) {
     struct jpeg_decompress_struct *jpeg = &decoder->jpeg;
     Work *work = &decoder->work;
     int eighths = 8;
@@ -315,10 +300,6 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, i
     JDIMENSION count = (JDIMENSION)horizontal.high + 1 - from;
     if (count > jpeg->output_width - from) count = jpeg->output_width - from;
     jpeg_crop_scanline(jpeg, &from, &count);
-    if (entropy != OF_LIBJPEG && !take_over(jpeg, &decoder->entropy, from, count) && entropy == OWN_ALONE) {
-        decoder->problem = REFUSED;
-        return;
-    }
     horizontal.start -= from, horizontal.low -= (int)from, horizontal.high -= (int)from;
     decoder->problem = make_work(work, vertical, horizontal, (int)count, target);
     if (decoder->problem) return;
@@ -345,7 +326,7 @@ static void decode(Decoder *decoder, int top, int left, int height, int width, i
 }
 
 /* Decode `data`: only its `size` (height, width) if `target` is NULL, else a part of the image. */
-static int run(const uint8_t *data, size_t length, int size[2], int top, int left, int height, int width, int entropy,
+static int run(const uint8_t *data, size_t length, int size[2], int top, int left, int height, int width,
                const Target *target) {
     Decoder *decoder = calloc(1, sizeof *decoder);
     if (!decoder) return NO_MEMORY;
@@ -364,7 +345,7 @@ static int run(const uint8_t *data, size_t length, int size[2], int top, int lef
         else if (target && (top < 0 || left < 0 || height > size[0] - top || width > size[1] - left))
             decoder->problem = BAD_ARGUMENT;
         else if (target)
-            decode(decoder, top, left, height, width, entropy, target);
+            decode(decoder, top, left, height, width, target);
     }
     int problem = decoder->problem;
     jpeg_destroy_decompress(&decoder->jpeg);
@@ -376,67 +357,14 @@ static int run(const uint8_t *data, size_t length, int size[2], int top, int lef
 
 /* Height and width of a JPEG. */
 EXPORT int stallfree_jpeg_size(const uint8_t *data, size_t length, int size[2]) {
-    return run(data, length, size, 0, 0, 0, 0, OF_LIBJPEG, NULL);
+    return run(data, length, size, 0, 0, 0, 0, NULL);
 }
 
 /* Decode `height` x `width` pixels of a JPEG at (`top`, `left`), resized to `out_height` x `out_width`, to `out`. */
 EXPORT int stallfree_decode(const uint8_t *data, size_t length, int top, int left, int height, int width,
-                            int out_height, int out_width, int planar, int mirror, int entropy, uint8_t *out) {
+                            int out_height, int out_width, int planar, int mirror, uint8_t *out) {
     if (bad_sides(height, width) || bad_sides(out_height, out_width)) return BAD_ARGUMENT;
     Target target = {out, out_height, out_width, planar, mirror};
     int size[2];
-    return run(data, length, size, top, left, height, width, entropy, &target);
-}
-
-/* -- pixel operations ---------------------------------------------------------------------------------------------- */
-
-/* Write value * factor + grey * (1 - factor) of `count` contiguous pixels to `out`; `grey` below 0 means each pixel's
- * own. `out` may be `pixels`. */
-FOR_EACH_PROCESSOR
-EXPORT void stallfree_blend(const uint8_t *pixels, int64_t count, float factor, float grey, uint8_t *out) {
-    float rest = 1 - factor, offset = grey * rest + 0.5f;
-    if (grey >= 0) {
-#pragma GCC ivdep /* `out` equals `pixels`, or does not overlap it */
-        for (int64_t i = 0; i < 3 * count; i++) {
-            float value = (float)pixels[i] * factor + offset;
-            value = value < 0 ? 0 : value > 255 ? 255 : value;
-            out[i] = (uint8_t)(int)value;
-        }
-        return;
-    }
-#pragma GCC ivdep
-    for (int64_t i = 0; i < count; i++) {
-        float red = pixels[3 * i], green = pixels[3 * i + 1], blue = pixels[3 * i + 2];
-        float own = (0.299f * red + 0.587f * green + 0.114f * blue) * rest + 0.5f;
-        red = red * factor + own, green = green * factor + own, blue = blue * factor + own;
-        out[3 * i] = (uint8_t)(int)(red < 0 ? 0 : red > 255 ? 255 : red);
-        out[3 * i + 1] = (uint8_t)(int)(green < 0 ? 0 : green > 255 ? 255 : green);
-        out[3 * i + 2] = (uint8_t)(int)(blue < 0 ? 0 : blue > 255 ? 255 : blue);
-    }
-}
-
-/* Mirror the contiguous `pixels` left to right, to `out`; `out` may be `pixels`. */
-EXPORT void stallfree_mirror(const uint8_t *pixels, int height, int width, uint8_t *out) {
-    for (int64_t y = 0; y < height; y++) {
-        const uint8_t *from = pixels + 3 * width * y;
-        uint8_t *to = out + 3 * width * y;
-        for (int left = 0, right = width - 1; left <= right; left++, right--) {
-            uint8_t first[3], last[3];
-            memcpy(first, from + 3 * left, 3), memcpy(last, from + 3 * right, 3);
-            memcpy(to + 3 * left, last, 3), memcpy(to + 3 * right, first, 3);
-        }
-    }
-}
-
-/* The sums of red, of green and of blue over `count` contiguous pixels. */
-FOR_EACH_PROCESSOR
-EXPORT void stallfree_sums(const uint8_t *restrict pixels, int64_t count, int64_t sums[3]) {
-    int64_t red = 0, green = 0, blue = 0;
-    while (count > 0) {
-        uint32_t r = 0, g = 0, b = 0; /* enough for 2**24 pixels */
-        int64_t some = count < 1 << 20 ? count : 1 << 20;
-        for (int64_t i = 0; i < some; i++) r += pixels[3 * i], g += pixels[3 * i + 1], b += pixels[3 * i + 2];
-        red += r, green += g, blue += b, pixels += 3 * some, count -= some;
-    }
-    sums[0] = red, sums[1] = green, sums[2] = blue;
+    return run(data, length, size, top, left, height, width, &target);
 }

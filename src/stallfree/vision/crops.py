@@ -1,26 +1,74 @@
-"""Random resized crops, from encoded and from decoded images."""
+"""Crops of images, resized: random ones and the central one, from encoded and from decoded images.
+
+Random numbers come from Python's generator, which stallfree seeds for each sample. In a batch that is composed in
+place, results are written to its rows (`out`).
+"""
 
 from __future__ import annotations
 
 import math
+import operator
 import random
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
+
 from stallfree.errors import InputError, transform_input
 from stallfree.pipeline.in_place import Out, in_place
-from stallfree.pipeline.marks import mark_random
+from stallfree.pipeline.marks import mark_deterministic, mark_random
 from stallfree.sources.decode import DecodeImage
 from stallfree.vision import native
-from stallfree.vision.arguments import check_layout, checked_size, pixels_of, probability
 from stallfree.vision.encoded import EncodedPicture, baseline_size, encoded_picture
 from stallfree.vision.native import Crop, Layout, Pixels
 
 _TRIES = 10
 
 
-class _RandomCrop:
-    """Base of both crops: their arguments and random draws."""
+class _Crop:
+    """Base of all crops: a part of an image, mirrored or not, resized to `size`."""
+
+    def __init__(self, size: int | Sequence[int], layout: Layout) -> None:
+        self.size = _sides(size, "size")
+        self.layout = check_layout(layout)
+
+    def draw(self, height: int, width: int) -> tuple[Crop, bool]:
+        """Return the crop for an image of that size, and whether to mirror it."""
+        raise NotImplementedError
+
+    def _of_pixels(self, image: Any, out: Out | None, drawn: tuple[Crop, bool] | None = None) -> Pixels:
+        """Return the crop of a decoded image."""
+        array = None if isinstance(image, (bytes, bytearray, memoryview, str)) else np.asarray(image)
+        if array is None or array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
+            got = type(image).__name__ + ("" if array is None else f" ({array.dtype}, shape {array.shape})")
+            raise transform_input(
+                f"{self!r} got a {got}: it needs an image as uint8 of shape (height, width, 3), as DecodeImage() "
+                "returns it. Put steps that return floats or channels first after it"
+            )
+        (top, left, height, width), mirror = drawn or self.draw(*array.shape[:2])
+        return native.resized(array[top : top + height, left : left + width], self.size, self.layout, mirror, out)
+
+    def _of_encoded(self, data: Any, out: Out | None) -> Pixels:
+        """Return the crop of an encoded image. Of a JPEG, only the necessary rows and columns are decoded."""
+        encoded = self._bytes(data)
+        size = native.jpeg_size(encoded)
+        if size is None:
+            return self._of_pixels(DecodeImage()(encoded), out)
+        crop, mirror = self.draw(*size)
+        part = native.decode_crop(encoded, crop, self.size, self.layout, mirror, out)
+        return self._of_pixels(DecodeImage()(encoded), out, (crop, mirror)) if part is None else part
+
+    def _bytes(self, data: Any) -> bytes:
+        if isinstance(data, (bytes, bytearray, memoryview)):
+            return bytes(data)
+        raise transform_input(
+            f"{self!r} got a {type(data).__name__}: it needs the bytes of an encoded image. Leave out the decoding "
+            "before it, or use RandomResizedCrop, which takes decoded images"
+        )
+
+
+class _RandomCrop(_Crop):
+    """Base of the random crops: their arguments and random draws."""
 
     def __init__(
         self,
@@ -31,11 +79,11 @@ class _RandomCrop:
         flip: float = 0.0,
         layout: Layout = "HWC",
     ) -> None:
-        self.size = checked_size(size)
-        self.scale = _range(scale, "scale")
-        self.ratio = _range(ratio, "ratio")
-        self.flip = probability(flip, "flip")
-        self.layout = check_layout(layout)
+        super().__init__(size, layout)
+        self.scale, self.ratio = _range(scale, "scale"), _range(ratio, "ratio")
+        if not isinstance(flip, (int, float)) or isinstance(flip, bool) or not 0 <= flip <= 1:
+            raise InputError(f"flip={flip!r}: give a probability, 0 to 1")
+        self.flip = float(flip)
 
     def draw(self, height: int, width: int) -> tuple[Crop, bool]:
         """Draw a crop for an image of that size, and whether to mirror it, from Python's generator."""
@@ -43,15 +91,20 @@ class _RandomCrop:
         return crop, self.flip > 0 and random.random() < self.flip
 
     def _draw_crop(self, height: int, width: int) -> Crop:
-        low, high = map(math.log, self.ratio)
+        low, high = self.ratio
         for _ in range(_TRIES):
             area = height * width * random.uniform(*self.scale)
-            ratio = math.exp(random.uniform(low, high))
+            ratio = math.exp(random.uniform(math.log(low), math.log(high)))
             across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
             if 0 < across <= width and 0 < down <= height:
                 top, left = random.randint(0, height - down), random.randint(0, width - across)
                 return Crop(top, left, down, across)
-        return _central(height, width, *self.ratio)
+        down, across = height, width  # the largest central crop within the ratios
+        if width < low * height:
+            down = round(width / low)
+        elif width > high * height:
+            across = round(height * high)
+        return Crop((height - down) // 2, (width - across) // 2, down, across)
 
     def __repr__(self) -> str:
         return (
@@ -89,9 +142,7 @@ class RandomResizedCrop(_RandomCrop):
     """
 
     def __call__(self, image: Any, out: Out | None = None) -> Pixels:
-        pixels = pixels_of(image, self)
-        crop, mirror = self.draw(*pixels.shape[:2])
-        return cut(pixels, crop, self, mirror, out)
+        return self._of_pixels(image, out)
 
 
 @in_place
@@ -144,30 +195,16 @@ class DecodeRandomResizedCrop(_RandomCrop):
         self.on_device = on_device
 
     def __call__(self, data: bytes, out: Out | None = None) -> Any:
-        encoded = _encoded(data, self)
-        return self._stay_encoded(encoded) if self.on_device else self._decode(encoded, out)
+        return self._stay_encoded(self._bytes(data)) if self.on_device else self._of_encoded(data, out)
 
     def _stay_encoded(self, data: bytes) -> EncodedPicture:
         size, first = baseline_size(data), self.layout == "CHW"
         if size is not None:
             return encoded_picture(data, *self.draw(*size), self.size, first)
-        pixels = _decoded(data)
+        pixels: Any = DecodeImage()(data)
         (top, left, height, width), mirror = self.draw(*pixels.shape[:2])
         part = native.resized(pixels[top : top + height, left : left + width], self.size, "CHW", mirror)
         return encoded_picture(part, Crop(0, 0, 0, 0), False, self.size, first)
-
-    def _decode(self, encoded: bytes, out: Out | None) -> Pixels:
-        size = native.jpeg_size(encoded)
-        if size is not None:
-            crop, mirror = self.draw(*size)
-            part = native.decode_crop(encoded, crop, self.size, self.layout, mirror, out)
-            return cut(_decoded(encoded), crop, self, mirror, out) if part is None else part
-        pixels = _decoded(encoded)
-        crop, mirror = self.draw(*pixels.shape[:2])
-        return cut(pixels, crop, self, mirror, out)
-
-    def __repr__(self) -> str:
-        return super().__repr__()[:-1] + (", on_device=True)" if self.on_device else ")")
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop] | None:
         """Return decoding and the random crop as two steps; None with `on_device`.
@@ -176,47 +213,86 @@ class DecodeRandomResizedCrop(_RandomCrop):
         """
         if self.on_device:
             return None
-        rest = RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
-        return DecodeImage(), rest
+        return DecodeImage(), RandomResizedCrop(
+            self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout
+        )
+
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + (", on_device=True)" if self.on_device else ")")
 
 
-def cut(pixels: Pixels, crop: Crop, step: _RandomCrop, mirror: bool, out: Out | None) -> Pixels:
-    """Return the part `crop` of `pixels`, in the size and layout of `step`."""
-    top, left, height, width = crop
-    return native.resized(pixels[top : top + height, left : left + width], step.size, step.layout, mirror, out)
+@in_place
+@mark_deterministic
+class DecodeResizeCenterCrop(_Crop):
+    """Decodes the central crop from encoded bytes, for validation: torchvision's `Resize` and `CenterCrop` in one.
+
+    The result is the central `size` of the image after its shorter side was resized to `resize`; of a JPEG, only that
+    part is decoded. The crop has whole pixels of the image, so it is up to half a pixel of it off torchvision's.
+
+    Args:
+        size: (height, width) of the result, or one number for both.
+        resize: length of the shorter side; by default 256 / 224 of the longer side of `size`.
+        layout: layout of the result: "HWC" (height, width, 3), or "CHW" (3, height, width).
+
+    Raises `InputError` for invalid arguments, and when called with bytes that are not a complete image.
+
+    Example:
+        ```python
+        data = sf.ImageFolder("pictures", sf.vision.DecodeResizeCenterCrop(16))
+        image, label = data[0]
+        assert image.shape == (16, 16, 3)
+        ```
+    """
+
+    takes_encoded: ClassVar[bool] = True
+
+    def __init__(self, size: int | Sequence[int], resize: int | None = None, *, layout: Layout = "HWC") -> None:
+        super().__init__(size, layout)
+        self.resize = round(max(self.size) * 256 / 224) if resize is None else _sides(resize, "resize")[0]
+        if self.resize < max(self.size):
+            raise InputError(f"resize={resize!r}, size={size!r}: give at least the longer side of size as resize")
+
+    def __call__(self, data: bytes, out: Out | None = None) -> Pixels:
+        return self._of_encoded(data, out)
+
+    def draw(self, height: int, width: int) -> tuple[Crop, bool]:
+        """Return the central crop; it is not mirrored."""
+        down, across = (max(1, round(side * min(height, width) / self.resize)) for side in self.size)
+        return Crop((height - down) // 2, (width - across) // 2, down, across), False
+
+    def fingerprint(self) -> str:
+        """Return the arguments, and the decoder and resizer, which determine the last bit of some pixels."""
+        return f"{self!r} {native.version()} {DecodeImage().fingerprint()}"
+
+    def __repr__(self) -> str:
+        return f"DecodeResizeCenterCrop({self.size}, {self.resize}, layout={self.layout!r})"
 
 
-def _decoded(data: bytes) -> Pixels:
-    pixels: Any = DecodeImage()(data)
-    return pixels  # type: ignore[no-any-return]
+def check_layout(layout: Layout) -> Layout:
+    """Return `layout`. Raises `InputError` if it is unknown."""
+    if layout not in ("HWC", "CHW"):
+        raise InputError(f"layout={layout!r}: give 'HWC' (height, width, channels) or 'CHW' (channels first)")
+    return layout
 
 
-def _encoded(data: Any, step: object) -> bytes:
-    if isinstance(data, bytes):
-        return data
-    if isinstance(data, (bytearray, memoryview)):
-        return bytes(data)
-    raise transform_input(
-        f"{step!r} got a {type(data).__name__}: it needs the bytes of an encoded image. Leave out the decoding before "
-        "it, or use RandomResizedCrop, which takes decoded images"
-    )
-
-
-def _central(height: int, width: int, low: float, high: float) -> Crop:
-    """Return the largest central crop whose aspect ratio, width / height, is within `low` to `high`."""
-    down, across = height, width
-    if width < low * height:
-        down = round(width / low)
-    elif width > high * height:
-        across = round(height * high)
-    return Crop((height - down) // 2, (width - across) // 2, down, across)
-
-
-def _range(given: Sequence[float], name: str) -> tuple[float, float]:
+def _sides(size: int | Sequence[int], name: str) -> tuple[int, int]:
+    """Return (height, width) from two numbers, or one for both. Raises `InputError`."""
     try:
-        low, high = (float(value) for value in given)
+        if isinstance(size, bool):
+            raise TypeError
+        sides = [operator.index(side) for side in size] if isinstance(size, Sequence) else [operator.index(size)] * 2
+    except TypeError:
+        sides = []
+    if len(sides) != 2 or not all(0 < side <= 65500 for side in sides):
+        raise InputError(f"{name}={size!r}: give (height, width) in pixels, or one number for both")
+    return sides[0], sides[1]
+
+
+def _range(bounds: Sequence[float], name: str) -> tuple[float, float]:
+    try:
+        low, high = (float(value) for value in bounds)
     except (TypeError, ValueError):
         low = high = math.nan
     if not 0 < low <= high < math.inf:
-        raise InputError(f"{name}={given!r}: give two numbers above 0, the smaller one first")
+        raise InputError(f"{name}={bounds!r}: give two numbers above 0, the smaller one first")
     return low, high

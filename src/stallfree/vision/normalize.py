@@ -9,7 +9,7 @@ import torch
 
 from stallfree.errors import InputError, transform_input
 from stallfree.pytree import take_apart
-from stallfree.vision.arguments import check_layout
+from stallfree.vision.crops import check_layout
 from stallfree.vision.native import Layout
 
 
