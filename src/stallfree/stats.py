@@ -175,7 +175,6 @@ class SharedStats(LoaderStats):
     prepared once and counted by each of them.
 
     Attributes:
-        alone: chunks that this job prepared itself, after it joined in mid-epoch or fell behind the group.
         takeovers: coordinators of the group that died and were replaced.
         jobs: processes in the group at the last message from the coordinator.
 
@@ -188,7 +187,6 @@ class SharedStats(LoaderStats):
         ```
     """
 
-    alone: int
     takeovers: int
     jobs: int
 

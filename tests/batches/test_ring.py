@@ -24,7 +24,7 @@ from loader_data import Made, picture, pixels, same, zero_dim
 from stallfree.batches import ring as module
 from stallfree.batches.messages import NO_SLOT
 from stallfree.batches.ring import Ring
-from stallfree.shared.views import Views
+from stallfree.shared.link import Views
 from stallfree.workers.worker_pool import KEPT
 
 

@@ -432,14 +432,5 @@ def afresh(jobs: list[Job]) -> list[list[Taken]]:
     return together(begun(jobs), "rest")
 
 
-def in_turn(jobs: list[Job], batches: int) -> list[list[Taken]]:
-    """Run an epoch in which the jobs take batches in turn, so that none lags on a busy machine."""
-    taken: list[list[Taken]] = [[] for _ in begun(jobs)]
-    for count in (*[1] * batches, None):
-        for job, mine in zip(jobs, taken, strict=True):
-            mine += job.rest() if count is None else job.take(count)
-    return taken
-
-
 def flat(batches: list[Taken]) -> list[int]:
     return [id for batch in batches for id in batch.ids]

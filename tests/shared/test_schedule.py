@@ -1,209 +1,222 @@
-"""The schedule by example: which member gets which batch, what is prepared next, and when a slot is free."""
+"""The schedule of a group against a model: each member gets each of its batches once, in order, and all go on."""
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+import random
+from dataclasses import dataclass, field
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from stallfree.shared.protocol import Kind
-from stallfree.shared.schedule import Answer, Schedule
+from stallfree.shared.schedule import Schedule
 
-granted, skipped, advanced = (partial(Answer, kind) for kind in (Kind.BATCH, Kind.SKIPPED, Kind.EPOCH_ADVANCED))
+BATCHES = 5
 
 
-class Group:
-    """A schedule of 10 batches per epoch, three of them ahead, that finishes each needed batch at once."""
+@dataclass
+class Job:
+    """A job of the model: the batch it takes next, what it holds, and whether a request is open."""
 
-    def __init__(self, *members: int, batches: int = 10, ahead: int = 3) -> None:
-        self.schedule = Schedule(batches, ahead)
-        self.schedule.begin(0)
-        self.freed: list[int] = []
-        for member in members:
-            assert self.schedule.join(member, position=None, catchup=False) == 0
+    next: int
+    first: int
+    open: bool = False
+    held: list[int] = field(default_factory=list)
 
-    def prepare(self) -> list[int]:
-        """Prepare all batches that are needed now."""
-        started = []
-        while (number := self.schedule.next_to_start()) is not None:
-            started.append(number)
-            self.schedule.start(number)
-            self.freed += self.schedule.finish(number)[1]
-        return started
 
-    def take(self, member: int, *numbers: int, keep: bool = False) -> None:
-        """Request batches for a member, and release them."""
+class Model:
+    """A group whose ring has some slots, driven step by step. Checks what each step returns."""
+
+    def __init__(self, seed: int, slots: int) -> None:
+        self.draw = random.Random(seed)
+        self.schedule, self.slots = Schedule(BATCHES, 3), slots
+        self.jobs: dict[int, Job] = {}
+        self.preparing: set[int] = set()
+        self.ready: set[int] = set()
+        self.made: list[int] = []
+        self.dropped: set[int] = set()
+        self.keys = 0
+
+    def join(self) -> None:
+        self.keys += 1
+        first = self.schedule.join(self.keys)
+        assert first % BATCHES == 0
+        for number in range(first, first + BATCHES):  # nothing of this epoch is gone
+            assert number in self.ready | self.preparing or number not in self.made
+        self.jobs[self.keys] = Job(first, first)
+
+    def resume(self) -> None:
+        """Let a job begin in the middle of the epoch of the slowest one."""
+        low = min(job.next for job in self.jobs.values())
+        self.keys += 1
+        first = low // BATCHES * BATCHES + self.draw.randrange(BATCHES)
+        assert not self.schedule.is_behind(first)
+        assert self.schedule.join(self.keys, first) == first
+        self.jobs[self.keys] = Job(first, first)
+        self.dropped |= set(self.made) - self.ready - self.preparing  # those may be made again for it
+
+    def request(self, key: int) -> None:
+        job = self.jobs[key]
+        job.open = True
+        self.grant(self.schedule.request(key, job.next, job.next))
+        self.free(self.schedule.free())
+
+    def grant(self, grant: object) -> None:
+        if grant is not None:
+            key, serial, number = grant  # type: ignore[misc]
+            job = self.jobs[key]
+            assert job.open
+            assert serial == number == job.next
+            assert number in self.ready
+            job.open, job.next = False, number + 1
+            job.held.append(number)
+
+    def free(self, numbers: list[int]) -> None:
         for number in numbers:
-            told = self.schedule.request(member, number, number)
-            assert told in (None, granted(member, number, number))
-            self.freed += self.schedule.free()
-            self.prepare()
-            if not keep:
-                self.freed += self.schedule.release(member, number)
+            assert number in self.ready
+            assert not any(number in job.held for job in self.jobs.values())
+            self.ready.remove(number)
+
+    def step(self) -> None:
+        number = self.schedule.next_to_start()
+        room = len(self.ready) + len(self.preparing) < self.slots
+        if number is not None and not room and not self.preparing:
+            if lost := self.schedule.drop_one():
+                assert number < lost[0]
+                self.dropped.update(lost)
+                self.free(lost)
+                room = True
+        if number is not None and room and self.draw.random() < 0.6:
+            number = self.schedule.next_to_start()
+            assert number is not None
+            assert number not in self.preparing | self.ready
+            assert number not in self.made or number in self.dropped, "a batch is prepared once"
+            assert any(job.next <= number for job in self.jobs.values())
+            self.schedule.start(number)
+            self.preparing.add(number)
+        elif self.preparing and self.draw.random() < 0.7:
+            number = self.draw.choice(sorted(self.preparing))
+            self.preparing.remove(number)
+            self.ready.add(number)
+            self.made.append(number)
+            grants, freed = self.schedule.finish(number)
+            for grant in grants:
+                self.grant(grant)
+            self.free(freed)
+        elif self.jobs:
+            self.act(self.draw.choice(sorted(self.jobs)))
+
+    def act(self, key: int) -> None:
+        job = self.jobs[key]
+        if job.held and self.draw.random() < 0.7:
+            number = job.held.pop(0)
+            self.free(self.schedule.release(key, number))
+        elif not job.open:
+            self.request(key)
+
+    def leave(self, key: int) -> None:
+        del self.jobs[key]
+        self.free(self.schedule.leave(key))
+        if not self.jobs:
+            assert not self.ready
 
 
-def test_a_batch_is_given_as_soon_as_it_is_ready() -> None:
-    group = Group(1, 2).schedule
-    assert group.request(1, 5, 0) is None
-    group.start(0)
-    assert group.request(2, 6, 0) is None
-    assert group.finish(0) == ([granted(1, 5, 0), granted(2, 6, 0)], [])
-    group.start(1)
-    assert group.finish(1) == ([], [])
-    assert group.request(2, 7, 1) == granted(2, 7, 1)
+@settings(max_examples=150)
+@given(seed=st.integers(0, 2**32), slots=st.integers(6, 14), joins=st.integers(1, 5), leaves=st.booleans())
+def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, leaves: bool) -> None:
+    model = Model(seed, slots)
+    for number in range(600):
+        if number % 60 == 0 and len(model.jobs) < joins:
+            if model.jobs and model.draw.random() < 0.3:
+                model.resume()
+            else:
+                model.join()
+        if leaves and len(model.jobs) > 1 and model.draw.random() < 0.02:
+            model.leave(model.draw.choice(sorted(model.jobs)))
+        before = {key: job.next for key, job in model.jobs.items()}
+        model.step()
+        for key, job in model.jobs.items():  # one batch after the other
+            assert job.next - before[key] in (0, 1)
 
 
-def test_a_slot_is_free_when_the_last_one_has_let_go() -> None:
-    group = Group(1, 2, 3)
-    group.take(1, 0, keep=True)
-    group.take(2, 0, keep=True)
-    assert group.schedule.release(1, 0) == []
-    assert group.schedule.release(2, 0) == []  # the third will need it
-    assert group.schedule.request(3, 9, 0) == granted(3, 9, 0)
-    assert group.schedule.release(3, 0) == [0]
-    assert group.schedule.release(3, 0) == []
-    assert group.schedule.release(1, 77) == []
+@settings(max_examples=100)
+@given(seed=st.integers(0, 2**32), jobs=st.integers(1, 4))
+def test_nobody_waits_for_ever(seed: int, jobs: int) -> None:
+    model = Model(seed, slots=6)
+    for _ in range(jobs):
+        model.join()
+    for _ in range(5000):
+        model.step()
+        if all(job.next >= 3 * BATCHES for job in model.jobs.values()):
+            return
+    raise AssertionError(f"no progress: {model.jobs}")
 
 
-def test_how_far_ahead() -> None:
-    group = Group(1)
-    group.schedule.request(1, 0, 0)
-    assert group.prepare() == [0, 1, 2]
-    group.schedule.request(1, 0, 1)
-    assert group.prepare() == [3]
-    group.take(1, *range(2, 7))
-    assert group.schedule.epoch == 0
-    group.schedule.request(1, 0, 7)
-    assert group.prepare() == [9]
-    group.take(1, 8, 9)
-    assert group.prepare() == []  # nobody has asked for anything of the next epoch
-    group.schedule.request(1, 0, 10)
-    assert group.prepare() == [10, 11, 12]
-    assert group.schedule.epoch == 1
-
-
-def test_leaving_frees_what_one_held_and_needed() -> None:
-    group = Group(1, 2, 3)
-    group.take(1, 0, 1, 2)
-    group.take(2, 0, keep=True)
-    group.take(3, 0, 1, 2)
-    assert group.freed == []
-    assert group.schedule.leave(2) == [0, 1, 2]
-    assert group.schedule.leave(2) == []
-    assert group.schedule.leave(99) == []
-    assert not group.schedule.has_waiting
-    assert group.schedule.leave(1) == []
-    assert group.schedule.leave(3) == [3, 4]  # prepared ahead
-    assert group.schedule.next_to_start() is None
-
-
-def test_skip_keeps_what_was_taken() -> None:
-    group = Group(1)
-    group.take(1, 0, 1, keep=True)
-    assert group.schedule.skip(1, 10, 1) == [2, 3]
-    assert group.schedule.skip(1, 20, 1) == []
-    assert group.schedule.release(1, 1) == [1]
-
-
-def test_asked_twice_it_is_given_twice_and_freed_once() -> None:
-    """As after an interrupt between two requests."""
-    group = Group(1)
-    group.take(1, 0, keep=True)
-    assert group.schedule.request(1, 9, 0) == granted(1, 9, 0)
-    assert group.schedule.release(1, 0) == [0]
-
-
-# --- coming -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("gone", "catchup", "epoch", "told"),
-    [
-        (0, False, 0, granted(2, 0, 0)),  # all of the epoch is still there
-        (0, True, 0, granted(2, 0, 0)),
-        (4, False, 1, None),
-        (4, True, 0, skipped(2, 0, 4)),
-        (9, True, 0, skipped(2, 0, 9)),
-        (10, True, 1, None),  # nothing of it is left
-        (10, False, 1, None),
-    ],
-)
-def test_newcomers(gone: int, catchup: bool, epoch: int, told: Any) -> None:
-    group = Group(1)
-    group.take(1, *range(gone))
-    group.schedule.skip(1, 10, 9) if gone == 10 else group.schedule.request(1, 0, gone)
-    group.prepare()
-    assert group.schedule.join(2, position=None, catchup=catchup) == epoch
-    assert group.schedule.request(2, 0, epoch * 10) == told
-
-
-def test_one_that_was_long_away_is_told_where_the_group_is() -> None:
-    group = Group(1, 2)
-    group.schedule.detach(2)
-    for epoch in range(3):
-        group.take(1, *range(10 * epoch, 10 * epoch + 10))
-        group.schedule.skip(1, 10 * epoch + 10, 10 * epoch + 9)
-    group.take(1, 30, 31)
-    assert group.schedule.request(2, 0, 10) == advanced(2, 0, 3)
-    group.take(1, 32)
-    assert group.schedule.request(2, 0, 30) == skipped(2, 0, 32)
-    assert group.schedule.request(2, 1, 32) == granted(2, 1, 32)
-
-
-# --- a new coordinator ------------------------------------------------------------------------------------------------
-
-
-def test_it_goes_on_where_the_members_are() -> None:
-    schedule = Schedule(10, 3)
-    assert schedule.join(1, position=17, catchup=False) == 1
-    assert schedule.join(2, position=14, catchup=True) == 1
-    schedule.begin(1)
-    assert schedule.epoch == 1
-    assert schedule.next_to_start() == 14
-    assert schedule.request(1, 0, 17) is None
-    for number in range(14, 20):
+@pytest.fixture
+def group() -> Schedule:
+    """Two members, a and b, that have requested batch 0, which is ready."""
+    schedule = Schedule(BATCHES, 2)
+    assert schedule.join("a") == schedule.join("b") == 0
+    assert schedule.request("a", 1, 0) is schedule.request("b", 1, 0) is None
+    for number in (0, 1):
         assert schedule.next_to_start() == number
         schedule.start(number)
     assert schedule.next_to_start() is None
-    assert schedule.finish(17) == ([granted(1, 0, 17)], [])
-    assert schedule.request(2, 0, 14) is None
-    assert schedule.join(3, position=None, catchup=False) == 2
-    assert schedule.join(4, position=None, catchup=True) == 1
-    assert schedule.request(4, 0, 10) == skipped(4, 0, 14)
+    assert [grant.member for grant in schedule.finish(0)[0]] == ["a", "b"]
+    return schedule
 
 
-# --- laggards ---------------------------------------------------------------------------------------------------------
+def test_newcomers_begin_with_the_first_whole_epoch(group: Schedule) -> None:
+    assert group.join("c") == 0  # batch 0 is held
+    group.leave("c")
+    assert group.release("a", 0) == []
+    assert group.release("b", 0) == [0]
+    assert group.join("d") == BATCHES
 
 
-def test_laggards_are_those_furthest_behind_that_do_not_wait() -> None:
-    group = Group(1, 2, 3, 4)
-    assert group.schedule.laggards() == []
-    group.take(1, 0, 1, 2)
-    group.take(2, 0)
-    group.take(3, 0)
-    group.take(4, 0, 1)
-    assert group.schedule.laggards() == [2, 3]
-    assert group.schedule.detach(2) == []
-    assert group.schedule.laggards() == [3]
-    assert group.schedule.detach(3) == [1]
-    assert group.schedule.laggards() == [4]
+def test_a_new_coordinator_goes_on_with_what_its_members_need() -> None:
+    schedule = Schedule(BATCHES, 2, epoch=3)  # batches of epoch 2 were prepared before
+    assert schedule.join("back", 12) == 12
+    assert schedule.join("later", 14) == 14
+    assert schedule.join("new") == 15
+    assert schedule.request("later", 1, 14) is schedule.request("back", 1, 12) is None
+    assert schedule.next_to_start() == 12
+    assert schedule.is_behind(9)
+    assert not schedule.is_behind(10)
 
 
-def test_left_behind_for_the_rest_of_the_epoch() -> None:
-    group = Group(1, 2)
-    group.take(2, 0, keep=True)
-    group.take(1, 0, 1, 2)
-    assert group.schedule.detach(2) == [1, 2]
-    assert group.schedule.request(2, 1, 1) == skipped(2, 1, 10)
-    assert group.schedule.request(2, 2, 4) == skipped(2, 2, 10)
-    group.take(1, *range(3, 10))
-    assert group.freed == [*range(3, 10)]  # what it holds stays its own
-    group.schedule.skip(1, 10, 9)
-    group.schedule.skip(2, 10, 0)
-    group.take(1, 10)
-    assert group.schedule.laggards() == [1]  # the other one needs nothing before it says so
-    assert group.freed[-1] == 10
-    assert group.schedule.request(2, 3, 10) == skipped(2, 3, 11)  # and now it is one of them again
-    assert group.schedule.request(2, 4, 11) == granted(2, 4, 11)
-    assert group.schedule.release(2, 0) == [0]
+def test_a_skip_revokes_what_was_granted_and_not_taken(group: Schedule) -> None:
+    assert group.skip("a", BATCHES, -1) == []
+    assert group.release("b", 0) == [0]
+    assert group.finish(1) == ([], [])  # b needs it
+    assert group.skip("b", BATCHES, 0) == [1]
+    assert group.next_to_start() is None
+    assert group.request("a", 2, BATCHES) is None
+    assert group.next_to_start() == BATCHES
+
+
+def test_laggards_are_those_that_take_nothing_while_others_wait(group: Schedule) -> None:
+    group.finish(1)
+    assert group.request("a", 2, 1) is not None
+    assert group.release("a", 0) == []
+    assert group.request("a", 3, 2) is None
+    assert group.has_waiting
+    assert group.laggards() == ["b"]
+    assert group.drop_one() == []  # batch 1 comes before the one that is waited for
+    assert group.release("a", 1) == []
+    assert group.drop("b") == [1]  # b holds batch 0
+    assert group.laggards() == []
+    assert group.request("b", 4, 1) is None
+    assert group.release("b", 0) == [0]
+
+
+def test_a_batch_far_ahead_makes_room_for_one_that_is_waited_for(group: Schedule) -> None:
+    group.finish(1)
+    for member in ("a", "b"):
+        group.release(member, 0)
+    assert group.join("c", 0) == 0
+    assert group.request("c", 1, 0) is None
+    assert group.next_to_start() == 0
+    assert group.drop_one() == [1]
+    group.start(0)
+    assert group.next_to_start() == 1

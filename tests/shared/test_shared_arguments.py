@@ -76,21 +76,13 @@ def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
         ({"batch_size": None}, "batch_size=None: give the number of samples per batch"),
         ({"batch_size": 0}, "batch_size=0: give an int of 1 or more"),
         ({"batch_size": "4"}, "batch_size='4': give an int of 1 or more"),
-        ({"chunk_size": 0}, "chunk_size=0: give an int of 1 or more, or None"),
-        ({"chunk_size": 6}, "batch_size=4 does not match the chunk size of the group 'args', 6 samples: give"),
         ({"collate_fn": 3}, "collate_fn=3 cannot be called: give a function, or None"),
-        (
-            {"collate_fn": as_list, "chunk_size": 8},
-            "batch_size=4 .* batches of a collate_fn cannot be split or join",
-        ),
         ({"worker_init_fn": "x"}, "worker_init_fn='x' cannot be called: give a function, or None"),
         ({"job_transform": 3}, "job_transform=3 cannot be called: give a function, or None"),
         ({"timeout": -1}, "timeout=-1: give seconds"),
         ({"prefetch_factor": 0}, "prefetch_factor=0: give an int of 1 or more"),
         ({"seed": "x"}, "seed='x': give a whole number"),
         ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
-        ({"on_lag": "kill"}, "on_lag='kill': use 'wait' or 'detach'"),
-        ({"join": "now"}, "join='now': use 'next' or 'catchup'"),
         ({"staging": "much"}, "staging='much' is no size: give bytes"),
         ({"staging": -1}, "staging=-1 is negative"),
         ({"multiprocessing_context": "thread"}, "multiprocessing_context='thread': give 'fork', 'forkserver'"),
@@ -120,11 +112,7 @@ def test_names_that_cannot_be(group: Any) -> None:
 
 @pytest.mark.parametrize("sizes", [(4, 8), (4, 2), (100, 4), (7, 1)])
 def test_multiples_and_divisors_go_together(sizes: tuple[int, int]) -> None:
-    with loader(batch_size=sizes[0], chunk_size=sizes[1]) as shared:
-        assert shared.chunk_size == sizes[1]
-        assert len(shared) == -(-24 // sizes[0])
     with loader(batch_size=sizes[1]) as first, loader(batch_size=sizes[0]) as second:
-        assert first.chunk_size == second.chunk_size == sizes[1]
         assert (len(first), len(second)) == (-(-24 // sizes[1]), -(-24 // sizes[0]))
 
 
@@ -145,7 +133,7 @@ def test_a_length_without_the_last_batch() -> None:
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
         ({"collate_fn": as_list}, "collate_fn differs (its code, parameters or files)"),
         ({"on_error": "skip"}, "it has on_error='raise', this job gives on_error='skip'"),
-        ({"on_lag": "detach"}, "it has on_lag='wait', this job gives on_lag='detach'"),
+        ({"drop_last": True}, "it has drop_last=False, this job gives drop_last=True"),
     ],
 )
 def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Path) -> None:
@@ -164,8 +152,8 @@ def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Pat
 
 def test_all_differences_are_named() -> None:
     with loader(), pytest.raises(sf.InputError) as caught:
-        loader(Numbers(3), seed=7, shuffle=True, on_lag="detach", collate_fn=as_tuple, on_error="skip")
-    for word in ("the data set", "seed=7", "shuffle=True", "on_lag='detach'", "collate_fn", "on_error='skip'"):
+        loader(Numbers(3), seed=7, shuffle=True, drop_last=True, collate_fn=as_tuple, on_error="skip")
+    for word in ("the data set", "seed=7", "shuffle=True", "drop_last=True", "collate_fn", "on_error='skip'"):
         assert str(caught.value).count(word) == 1
 
 
@@ -199,9 +187,8 @@ def test_the_seed_of_a_cached_data_set_counts() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"chunk_size": 8}, "chunk_size=8, and the group 'args' has chunk_size=4: leave it out, or give the"),
-        ({"batch_size": 6}, "batch_size=6 does not match the chunk size of the group 'args', 4 samples: give"),
-        ({"batch_size": 3}, "batch_size=3 does not match the chunk size of the group 'args', 4 samples: give"),
+        ({"batch_size": 6}, "batch_size=6 does not match the group 'args', whose first job has batches of 4 samples: give"),
+        ({"batch_size": 3}, "batch_size=3 does not match the group 'args', whose first job has batches of 4 samples: give"),
     ],
 )
 def test_batches_that_do_not_fit(given: dict[str, Any], said: str, store_root: Path) -> None:
@@ -211,21 +198,20 @@ def test_batches_that_do_not_fit(given: dict[str, Any], said: str, store_root: P
             loader(**given)
         assert sorted(store_root.rglob("*")) == before
         loader(batch_size=12).close()
-        loader(batch_size=2, chunk_size=4).close()
+        loader(batch_size=2).close()
 
 
 def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with loader() as shared:
-        assert shared.chunk_size == 8
         assert len(shared) == 3
         with pytest.raises(
             sf.InputError,
-            match=r"^batch_size=3 on each of 2 ranks does not match the chunk size of .*, 8 samples",
+            match=r"^batch_size=3 on each of 2 ranks does not match the group .*, whose first job has batches of 8 samples",
         ):
             loader(batch_size=3)
         loader(batch_size=8).close()
-    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks .* use one rank, and equal batch_size and"):
+    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks.* use one rank, and the same batch_size"):
         loader(collate_fn=as_list)
     monkeypatch.setenv("RANK", "two")
     with pytest.raises(sf.InputError, match=r"^RANK='two'"):
@@ -256,12 +242,12 @@ def test_a_closed_loader() -> None:
 def test_a_group_of_another_release(store_root: Path) -> None:
     with loader():
         meta = store_root / "group-args" / "group.json"
-        meta.write_text(meta.read_text().replace('"version": 2', '"version": 99'))
+        meta.write_text(meta.read_text().replace('"version": 3', '"version": 99'))
         with pytest.raises(sf.InputError, match="made by another release of stallfree: give another name"):
             loader()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 2}', '{"version": 2, "other": 2}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 3}', '{"version": 3, "other": 2}'])
 def test_a_damaged_group(content: str, store_root: Path) -> None:
     with loader():
         (store_root / "group-args" / "group.json").write_text(content)

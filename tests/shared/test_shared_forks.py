@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import stallfree as sf
-from stallfree.shared import views
+from stallfree.shared import link
 
 PATIENCE = 60.0
 VALUES = 20_000
@@ -59,7 +59,7 @@ class Saver:
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a batch is kept: an older kernel cannot copy its pages at the fork."""
     if request.param == "never given back":
-        monkeypatch.setattr(views, "_POPULATE_WRITE", 9999)
+        monkeypatch.setattr(link, "_POPULATE_WRITE", 9999)
     how: str = request.param
     return how
 

@@ -37,76 +37,57 @@ WHOLE = [DATA[:4], DATA[4:8], DATA[8:]]
 # -- several iterations ------------------------------------------------------------------------------------------------
 
 
-def late(loader: Any) -> list[tuple[int, int]]:
-    """Pairs, the second iteration one batch behind the first, which another one ends before its end."""
-    first = iter(loader)
-    ahead = next(first)[0].item()
-    second = iter(loader)
-    return [(ahead, ahead), *((one[0].item(), other[0].item()) for one, other in zip(first, second, strict=False))]
-
-
-USES: dict[str, tuple[Callable[[Any], Any], Any]] = {
-    "zip": (lambda loader: [(one[0].item(), other[0].item()) for one, other in zip(loader, loader, strict=True)],
-            [(0, 0), (4, 4), (8, 8)]),
-    "nested": (lambda loader: [(one[0].item(), other[0].item()) for one in loader for other in loader],
-               [(one, other) for one in (0, 4, 8) for other in (0, 4, 8)]),
-    "broken off": (lambda loader: [(one[0].item(), next(iter(loader))[0].item()) for one in loader],
-                   [(0, 0), (4, 0), (8, 0)]),
-    "late": (late, [(0, 0), (4, 0), (8, 4)]),
-}  # fmt: skip
+USES: dict[str, Callable[[Any], Any]] = {
+    "zip": lambda loader: list(zip(loader, loader, strict=True)),
+    "nested": lambda loader: [(one, other) for one in loader for other in loader],
+    "late": lambda loader: [next(iterator) for first in [iter(loader)] for iterator in [first, iter(loader), first]],
+}
 
 
 @pytest.mark.parametrize("use", USES)
-def test_iterations_do_not_end_each_other(use: str) -> None:
-    run, expected = USES[use]
+def test_a_later_iteration_ends_the_last_one_with_an_error(use: str) -> None:
     with shared() as loader:
-        assert run(loader) == expected
+        for _ in range(2):
+            with pytest.raises(sf.InputError, match="a later iteration of this SharedLoader has begun, and ended this"):
+                USES[use](loader)
         assert ids(loader) == WHOLE
-        assert run(loader) == expected
 
 
-@pytest.mark.parametrize("size", [2, 8], ids=["smaller batches", "larger batches"])
-def test_each_iteration_has_every_sample_once_in_an_epoch_of_its_own(size: int) -> None:
-    """While another job of the group goes on, with batches of another size."""
-    options = {"dataset": list(range(32)), "shuffle": True, "seed": 1, "on_lag": "detach"}
-    with shared(**options) as other, shared(**options, group=other.group, batch_size=size) as loader:
-        going = iter(other)
-        held = next(going)
-        iterators, epochs = [], []
-        for _ in range(3):
-            iterators.append(iter(loader))
+def test_an_iteration_may_be_broken_off() -> None:
+    with shared(shuffle=True, seed=1) as loader:
+        epochs = []
+        for taken in (0, 1, 2, 3):
+            iterator = iter(loader)
+            for _ in range(taken):
+                next(iterator)
             epochs.append(loader.epoch)
-        passes = [[id for batch in iterator for id in batch.tolist()] for iterator in iterators]
-        assert [sorted(each) for each in passes] == [list(range(32))] * 3
-        assert len(set(map(tuple, passes))) == len(set(epochs)) == 3, "each is an epoch, with an order of its own"
-        rest = [id for batch in going for id in batch.tolist()]
-        assert sorted([*held.tolist(), *rest]) == list(range(32))
-        assert loader.epoch > max(epochs)
+            iterator = iter(loader)
+            epochs.append(loader.epoch)
+            assert sorted(id for batch in iterator for id in batch.tolist()) == DATA
+        assert epochs == sorted(set(epochs)), "each is an epoch, with an order of its own"
 
 
 def test_the_state_is_that_of_the_last_iteration_begun() -> None:
     with shared() as loader:
-        first, second = iter(loader), iter(loader)
+        first = iter(loader)
         for _ in range(2):
             next(first)
+        second = iter(loader)
         next(second)
         state = loader.state_dict()
         assert ids(second) == WHOLE[1:]
-        assert ids(first) == WHOLE[2:]
-        after = loader.epoch
-        assert after == state["epoch"] + 1
+        assert loader.epoch == state["epoch"] + 1
     with shared() as resumed:
         resumed.load_state_dict(state)
         assert ids(resumed) == WHOLE[1:]
 
 
-def test_close_ends_all_iterations() -> None:
+def test_close_ends_the_iteration() -> None:
     loader = shared()
-    iterators = [iter(loader) for _ in range(3)]
-    for iterator in iterators:
-        next(iterator)
+    iterator = iter(loader)
+    next(iterator)
     loader.close()
-    assert [list(iterator) for iterator in iterators] == [[]] * 3
+    assert list(iterator) == []
 
 
 # -- temporary loaders -------------------------------------------------------------------------------------------------
@@ -155,13 +136,13 @@ COPIES = [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loa
 @pytest.mark.parametrize("taken", [0, 1, 3], ids=["unused", "in an epoch", "after an epoch"])
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
 def test_a_copy_is_another_job_of_the_group(copied: Callable[[Any], Any], taken: int) -> None:
-    with shared(shuffle=True, seed=3, on_lag="detach", num_workers=2) as loader:
+    with shared(shuffle=True, seed=3, num_workers=2) as loader:
         iterator = iter(loader)
         mine = [id for _ in range(taken) for id in next(iterator).tolist()]
         with copied(loader) as other:
             assert (other.group, other.seed) == (loader.group, 3)
-            theirs = [id for batch in other for id in batch.tolist()]
             mine += [id for batch in iterator for id in batch.tolist()]
+            theirs = [id for batch in other for id in batch.tolist()]
             assert sorted(theirs) == sorted(mine) == DATA
             assert other.stats().num_workers == 2
 
@@ -183,7 +164,7 @@ def iterate(loader: Any, connection: Any) -> None:
 
 
 def test_it_can_be_sent_to_another_process() -> None:
-    with shared(on_lag="detach") as loader:
+    with shared() as loader:
         assert ids(loader) == WHOLE
         context = multiprocessing.get_context("forkserver")
         ours, theirs = context.Pipe()
@@ -201,16 +182,10 @@ def odd_ones(samples: list[int]) -> list[int] | None:
     return None if samples[0] == 4 else samples
 
 
-@pytest.mark.parametrize("make", ["group", "alone"])
-def test_a_batch_may_be_none(make: str) -> None:
-    """One that the group prepares, and one that a job prepares by itself."""
+def test_a_batch_may_be_none() -> None:
     with shared(collate_fn=odd_ones) as loader:
-        iterator = iter(loader)
-        if make == "alone":
-            other = iter(loader)
-            assert next(other) == DATA[:4]
-        assert list(iterator) == [DATA[:4], None, DATA[8:]]
-        assert loader.stats().batches == 3 + (make == "alone")
+        assert list(loader) == [DATA[:4], None, DATA[8:]]
+        assert loader.stats().batches == 3
 
 
 def test_a_batch_that_is_skipped_is_none_of_them() -> None:
@@ -231,7 +206,7 @@ def test_a_batch_that_is_skipped_is_none_of_them() -> None:
 
 
 def test_closing_one_loader_does_not_wait_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "_ANSWER_SECONDS", 3600.0)
+    monkeypatch.setattr(member, "ANSWER_SECONDS", 3600.0)
     loaders = [shared() for _ in range(3)]
     iterators = [iter(loader) for loader in loaders]
     assert [next(iterator).tolist() for iterator in iterators] == [WHOLE[0]] * 3

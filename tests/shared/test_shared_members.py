@@ -1,4 +1,4 @@
-"""Jobs that join, leave, die and lag: the batches of the others, and the batches prepared locally.
+"""Jobs that join, leave, die and lag: the batches of the others.
 
 The tests control each job by commands, so no result depends on the speed of a job.
 """
@@ -28,14 +28,13 @@ from group_jobs import (
     coordinator_of,
     flat,
     ids_of,
-    in_turn,
     let_in,
     right,
     taken,
     together,
 )
 
-from stallfree.shared import member
+from stallfree.shared import link, member
 
 SLOTS = 2 + 4 * 2  # of the ring of two jobs and a worker: two per worker, four per job
 FAR = BATCHES // 2  # so many batches are more than the ring holds
@@ -57,27 +56,8 @@ def test_a_newcomer_waits_for_the_next_epoch(team: Team) -> None:
     newcomer.ask("begin")
     assert right([*begun, *first.rest()]) == 0
     assert newcomer.answer() is None
-    batches, stats = let_in(newcomer, first)
+    batches, _ = let_in(newcomer, first)
     assert right(batches) >= 1
-    assert stats.alone == 0
-
-
-def test_a_newcomer_catches_up(team: Team) -> None:
-    (first,) = team.jobs(1)
-    begun = first.take(FAR)
-    newcomer = team.job(join="catchup")
-    newcomer.begin()
-    rest, batches = together([first, newcomer], "rest")
-    assert right([*begun, *rest]) == right(batches) == 0
-    alone = newcomer.stats().alone
-    assert 0 < alone <= FAR
-    order = ids_of([*begun, *rest])
-    places = [order.index(batch.ids) for batch in batches]
-    assert places == [*range(alone, BATCHES), *range(alone)]  # first what is still to come for all
-    decodes = Counter(pid for pid, _ in team.dataset.decodes())
-    assert sorted(decodes.values()) == sorted((SAMPLES, alone * BATCH))  # by the group's worker, and the newcomer's
-    assert [right(each) for each in together([first, newcomer], "epoch")] == [1, 1]
-    assert newcomer.stats().alone == alone
 
 
 def test_a_job_leaves_in_the_midst_of_an_epoch(team: Team) -> None:
@@ -192,9 +172,8 @@ def test_the_job_is_killed_that_started_the_coordinator(team: Team) -> None:
     assert [job.stats().takeovers for job in (second, third)] == [1, 1]
 
 
-@pytest.mark.parametrize("on_lag", [pytest.param("wait", marks=pytest.mark.slow), "detach"])
-def test_the_coordinator_is_killed(on_lag: str, team: Team) -> None:
-    first, second = team.jobs(2, on_lag=on_lag)
+def test_the_coordinator_is_killed(team: Team) -> None:
+    first, second = team.jobs(2)
     for turn in range(2):
         begun = [first.take(2), second.take(5)]
         coordinator_of(first, second).kill()
@@ -209,9 +188,9 @@ def test_the_coordinator_is_killed(on_lag: str, team: Team) -> None:
 @pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), pytest.param(3, 60, marks=pytest.mark.slow)])
 def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator stopped longer than the limit is replaced, and does nothing more afterwards."""
-    monkeypatch.setattr(member, "_STOPPED_SECONDS", after)
-    monkeypatch.setattr(member, "_CHECK_SECONDS", 0.1)
-    monkeypatch.setattr(member, "_ANSWER_SECONDS", 0.5)
+    monkeypatch.setattr(link, "_STOPPED_SECONDS", after)
+    monkeypatch.setattr(link, "_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(member, "ANSWER_SECONDS", 0.5)
     first, second = team.jobs(2, timeout=timeout)
     begun = [first.take(2), second.take(5)]
     stopped = coordinator_of(first, second)
@@ -227,12 +206,12 @@ def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, mo
 
 @pytest.mark.slow
 def test_a_coordinator_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(member, "_STOPPED_SECONDS", 0.1)
-    monkeypatch.setattr(member, "_CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(link, "_STOPPED_SECONDS", 0.1)
+    monkeypatch.setattr(link, "_CHECK_SECONDS", 0.1)
     (first,) = team.jobs(1)
     begun = first.take(2)
     coordinator_of(first).suspend()
-    second = team.job(join="catchup")
+    second = team.job()
     batches = second.epoch()
     assert right(batches) in (0, 1)  # the group goes on without the first job, if that does nothing for a second
     assert right([*begun, *first.rest()]) == 0
@@ -265,7 +244,7 @@ def test_all_die_and_a_new_job_begins_anew(team: Team, store_root: Path) -> None
     assert not list(store_root.iterdir())
 
 
-# --- laggards ---------------------------------------------------------------------------------------------------------
+# --- a slow job ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_job_holds_the_others_up_by_the_ring_only(team: Team) -> None:
@@ -277,32 +256,4 @@ def test_a_slow_job_holds_the_others_up_by_the_ring_only(team: Team) -> None:
         assert fast.progress <= slow.progress + SLOTS + 1
         seen += slow.take(1)
     assert right([*begun, *fast.answer()]) == right(seen) == 0
-    assert slow.stats().alone == fast.stats().alone == 0
     assert len(team.dataset.decodes()) == SAMPLES
-
-
-def test_a_slow_job_is_detached(team: Team) -> None:
-    fast, slow = team.jobs(2, on_lag="detach")
-    begun = slow.take(1)
-    assert right(fast.rest()) == 0  # though the slow one does nothing
-    assert right([*begun, *slow.rest()]) == 0
-    alone = slow.stats().alone
-    assert 0 < alone < BATCHES
-    assert fast.stats().alone == 0
-    assert {right(batches) for batches in in_turn([fast, slow], BATCHES)} == {1}
-    assert slow.stats().alone == alone  # it is one of them again
-    assert len(team.dataset.decodes()) == 2 * SAMPLES + alone * BATCH
-
-
-@pytest.mark.slow
-def test_a_job_that_is_stopped_is_detached(team: Team) -> None:
-    first, second = team.jobs(2, on_lag="detach")
-    begun = second.take(3)
-    second.signal(signal.SIGSTOP)
-    assert right(first.rest()) == 0
-    assert right(first.epoch()) == 1
-    second.signal(signal.SIGCONT)
-    assert right([*begun, *second.rest()]) == 0
-    first.ask("epoch")
-    assert right(second.epoch()) >= 1
-    right(first.answer())

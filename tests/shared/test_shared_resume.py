@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -24,7 +22,7 @@ def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loader(**changes: Any) -> sf.SharedLoader:
     arguments: dict[str, Any] = {
-        "batch_size": 4, "shuffle": True, "seed": 1, "multiprocessing_context": "fork", "on_lag": "detach", **changes
+        "batch_size": 4, "shuffle": True, "seed": 1, "multiprocessing_context": "fork", **changes
     }  # fmt: skip
     return sf.SharedLoader(list(range(SAMPLES)), group="resume", **arguments)
 
@@ -46,33 +44,41 @@ def saved(epoch: int, done: list[int]) -> dict[str, Any]:
     return {**state, "epoch": epoch, "done": [[number, number + 1] for number in done]}
 
 
-@contextlib.contextmanager
-def group(epoch: int | None) -> Iterator[None]:
-    """Alone, or with another job in the middle of this epoch."""
-    if epoch is None:
-        yield
-        return
-    with loader() as other:
-        for _ in range(epoch):
-            list(other)
-        iterator = iter(other)
-        for _ in range(BATCHES // 2):
-            next(iterator)
-        yield
-
-
-@pytest.mark.parametrize(
-    ("done", "epoch"), [([1, 2], None), ([5, 6, 7, 8, 9], 0), ([0, 2, 4], 1), (list(range(9)), 3)], ids=str
-)
-def test_what_was_left_of_the_epoch_comes(done: list[int], epoch: int | None) -> None:
-    with group(epoch):
-        shared = loader()
+@pytest.mark.parametrize("done", [[1, 2], list(range(9)), [0, 1, 2]], ids=str)
+def test_what_was_left_of_the_epoch_comes(done: list[int]) -> None:
+    with loader() as shared:
         shared.load_state_dict(json.loads(json.dumps(saved(1, done))))
         assert shared.epoch == 1
         got = [batch.tolist() for batch in shared]
-        assert sorted(got) == sorted(batch for number, batch in enumerate(plan(1)) if number not in done)
+        assert got == [batch for number, batch in enumerate(plan(1)) if number not in done]
         assert shared.epoch == 2
-        shared.close()
+
+
+@pytest.mark.parametrize("done", [[0, 1], list(range(8))], ids=["behind", "in front"])
+def test_a_job_resumes_an_epoch_that_others_are_in(done: list[int]) -> None:
+    with loader() as other, loader() as shared:
+        list(other)
+        going = iter(other)
+        taken = [next(going).tolist() for _ in range(BATCHES // 2)]
+        shared.load_state_dict(saved(1, done))
+        resumed = iter(shared)
+        if len(done) > BATCHES // 2:
+            taken += [batch.tolist() for batch in going]
+        got = [batch.tolist() for batch in resumed]
+        assert got == plan(1)[len(done) :]
+        assert taken + [batch.tolist() for batch in going] == plan(1)
+
+
+def test_a_job_cannot_resume_an_epoch_that_is_over() -> None:
+    with loader() as other, loader() as shared:
+        for _ in range(3):
+            list(other)
+        iterator = iter(other)
+        next(iterator)
+        shared.load_state_dict(saved(1, [0]))
+        with pytest.raises(sf.InputError, match="continues epoch 1, and the group 'resume' is in epoch"):
+            iter(shared)
+        assert len(list(iterator)) == BATCHES - 1
 
 
 def test_a_state_taken_at_every_batch() -> None:
@@ -156,9 +162,10 @@ def test_a_job_that_resumes_has_the_seed_of_its_state() -> None:
         next(taken)
         state = json.loads(json.dumps(one.state_dict()))
         left = [batch.tolist() for batch in taken]
-    with loader(seed=None) as one, loader(seed=None) as other:
+    with loader(seed=None) as one, loader(seed=None, timeout=1) as other:
         one.load_state_dict(state)
         assert [batch.tolist() for batch in one] == left
+        one.close()
         list(other)
         assert other.seed == one.seed
     with (

@@ -14,7 +14,7 @@ import pytest
 import stallfree as sf
 from children import Child
 from stallfree.batches.ring import Ring
-from stallfree.shared.views import Views
+from stallfree.shared.link import Views
 
 PAGE = mmap.PAGESIZE
 SIZE = 64 * PAGE

@@ -18,12 +18,11 @@ from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
 from stallfree.ipc.remote import unpack_error
-from stallfree.shared.coordinator import coordinate
-from stallfree.shared.preparation import Setup
+from stallfree.shared.coordinator import Setup, coordinate
 
 _Found = TypeVar("_Found")
 
-_META_VERSION = 2
+_META_VERSION = 3
 _START_SECONDS = 120.0
 
 _WORDS = {
@@ -40,7 +39,7 @@ class Terms:
     Attributes:
         same: values that must be equal in all jobs that give one (not None). Messages show the values, except
             for the keys of `_WORDS`, which are fingerprints.
-        chunk: samples prepared as one batch.
+        chunk: samples prepared as one batch: those of a batch of the first job, in all of its ranks.
         workers: number of worker processes of the group.
         ahead: batches in flight.
         staging: bytes of the ring, or None.
@@ -83,24 +82,19 @@ class Group:
             self._attached.close()
             raise
 
-    def check_sizes(self, chunk_size: int | None, batch_size: int, ranks: int, own_collate: bool) -> None:
-        """Raise `InputError` if batches of these sizes cannot be made of the group's chunks."""
+    def check_sizes(self, batch_size: int, ranks: int, own_collate: bool) -> None:
+        """Raise `InputError` if batches of this size cannot be made of the group's chunks."""
         chunk, unit = self.terms.chunk, batch_size * ranks
-        if chunk_size not in (None, chunk):
-            raise collate_output(
-                f"chunk_size={chunk_size}, and the group {self.name!r} has chunk_size={chunk}: leave it out, or give "
-                "the name of another group"
-            )
         if own_collate and batch_size != chunk:
             raise collate_output(
-                f"batch_size={batch_size} on {ranks} ranks and chunks of {chunk}: the batches of a collate_fn cannot "
-                "be split or joined; use one rank, and equal batch_size and chunk_size"
+                f"batch_size={batch_size} on {ranks} ranks, and the group {self.name!r} has batches of {chunk}: batches "
+                "of a collate_fn cannot be split or joined; use one rank, and the same batch_size in all jobs"
             )
         if chunk % unit and unit % chunk:
             size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
             raise collate_output(
-                f"{size} does not match the chunk size of the group {self.name!r}, {chunk} samples: give a multiple or "
-                "a divisor of it, or in the first job a chunk_size that divides all batch sizes"
+                f"{size} does not match the group {self.name!r}, whose first job has batches of {chunk} samples: give "
+                "a multiple or a divisor of that"
             )
 
     def agree_on_seed(self, seed: int) -> int:

@@ -1,229 +1,46 @@
-"""A job's membership in its group: requests batches from the coordinator and replaces a coordinator that died.
+"""A job's membership in its group, and the epochs of the job.
 
-`Member` sends requests over a `Link`; granted batches are views of the coordinator's ring, released as they are freed.
+`Member` requests batches from the coordinator over a `Link`, and replaces a coordinator that died. `EpochIterator`
+converts them, the *chunks*, into the job's own batches (`Rebatching`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
-import signal
-import socket
-import threading
 import time
-import weakref
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
+import torch
 
-from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
-from stallfree.errors import WorkerError, group_timeout
-from stallfree.ipc.channel import Connection, Message, pack
-from stallfree.ipc.forked import Owner, prepare_for_forks
+from stallfree.batches.messages import EMPTY, FAILED, NOTHING, PRIVATE, READY, Ids, Result, unpack_result
+from stallfree.errors import InputError, WorkerError, group_timeout
+from stallfree.ipc.channel import Message, pack
 from stallfree.ipc.remote import unpack_error
-from stallfree.notes import raisable
+from stallfree.loader.output import Batch, pinned
+from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.codec import read_own_record
+from stallfree.pipeline.randomness import Randomness
+from stallfree.shared.coordinator import Setup
 from stallfree.shared.group import Group, reap
-from stallfree.shared.preparation import Setup
-from stallfree.shared.protocol import NEWCOMER, Hello, Kind
-from stallfree.shared.views import Views
-
-Bytes = npt.NDArray[np.uint8]
-
-log = logging.getLogger("stallfree")
+from stallfree.shared.link import ANSWER_SECONDS, NEWCOMER, Hello, Kind, Link, Views, is_stopped
+from stallfree.shared.rebatching import Rebatching
 
 LIVES = 10
 """Coordinators that may die in a row without delivering a batch before `WorkerError` is raised."""
 
-_WAITING = 1
-"""Number of releases that may wait for the next request, which follows soon in a training loop."""
-
-_RELEASE_SECONDS = 0.002
-"""Seconds of waiting for a batch after which pending releases are sent in any case."""
-
-_ANSWER_SECONDS = 5.0
-_CHECK_SECONDS = 1.0
-_STOPPED_SECONDS = 10.0
-"""Seconds after which a stopped coordinator (SIGSTOP) is killed and replaced, while a member waits for a batch."""
-
 _LEAVE_SECONDS = 30.0
 
 
-@dataclass
-class Chunk:
+class Chunk(NamedTuple):
     """A batch prepared by the group. `error` is set if its preparation failed."""
 
-    number: int
     result: Result
     data: Any = None
     error: BaseException | None = None
-
-
-class Skipped(NamedTuple):
-    """The group does not serve the requested batch; it serves from batch `start` on."""
-
-    start: int
-
-
-class EpochAdvanced(NamedTuple):
-    """The group has finished the epoch that this job was about to start; it is in `epoch` now."""
-
-    epoch: int
-
-
-class Link(Connection):
-    """The connection to one coordinator, and the views of its ring.
-
-    Any thread may free batches at any time, so `release` is safe to call from finalisers.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
-        self.views: Views | None = None
-        self._lock = threading.Lock()
-        self._released: deque[int] = deque()
-        self._leases: dict[int, tuple[int, int, weakref.ref[Bytes]]] = {}  # slot, size and memory of each held batch
-        self._never_released: set[int] = set()
-        self._owner = Owner()
-        self._stopped = float("inf")  # time since when the coordinator is known to be stopped
-        prepare_for_forks(self)
-
-    def send(self, *messages: bytes) -> None:
-        """Send messages and the pending releases."""
-        with self._lock:
-            super().send(*self._releases(), *messages)
-        self._send_releases(_WAITING)
-
-    def request(self, serial: int, number: int) -> None:
-        """Request a batch and send the pending releases; the request itself carries one of them."""
-        with self._lock:
-            released = self._released.popleft() if self._released else -1
-            super().send(*self._releases(), pack(Kind.REQUEST, serial, number, released))
-        self._send_releases(_WAITING)
-
-    def flush(self) -> None:
-        """Send the pending data."""
-        with self._lock:
-            super().flush()
-
-    def next_message(self, deadline: float = 0.0) -> Message | None:
-        """Return the next message, or None at the deadline. Raises `EOFError` if the connection has ended."""
-        wait = _RELEASE_SECONDS
-        while (message := super().next_message(min(deadline, time.monotonic() + wait))) is None:
-            if time.monotonic() >= deadline:
-                return None
-            self._send_releases(0)
-            if wait == _CHECK_SECONDS:
-                self._end_if_stopped()
-            wait = _CHECK_SECONDS
-        return message
-
-    def _end_if_stopped(self) -> None:
-        now = time.monotonic()
-        self._stopped = min(self._stopped, now) if is_stopped(self.pid) else float("inf")
-        if now - self._stopped >= _STOPPED_SECONDS:
-            self.end(f"has been stopped for {_STOPPED_SECONDS:g} s")
-
-    def end(self, why: str) -> None:
-        """Kill the coordinator, so that a stopped one cannot resume later, then raise `EOFError`.
-
-        Does nothing for a process of another PID namespace, which cannot be killed from here.
-        """
-        if self.pid <= 0:
-            return
-        log.warning("process %d, the coordinator of a group, %s: it is killed and replaced", self.pid, why)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + _ANSWER_SECONDS
-        while super().next_message(deadline) is not None:
-            pass
-        raise EOFError
-
-    # -- leases -------------------------------------------------------------------------------------------------------
-
-    def may_keep(self, count: int) -> bool:
-        """Return whether this process holds fewer than `count` batches, as seen by the coordinator."""
-        if len(self._leases) + len(self._released) >= count:
-            self._send_releases(0)
-        return len(self._leases) + len(self._released) < count
-
-    def lease(self, number: int, slot: int, memory: Bytes) -> None:
-        """Release batch `number` when `memory`, which its tensors view, is freed."""
-        size = memory.nbytes
-
-        def end(_: object) -> None:
-            if number in self._never_released:
-                return
-            self._leases.pop(number, None)
-            if self._owner.is_here and self.fileno() >= 0:
-                assert self.views is not None
-                self.views.clean(slot, size)
-                self.release(number)
-
-        self._leases[number] = slot, size, weakref.ref(memory, end)
-
-    def keep_held(self) -> None:
-        """Copy the held batches to this process, since their slots will be filled again."""
-        for _, slot, size, views, _memory in self._held():
-            views.keep(slot, size)
-
-    def before_fork(self) -> None:
-        """Copy the held batches, for a process that is forked now. What cannot be copied stays leased."""
-        for number, slot, size, views, _memory in self._held():
-            if self._owner.is_here and self.fileno() >= 0 and not views.copy(slot, size):
-                self._never_released.add(number)
-
-    def _held(self) -> Iterator[tuple[int, int, int, Views, Bytes]]:
-        """Yield the number, slot and size of each held batch, and its memory, which is not freed meanwhile."""
-        for number, (slot, size, memory) in list(self._leases.items()):
-            if (held := memory()) is not None and self.views is not None:
-                yield number, slot, size, self.views, held
-            del held
-
-    def release(self, number: int) -> None:
-        """Release batch `number`. Safe in any thread, also during `send`."""
-        self._released.append(number)
-        self._send_releases(_WAITING)
-
-    def _releases(self) -> list[bytes]:
-        messages = []
-        while self._released:
-            messages.append(pack(Kind.RELEASE, number=self._released.popleft()))
-        return messages
-
-    def _send_releases(self, waiting: int) -> None:
-        """Send the pending releases if there are more than `waiting`."""
-        # A thread that cannot get the lock leaves the releases to the lock's holder, which checks again after releasing
-        # it.
-        while len(self._released) > waiting and self._lock.acquire(blocking=False):
-            try:
-                messages = self._releases()
-                if messages and self.fileno() >= 0:
-                    super().send(*messages)
-            finally:
-                self._lock.release()
-
-    def close(self) -> None:
-        """Close the connection. Batches that are still held stay valid."""
-        if self._owner.is_here:
-            with self._lock:
-                super().close()
-            if self.views is not None:
-                self.views.close()
-
-
-def is_stopped(pid: int) -> bool:
-    """Return whether the process is stopped by a signal."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False
 
 
 class Member:
@@ -233,46 +50,47 @@ class Member:
         group: the group to join.
         setup: setup for a coordinator, used if there is none.
         hello: description of this member, sent to the coordinator.
-        seconds: longest wait for a batch.
+        seconds: longest wait without a batch for any job of the group.
 
     Attributes:
         setup: as given.
         jobs: number of members of the group, as last received.
         deaths: number of coordinators that died.
+        joined: whether this process is a member.
+        next_epoch: the epoch of the job's next pass.
     """
 
     def __init__(self, group: Group, setup: Setup, hello: Hello, seconds: float) -> None:
-        self.jobs = 0
-        self.deaths = 0
-        self._group = group
-        self.setup = setup
-        self._hello = hello
-        self._seconds = seconds
+        self.setup, self.jobs, self.deaths = setup, 0, 0
+        self.joined, self.next_epoch = False, 0
+        self._group, self._hello, self._seconds = group, hello, seconds
         self._link: Link | None = None
         self._claim = -1
-        self._serial = 0
+        self._serial = self._in_a_row = 0
         self._requested: int | None = None
-        self._taken = -1
-        self._position = NEWCOMER
-        self._in_a_row = 0
+        self._taken, self._position = -1, NEWCOMER
 
-    def join(self, position: int) -> int:
-        """Join as a member whose next batch is `position`, or as `NEWCOMER`; returns the epoch of this job."""
+    def join(self, position: int = NEWCOMER) -> int:
+        """Join as a member whose next batch is `position`, or as `NEWCOMER`; returns the number of its first batch."""
         self._position = position
-        self._claim = self._group.claim()
+        if self._claim < 0:
+            self._claim = self._group.claim()
         while True:
             try:
-                return self._enter().number
+                self._position = self._enter(returns=False).number
             except EOFError:
                 self._lost()
+            else:
+                self.joined = True
+                return self._position
 
-    def _enter(self) -> Message:
+    def _enter(self, *, returns: bool) -> Message:
         """Connect, wait until the coordinator admits this job, and return its answer."""
 
         def connect(folder: Path) -> Link | None:
             link = Link.open(folder)
             if link is not None:
-                link.send(pack(Kind.HELLO, number=self._position, body=self._hello.pack()))
+                link.send(pack(Kind.HELLO, number=self._position, value=returns, body=self._hello.pack()))
             return link
 
         link = self._link = self._group.reach(self.setup, connect)
@@ -286,6 +104,9 @@ class Member:
                 f"{self._seconds:g} s: "
                 + ("not all ranks of this job have joined" if self._hello.ranks > 1 else "it does not answer")
             )
+        if answer.kind == Kind.DROPPED:
+            self._leave()
+            raise InputError(bytes(answer.body).decode(), page="state-mismatch")
         self.jobs = answer.value
         link.views = Views(Path(os.fsdecode(bytes(answer.body))))
         return answer
@@ -308,39 +129,42 @@ class Member:
             )
         reap(0.0, self._group.folder)
 
-    def take(self, number: int, end: int) -> Chunk | Skipped | EpochAdvanced:
-        """Wait for batch `number`, and request the next one if it is below `end`."""
+    def take(self, number: int, end: int) -> Chunk | None:
+        """Wait for batch `number`, and request the next one if it is below `end`.
+
+        Returns None if the coordinator has dropped this job, which was late at the begin of an epoch: join again.
+        """
         self._position = number
         while True:
-            deadline = time.monotonic() + self._seconds
             try:
                 if self._link is None:
-                    self._enter()
-                return self._take(number, end, deadline)
+                    self._enter(returns=True)
+                return self._take(number, end)
             except EOFError:
                 self._lost()
 
-    def _take(self, number: int, end: int, deadline: float) -> Chunk | Skipped | EpochAdvanced:
-        link = self._link
+    def _take(self, number: int, end: int) -> Chunk | None:
+        link, deadline = self._link, time.monotonic() + self._seconds
         assert link is not None
         if self._requested != number:
             self._request(link, number)
         while True:
             message = link.next_message(deadline)
             if message is None:
-                raise group_timeout(self._explain_timeout(link, number))
-            if message.serial != self._serial:
-                continue
-            if message.kind != Kind.BATCH:
-                self._requested = None
-                return (Skipped if message.kind == Kind.SKIPPED else EpochAdvanced)(message.number)
-            if message.number == number:
-                self._in_a_row = 0
-                self._requested, self._taken, self._position = None, number, number + 1
-                if number + 1 < end:
-                    self._request(link, number + 1)
-                return self._open(link, message)
-            link.release(message.number)  # requested before an interrupt
+                deadline = self._later(link, number)
+            elif message.kind == Kind.DROPPED:
+                self._leave()
+                if number % len(self.setup.order) == 0:
+                    return None
+                raise group_timeout(f"{bytes(message.body).decode()}, so it gets no more batches of this epoch")
+            elif message.kind == Kind.BATCH and message.serial == self._serial:
+                if message.number == number:
+                    self._in_a_row = 0
+                    self._requested, self._taken, self._position = None, number, number + 1
+                    if number + 1 < end:
+                        self._request(link, number + 1)
+                    return self._open(link, message)
+                link.release(message.number)  # requested before an interrupt
 
     def _request(self, link: Link, number: int) -> None:
         self._requested = number
@@ -349,7 +173,7 @@ class Member:
     def _open(self, link: Link, message: Message) -> Chunk:
         """Open the batch of a message as a view of the ring; as a copy if too many views are held."""
         number, result = message.number, unpack_result(message.body)
-        chunk = Chunk(number, result)
+        data, error = None, None
         assert link.views is not None
         if result.status == READY:
             try:
@@ -359,19 +183,18 @@ class Member:
                 raise EOFError from None
             if link.may_keep(message.value):
                 link.lease(number, result.slot, memory)
-                chunk.data = read_own_record(memory, copy=False)
-                return chunk
-            chunk.data = read_own_record(memory, copy=True)
+                return Chunk(result, read_own_record(memory, copy=False))
+            data = read_own_record(memory, copy=True)
             link.views.drop(result.slot)
         elif result.status == PRIVATE:
             assert result.memory is not None
-            chunk.data = read_own_record(result.memory, copy=False)
+            data = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
-            chunk.error = raisable(unpack_error(result.note))
+            error = raisable(unpack_error(result.note))
         else:
             assert result.status == EMPTY
         link.release(number)
-        return chunk
+        return Chunk(result, data, error)
 
     def skip(self, cursor: int) -> None:
         """Notify the coordinator that no batch before `cursor` is needed."""
@@ -381,21 +204,29 @@ class Member:
         if self._link is not None:
             self._link.send(pack(Kind.SKIP, self._serial, cursor, self._taken))
 
-    def _explain_timeout(self, link: Link, number: int) -> str:
-        """Return the message for a batch that timed out. Kills an unresponsive coordinator and raises `EOFError`."""
-        batch = "batch {1} of epoch {0}".format(*divmod(number, len(self.setup.order)))
+    def _later(self, link: Link, number: int) -> float:
+        """Return a later deadline if other jobs have received batches meanwhile; otherwise raise `WaitError`.
+
+        Kills an unresponsive coordinator, and raises `EOFError`.
+        """
         link.send(pack(Kind.EXPLAIN, number=number))
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         while (answer := link.next_message(deadline)) is not None and answer.kind != Kind.EXPLANATION:
             if answer.kind == Kind.BATCH:
                 link.release(answer.number)
             self._requested = None
         why = f"process {link.pid}, the coordinator of the group, does not answer: it may be stopped"
         if answer is not None:
+            left = self._seconds - answer.value / 1000
+            if left > 0:
+                if self._requested is None:
+                    self._request(link, number)
+                return time.monotonic() + left
             why = bytes(answer.body).decode()
         elif not self._in_a_row:
-            link.end(f"has not answered for {self._seconds + _ANSWER_SECONDS:g} s")
-        return (
+            link.end(f"has not answered for {self._seconds + ANSWER_SECONDS:g} s")
+        batch = "batch {1} of epoch {0}".format(*divmod(number, len(self.setup.order)))
+        raise group_timeout(
             f"the group {self._group.name!r} did not deliver {batch} within {self._seconds:g} s: {why}. "
             "Give a larger timeout if samples take so long"
         )
@@ -406,9 +237,9 @@ class Member:
         link = self._link
         return 0 if link is None or link.views is None else link.views.ring_bytes
 
-    def close(self) -> None:
+    def _leave(self) -> None:
         """Leave the group. The last member waits until the coordinator has ended."""
-        link, self._link = self._link, None
+        link, self._link, self.joined = self._link, None, False
         if link is not None:
             link.keep_held()
             link.send(pack(Kind.LEAVE))
@@ -417,7 +248,127 @@ class Member:
                 while (message := link.next_message(deadline)) is not None and message.kind != Kind.LEFT:
                     pass
             except EOFError:
-                reap(_ANSWER_SECONDS, self._group.folder)
+                reap(ANSWER_SECONDS, self._group.folder)
             link.close()
+
+    def close(self) -> None:
+        """Leave the group for good."""
+        self._leave()
         if self._claim >= 0:
             self._group.release(self._claim)
+
+
+class EpochIterator:
+    """One epoch of one job. A later one of the same loader ends it.
+
+    Args:
+        loader: kept alive as long as this object.
+        member: the job's membership in its group.
+        rebatching: returns what makes the job's batches of an epoch.
+        epoch: the epoch.
+        done: numbers of the batches already yielded, if the epoch is resumed.
+        counts: the job's counts.
+        transform, pin, with_ids: as of `SharedLoader`.
+
+    Attributes:
+        done: numbers of the batches yielded.
+        ended: whether the pass has ended.
+        epoch: the group's epoch.
+    """
+
+    def __init__(
+        self,
+        loader: object,
+        member: Member,
+        rebatching: Callable[[int], Rebatching],
+        epoch: int,
+        done: frozenset[int],
+        counts: dict[str, float],
+        transform: Callable[[Any], Any] | None,
+        *,
+        pin: bool,
+        with_ids: bool,
+    ) -> None:
+        self.done, self.ended, self._replaced = set(done), False, False
+        self._loader, self._member, self._rebatching_of, self._counts = loader, member, rebatching, counts
+        self._transform, self._pin, self._with_ids = transform, pin, with_ids
+        self._drawing = Randomness(transform)
+        self._batches = len(member.setup.order)
+        self._ready: deque[tuple[int, Any, Ids]] = deque()
+        self._begin(epoch)
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch, first, self._rebatching = epoch, epoch * self._batches, self._rebatching_of(epoch)
+        self._at, self._end = first + self._rebatching.first_chunk(self.done), first + self._rebatching.chunks
+
+    def __iter__(self) -> EpochIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._rebatching)
+
+    def __next__(self) -> Any:
+        if self._replaced:
+            raise InputError(
+                "a later iteration of this SharedLoader has begun, and ended this one: a job has one at a time. Make "
+                "a second loader to go through the data twice at once",
+                page="argument-conflict",
+            )
+        while not self._ready:
+            if self.ended or self._at >= self._end:
+                self.close()
+                raise StopIteration
+            self._next_chunk()
+        return self._finish_batch(*self._ready.popleft())
+
+    def _next_chunk(self) -> None:
+        """Take one more chunk and queue the batches that it completes."""
+        started = time.monotonic()
+        try:
+            while (chunk := self._member.take(self._at, self._end)) is None:
+                self._begin(self._member.join() // self._batches)
+        finally:
+            self._counts["wait_seconds"] += time.monotonic() - started
+        chunk.result.add_to(self._counts)
+        number, self._at = self._at - self.epoch * self._batches, self._at + 1
+        ids = NOTHING if chunk.error is not None else chunk.result.ids
+        batches = self._rebatching.feed(number, chunk.data, ids)
+        self._ready.extend(batch for batch in batches if batch[0] not in self.done)
+        if chunk.error is not None:
+            raise chunk.error
+
+    def _finish_batch(self, number: int, data: Any, ids: Ids) -> Any:
+        self.done.add(number)
+        if self._transform is not None:
+            with self._drawing as drawing:
+                drawing.seed(self._member.setup.options.seed, self.epoch, -1 - number)
+                try:
+                    data = self._transform(data)
+                except Exception as error:
+                    note_samples(error, ids.tolist(), "transforming")
+                    if isinstance(error, StopIteration):
+                        raise raisable(error) from error
+                    raise
+        if self._pin and torch.cuda.is_available():
+            data = pinned(data)
+        self._counts["batches"] += 1
+        self._counts["samples"] += len(ids)
+        return Batch(data, torch.from_numpy(np.array(ids)), None) if self._with_ids else data
+
+    def replace(self) -> None:
+        """End this pass for a later one: its next batch is an error."""
+        self._replaced = not self.ended
+        self.close()
+
+    def close(self) -> None:
+        """End this pass; notify the group that no more of this epoch is needed. Idempotent."""
+        if not self.ended:
+            self.ended = True
+            self._ready.clear()
+            self._member.next_epoch = self.epoch + 1
+            if self._member.joined:
+                self._member.skip((self.epoch + 1) * self._batches)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_at"):
+            self.close()

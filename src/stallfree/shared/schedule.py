@@ -1,8 +1,9 @@
 """The schedule of a group: assigns batches to members, selects the next batch and the slots to free. Does no I/O.
 
 The batches of all epochs form one sequence: batch n of epoch e has the number `e * batches + n`. Members request rising
-numbers, so one number per member, its *cursor*, describes what it still needs: that batch and all later ones. A batch
-is prepared if a present member needs it, and forgotten when no member needs or holds it.
+numbers, so one number per member, its *cursor*, describes what it still needs: that batch and all later ones. The
+lowest batch that a member needs is prepared first, and kept until no member needs or holds it. A batch is a function of
+its number, so one that was dropped can be prepared again.
 """
 
 from __future__ import annotations
@@ -11,37 +12,31 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from stallfree.shared.protocol import Kind
-
 
 @dataclass
 class Member:
     """The state of one member.
 
     Attributes:
-        cursor: number of the next batch that it needs from the group.
+        cursor: number of the next batch that it needs.
         requested: number of the batch that it waits for, or None.
-        serial: serial of its last request; answers carry it.
+        serial: serial of its last request; grants carry it.
         granted: number of the batch last granted to it, or None.
-        detached: whether it prepares the rest of its epoch locally, and needs no batch until the next epoch.
         held: batches that are leased to it.
+        dropped: whether it lagged too long: it gets no more batches, and keeps those that it holds.
     """
 
     cursor: int
     requested: int | None = None
     serial: int = 0
     granted: int | None = None
-    detached: bool = False
     held: set[int] = field(default_factory=set)
+    dropped: bool = False
 
 
-class Answer(NamedTuple):
-    """A message for `member`: `Kind.BATCH`, `Kind.SKIPPED` or `Kind.EPOCH_ADVANCED`.
+class Grant(NamedTuple):
+    """Batch `number` for `member`, which requested it with `serial`."""
 
-    After SKIPPED, the member prepares the batches of its epoch before `number` locally.
-    """
-
-    kind: Kind
     member: Any
     serial: int
     number: int
@@ -53,89 +48,55 @@ class Schedule:
     Args:
         batches: batches per epoch.
         ahead: batches prepared beyond the last one requested.
+        epoch: the epoch that the first newcomer starts with.
     """
 
-    def __init__(self, batches: int, ahead: int) -> None:
-        self.batches = batches
-        self.ahead = ahead
+    def __init__(self, batches: int, ahead: int, epoch: int = 0) -> None:
+        self.batches, self.ahead = batches, ahead
         self.members: dict[Hashable, Member] = {}
         self.entries: dict[int, bool] = {}
         """The batches that are being prepared (False) or are ready (True)."""
-        self._next = -1  # lower numbers will not be prepared any more; -1 before `begin`
-        self._last_asked = -1
-
-    def begin(self, epoch: int) -> None:
-        """Start with the lowest batch that a returning member needs, or with `epoch` if there is no member."""
-        low = self._low
-        self._next = epoch * self.batches if low is None else low
-        self._last_asked = max(self._last_asked, self._next - 1)
+        self._last_requested = -1
+        self._freed_below = epoch * batches  # no batch from here on has been freed
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    def join(self, member: Hashable, *, position: int | None, catchup: bool) -> int:
-        """Add a member; returns the epoch that it starts with, or is in.
+    @property
+    def epoch(self) -> int:
+        """The epoch that a newcomer starts with: the first one of which no batch has been freed."""
+        return max(-(-self._freed_below // self.batches), self._last_requested // self.batches)
 
-        Args:
-            member: key of the new member.
-            position: the batch that it needs next, if it was in this group before; None for a newcomer.
-            catchup: a newcomer joins the epoch of the slowest member, even in the middle of it.
-        """
-        if position is None:
-            position = self._epoch_for_newcomer(catchup) * self.batches
-        else:
-            self._last_asked = max(self._last_asked, position - 1)
-        self.members[member] = Member(self._served_from(position))
-        return position // self.batches
+    def join(self, member: Hashable, position: int | None = None) -> int:
+        """Add a member that needs `position` next, or a newcomer (None); returns the number of its first batch."""
+        position = self.epoch * self.batches if position is None else position
+        self._last_requested = max(self._last_requested, position - 1)
+        self._freed_below = max(self._freed_below, position)
+        self.members[member] = Member(position)
+        return position
 
-    def _epoch_for_newcomer(self, catchup: bool) -> int:
-        epoch = self.epoch
+    def is_behind(self, position: int) -> bool:
+        """Return whether a batch is of an earlier epoch than any that a member needs."""
         low = self._low
-        if low is not None:  # members that wait for the next epoch have requested its first batch
-            epoch = min(epoch, low // self.batches)
-        first = self._served_from(epoch * self.batches)
-        whole = first == epoch * self.batches
-        return epoch if whole or (catchup and first < (epoch + 1) * self.batches) else epoch + 1
-
-    def _served_from(self, number: int) -> int:
-        """Return the first number, at least `number`, from which on all batches are ready or still to be prepared."""
-        if number >= self._next:
-            return number
-        first = self._next
-        while first > number and first - 1 in self.entries:
-            first -= 1
-        return first
+        return low is not None and position // self.batches < low // self.batches
 
     def leave(self, member: Hashable) -> list[int]:
         """Remove a member; returns the batches whose slots are now free."""
         self.members.pop(member, None)
         return self.free()
 
-    def request(self, member: Hashable, serial: int, number: int) -> Answer | None:
-        """Register a request for batch `number`; returns the answer if there is one already."""
+    def request(self, member: Hashable, serial: int, number: int) -> Grant | None:
+        """Register a request for batch `number`; returns the grant if the batch is ready."""
         known = self.members[member]
-        known.serial = serial
-        end = (number // self.batches + 1) * self.batches
-        if number % self.batches == 0:
-            known.detached = True  # exclude it from the members that determine the group's epoch
-            epoch = max(number // self.batches, self._epoch_for_newcomer(catchup=True))
-            known.detached = False
-            if self._served_from(number) >= end:  # that epoch is over
-                known.cursor = self._served_from(epoch * self.batches)
-                return Answer(Kind.EPOCH_ADVANCED, member, serial, epoch)
-        elif known.detached:
-            return Answer(Kind.SKIPPED, member, serial, end)
-        first = self._served_from(number)
-        if first > number:
-            known.cursor = first  # possibly in a later epoch: batches that are gone are not needed
-            return Answer(Kind.SKIPPED, member, serial, min(first, end))
-        known.cursor = known.requested = number
-        self._last_asked = max(self._last_asked, number)
+        if known.dropped:
+            return None
+        known.serial, known.cursor, known.requested = serial, number, number
+        self._last_requested = max(self._last_requested, number)
         return self._grant(member, known, number) if self.entries.get(number) else None
 
-    def _grant(self, member: Hashable, known: Member, number: int) -> Answer:
+    def _grant(self, member: Hashable, known: Member, number: int) -> Grant:
         known.requested, known.granted, known.cursor = None, number, number + 1
         known.held.add(number)
-        return Answer(Kind.BATCH, member, known.serial, number)
+        return Grant(member, known.serial, number)
 
     def skip(self, member: Hashable, cursor: int, taken: int) -> list[int]:
         """Advance a member to `cursor` and revoke the batch granted to it after batch `taken`.
@@ -157,31 +118,25 @@ class Schedule:
     # -- batches ------------------------------------------------------------------------------------------------------
 
     @property
-    def epoch(self) -> int:
-        """The last epoch of which a batch was requested; -1 before the first request."""
-        return self._last_asked // self.batches
-
-    @property
     def _low(self) -> int | None:
-        """The lowest number that an attached member needs."""
-        return min((known.cursor for known in self.members.values() if not known.detached), default=None)
+        """The lowest number that a member needs."""
+        return min((known.cursor for known in self.members.values() if not known.dropped), default=None)
 
     def next_to_start(self) -> int | None:
         """Return the batch to prepare next, or None if no more are needed for now."""
         low = self._low
-        if low is None or self._next < 0:
+        if low is None:
             return None
-        number = max(self._next, low)
-        end = min((self._last_asked // self.batches + 1) * self.batches, self._last_asked + self.ahead)
-        return number if number < end else None
+        last = self._last_requested
+        end = min((last // self.batches + 1) * self.batches, last + self.ahead)
+        return next((number for number in range(low, end) if number not in self.entries), None)
 
     def start(self, number: int) -> None:
         """Mark batch `number` as being prepared."""
         self.entries[number] = False
-        self._next = number + 1
 
-    def finish(self, number: int) -> tuple[list[Answer], list[int]]:
-        """Mark batch `number` as ready; returns the answers to waiting members, and the batches to free."""
+    def finish(self, number: int) -> tuple[list[Grant], list[int]]:
+        """Mark batch `number` as ready; returns the grants to waiting members, and the batches to free."""
         self.entries[number] = True
         grants = [
             self._grant(member, known, number) for member, known in self.members.items() if known.requested == number
@@ -189,10 +144,7 @@ class Schedule:
         return grants, self._free([number])
 
     def free(self) -> list[int]:
-        """Forget the batches that no member needs or holds; returns them, since their slots are now free.
-
-        Call it after a `request` that was not answered with a batch.
-        """
+        """Forget the batches that no member needs or holds; returns them, since their slots are now free."""
         return self._free(list(self.entries))
 
     def _free(self, numbers: Iterable[int]) -> list[int]:
@@ -201,13 +153,28 @@ class Schedule:
         freed = [
             number
             for number in numbers
-            if self.entries.get(number)
-            and (low is None or number < low)
-            and not any(number in known.held for known in self.members.values())
+            if self.entries.get(number) and (low is None or number < low) and not self._is_held(number)
         ]
         for number in freed:
             del self.entries[number]
+        self._freed_below = max([self._freed_below, *(number + 1 for number in freed)])
         return freed
+
+    def _is_held(self, number: int) -> bool:
+        return any(number in known.held for known in self.members.values())
+
+    def drop_one(self) -> list[int]:
+        """Forget the last ready batch after the first one that a member waits for; it is prepared again later.
+
+        Returns it, since its slot is now free; or nothing, if all slots hold batches that come before.
+        """
+        waiting = min((known.requested for known in self.members.values() if known.requested is not None), default=None)
+        ready = [number for number, done in self.entries.items() if done and not self._is_held(number)]
+        last = max(ready, default=-1)
+        if waiting is None or last <= waiting:
+            return []
+        del self.entries[last]
+        return [last]
 
     # -- laggards -----------------------------------------------------------------------------------------------------
 
@@ -222,10 +189,10 @@ class Schedule:
         return [
             member
             for member, known in self.members.items()
-            if not known.detached and known.requested is None and known.cursor == low and low in self.entries
+            if not known.dropped and known.requested is None and known.cursor == low and low in self.entries
         ]
 
-    def detach(self, member: Hashable) -> list[int]:
-        """Detach a member for the rest of its epoch; returns the batches whose slots are now free."""
-        self.members[member].detached = True
+    def drop(self, member: Hashable) -> list[int]:
+        """Drop a laggard; returns the batches whose slots are now free."""
+        self.members[member].dropped = True
         return self.free()

@@ -7,7 +7,6 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Self
@@ -21,12 +20,11 @@ from stallfree.errors import (
     argument_conflict,
     group_mismatch,
     object_closed,
-    seed_agreement,
     state_format,
     state_mismatch,
 )
 from stallfree.ipc.process import context_of, start_method
-from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
+from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
@@ -34,26 +32,19 @@ from stallfree.platform import need_linux
 from stallfree.sampling.epoch_source import SourceSetup
 from stallfree.sampling.order import Order
 from stallfree.sampling.ranks import find_ranks, job_name
-from stallfree.shared.epoch_iterator import EpochIterator, JobContext
+from stallfree.shared.coordinator import Setup
 from stallfree.shared.group import Group, Terms
-from stallfree.shared.member import Member
-from stallfree.shared.preparation import Setup
-from stallfree.shared.protocol import NEWCOMER, Hello
-from stallfree.shared.rebatching import rebatching_of
+from stallfree.shared.link import NEWCOMER, Hello
+from stallfree.shared.member import EpochIterator, Member
+from stallfree.shared.rebatching import Rebatching, rebatching_of
 from stallfree.stats import SharedStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
-from stallfree.workers.ray_workers import GroupTerms, RayWorkers
-from stallfree.workers.worker_pool import Options
+from stallfree.workers.worker_pool import Options, new_counts
 
-_STATE_VERSION = 1
+_STATE_VERSION = 2
 
 _made = count()
-_SUMMED = (
-    *("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"),
-    *("wait_seconds", "retries", "workers_replaced", "skips", "private_copies"),
-)
-"""Counts that include the chunks prepared locally."""
 
 
 class SharedLoader(Generic[BatchT_co]):
@@ -66,31 +57,30 @@ class SharedLoader(Generic[BatchT_co]):
     epoch, with that epoch's augmentation, and all jobs get the same batches. This is the coordinated prep of CoorDL
     (Mohan et al., VLDB 2021, section 4.3), with leases instead of hand-out counts, and with failure handling.
 
-    Jobs may join, leave and die at any time. When the coordinator ends with the job that started it, or dies, the next
-    job that notices starts another. A batch is a function of (seed, epoch, ids), so none is lost or repeated. A job is
-    in the group from its first iteration until `close`, or until the loader is freed. Close the loader if the process
-    continues after training; otherwise the other jobs wait for it. Used as a context manager, the loader is closed even
-    if the frame of a failed or pruned trial is kept alive, as Optuna does.
+    Jobs may join, leave and die at any time. A job that joins begins with the next epoch. When the coordinator ends
+    with the job that started it, or dies, the next job that notices starts another. A batch is a function of (seed,
+    epoch, ids), so none is lost or repeated. A job is in the group from its first iteration until `close`, or until the
+    loader is freed. A slow job holds up the others when the ring is full of batches that it has not taken. If it does
+    so for half of `timeout`, it is dropped: in the middle of an epoch its loop raises `WaitError`, otherwise it joins
+    again. So close the loader if the process continues after training. Used as a context manager, the loader is closed
+    even if the frame of a failed or pruned trial is kept alive, as Optuna does.
 
     A job's changes to the tensors of its batch are invisible to other jobs. A copy of the loader, also in another
-    process, is another job of the group. If a job begins an iteration before the last one has ended, it prepares the
-    rest of that one with its own `num_workers`.
+    process, is another job of the group. A job has one iteration at a time: a new one ends the last one, whose next
+    batch is an `InputError`.
 
     Args:
         dataset: a `CachedDataset`, a source, or any map-style data set, the same in all jobs.
         group: name of the group: letters, digits, `.`, `_` and `-`.
-        batch_size: samples per batch of this job (of each rank, if the job has several). It may differ between jobs: a
-            multiple or a divisor of `chunk_size`.
+        batch_size: samples per batch of this job (of each rank, if the job has several). It may differ between jobs:
+            a multiple or a divisor of that of the first job, times its ranks.
         shuffle: shuffle in each epoch; the order is a function of (seed, epoch).
         num_workers: worker processes of the group, 1 or more. The first job decides.
-        chunk_size: samples prepared as one batch, then split or joined for each job. None: the group's; in its first
-            job, `batch_size` times the number of ranks.
         collate_fn: makes a batch of a list of samples; torch's default if None. Any other one requires that all jobs
-            have batches of `chunk_size`, and no ranks.
-        drop_last: drop an incomplete last batch; decided by each job.
+            have the same batch size, and no ranks.
+        drop_last: drop an incomplete last batch; the same in all jobs.
         pin_memory: yield batches in pinned memory, if there is an accelerator.
-        timeout: seconds to wait for a batch before `WaitError`; 0 means 300. With `on_lag="wait"` a slow job may hold
-            up the others for half of that.
+        timeout: seconds to wait for a batch, while no job of the group gets one, before `WaitError`; 0 means 300.
         worker_init_fn: called in each worker with its number.
         multiprocessing_context: "fork", "forkserver", "spawn" or a context; Python's default if None.
         prefetch_factor: batches in flight per worker; 2 if None. The first job decides.
@@ -101,19 +91,11 @@ class SharedLoader(Generic[BatchT_co]):
             a rank's samples of a batch are skipped, that rank has one batch less than the others.
         staging: bytes for the ring of ready batches, as an int or a string such as "256MiB". None: twice `num_workers`
             batches, and four for each job in the group. The first job decides.
-        join: a job that joins in the middle of an epoch waits for the "next" one, or does a "catchup": it gets the
-            remaining batches of this epoch with the others, then prepares the missed ones with its own `num_workers`.
-        on_lag: a slow job holds up the others when the ring is full of batches that it has not taken. "wait" for it, or
-            "detach" it: it prepares the rest of its epoch locally, and rejoins the others in the next one.
         job_transform: applied in this process to each batch of this job, after the shared prep. Its random draws are a
             function of (seed, epoch, number of the batch).
-        workers: `RayWorkers` prepare the batches on a Ray cluster, once for all hosts with the same `group` and
-            cluster. Each host fetches them once. `num_workers` local workers continue if no Ray worker is left.
-            Requires a seed, the same on all hosts.
 
     Attributes:
         group: the group's name.
-        chunk_size: the group's chunk size.
 
     The ranks of a job come from `torch.distributed` if it is initialised, else from the variables `RANK` and
     `WORLD_SIZE`. Each rank gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all ranks get the same
@@ -138,7 +120,6 @@ class SharedLoader(Generic[BatchT_co]):
         batch_size: int = 1,
         shuffle: bool = False,
         num_workers: int = 1,
-        chunk_size: int | None = None,
         collate_fn: Callable[[Any], Any] | None = None,
         drop_last: bool = False,
         pin_memory: bool = False,
@@ -150,22 +131,28 @@ class SharedLoader(Generic[BatchT_co]):
         with_ids: bool = False,
         on_error: str = "raise",
         staging: int | str | None = None,
-        join: str = "next",
-        on_lag: str = "wait",
         job_transform: Callable[[Any], Any] | None = None,
-        workers: RayWorkers | None = None,
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         need_linux("SharedLoader", "use DataLoader, one in each job")
         check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         check_functions(collate_fn, worker_init_fn, on_error)
-        check_remote(workers, None)
-        _check(dataset, num_workers, batch_size, chunk_size, join, on_lag, job_transform)
+        if num_workers < 1:
+            raise InputError("num_workers=0: the workers belong to the group, which needs 1 or more")
+        if batch_size is None:
+            raise InputError("batch_size=None: give the number of samples per batch")
+        if job_transform is not None and not callable(job_transform):
+            raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
+        if isinstance(dataset, SmartCacheDataset):
+            raise argument_conflict(
+                "a SmartCacheDataset is a window of one job over the data: give the data set that it wraps, or a "
+                "CachedDataset of that"
+            )
         self.dataset, self.group = dataset, group
-        self.batch_size, self.drop_last, self.with_ids = batch_size, drop_last, with_ids
+        self.batch_size, self.drop_last, self.with_ids = batch_size, bool(drop_last), with_ids
         self.seed = self._given = seed_of(dataset, seed, None)
-        _check_workers(workers, self.seed)
-        self._shuffle, self._ranks, self._joined = bool(shuffle), find_ranks(), False
+        self._shuffle, self._ranks = bool(shuffle), find_ranks()
+        self._transform, self._pin = job_transform, pin_memory
         options = Options(
             reader=reader_of(dataset),
             dataset=dataset,
@@ -180,34 +167,33 @@ class SharedLoader(Generic[BatchT_co]):
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
-            remote=workers,
+            remote=None,
         )
         self._samples = len(options.reader.source)
-        self._group = self._join(options, chunk_size, on_error, on_lag)
-        self._context = self._make_context(options, on_lag == "detach", join == "catchup")
-        self._context.transform, self._context.pin = job_transform, pin_memory
-        self._resumed: int | None = None
-        self._done: frozenset[int] = frozenset()
+        self._group = self._join(options, on_error)
+        self._member = self._make_member(options)
+        self._counts = new_counts()
+        self._resumed, self._done = False, frozenset[int]()
         self._passes: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
         self._pass: weakref.ref[EpochIterator] | None = None  # the one begun last
-        self._end = weakref.finalize(self, _close, os.getpid(), self._context.member, self._group)
+        self._end = weakref.finalize(self, _close, os.getpid(), self._member, self._group)
 
-    def _join(self, options: Options, chunk_size: int | None, on_error: str, on_lag: str) -> Group:
+    def _join(self, options: Options, on_error: str) -> Group:
         with tolerant():  # the group is identified by name: objects without a fingerprint are assumed to be equal
+            steps = getattr(self.dataset, "steps", None)
             same = {
                 "data set": fingerprint(options.reader.source.fingerprint()),
-                "transform": fingerprint(_steps(self.dataset)),
+                "transform": fingerprint(options.reader.source.pipeline if steps is None else steps),
                 "collate_fn": fingerprint(options.collate),
                 "seed": self._given,
                 "shuffle": self._shuffle,
+                "drop_last": self.drop_last,
                 "on_error": on_error,
-                "on_lag": on_lag,
             }
-        chunk = chunk_size or self.batch_size * self._ranks.count
+        chunk = self.batch_size * self._ranks.count
         joined = Group(self.group, Terms(same, chunk, options.workers, options.ahead, options.staging))
         try:
-            self.chunk_size = joined.terms.chunk
-            joined.check_sizes(chunk_size, self.batch_size, self._ranks.count, options.collate is not None)
+            joined.check_sizes(self.batch_size, self._ranks.count, options.collate is not None)
             if self.seed is not None:
                 self._agree_on_seed(joined, self.seed)
         except BaseException:
@@ -215,27 +201,18 @@ class SharedLoader(Generic[BatchT_co]):
             raise
         return joined
 
-    def _make_context(self, options: Options, detach: bool, catchup: bool) -> JobContext:
+    def _make_member(self, options: Options) -> Member:
         terms, ranks = self._group.terms, self._ranks
-        shared = replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging)
-        if options.remote is not None:
-            same = {**terms.same, "seed": self.seed, "chunk_size": terms.chunk}
-            shared = replace(shared, group=GroupTerms(self.group, {name: str(value) for name, value in same.items()}))
-        options = replace(options, staging=None, remote=None)  # of what this job prepares itself
         setup = Setup(
             folder=self._group.folder,
-            options=shared,
+            options=replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging),
             base_seed=0,
-            order=Order(SourceSetup(self._samples, self.chunk_size, self._shuffle, seed=self.seed)),
-            detach=detach,
+            order=Order(SourceSetup(self._samples, terms.chunk, self._shuffle, seed=self.seed)),
             lag_seconds=options.seconds / 2,  # less than the other jobs wait
         )
         job = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
         script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-        member = Member(self._group, setup, Hello(job, ranks.here, catchup, script or "python"), options.seconds)
-        sizes = self._samples, self.chunk_size, self.batch_size, ranks, self.drop_last
-        rebatching = partial(rebatching_of, setup.order, *sizes)
-        return JobContext(member, rebatching, options, self.with_ids)
+        return Member(self._group, setup, Hello(job, ranks.here, script or "python"), options.seconds)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -246,39 +223,48 @@ class SharedLoader(Generic[BatchT_co]):
         It may rise by more than one, if the group was further on.
         """
         active = self._active_pass
-        return self._context.next_epoch if active is None else active.epoch
+        return self._member.next_epoch if active is None else active.epoch
 
     @property
     def _active_pass(self) -> EpochIterator | None:
         iteration = None if self._pass is None else self._pass()
         return None if iteration is None or iteration.ended else iteration
 
+    def _rebatching(self, epoch: int) -> Rebatching:
+        sizes = self._samples, self._group.terms.chunk, self.batch_size, self._ranks, self.drop_last
+        return rebatching_of(self._member.setup.order, *sizes, epoch)
+
     def __len__(self) -> int:
         """Number of batches per epoch."""
-        return len(self._context.rebatching(0))
+        return len(self._rebatching(0))
 
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
-        start_method(self._context.options.context)  # a script without a main guard would wait for itself
+        member, options = self._member, self._member.setup.options
+        start_method(options.context)  # a script without a main guard would wait for itself
         active = self._active_pass
         if active is not None:
-            active.continue_alone()
-        cache = self._context.options.reader.cache
+            active.replace()
+        cache = options.reader.cache
         if cache is not None and cache.tier is not None:
             cache.tier.begin_epoch()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed
-        done = self._done
-        if not self._joined:
-            self._context.member.setup.base_seed = drawn
+        batches, done = len(member.setup.order), self._done
+        if not member.joined:
+            member.setup.base_seed = drawn
             if self.seed is None:
                 self._set_seed(self._group.agree_on_seed(drawn))
-            self._context.next_epoch = self._context.member.join(self._first_needed(done))
-            self._joined = True
-        self._done = frozenset()
-        iteration = EpochIterator(self, self._context, self._context.next_epoch, done)
+            first = member.next_epoch * batches + self._rebatching(0).first_chunk(done) if self._resumed else NEWCOMER
+            member.next_epoch = member.join(first) // batches
+        self._resumed, self._done = False, frozenset()
+        iteration = EpochIterator(
+            *(self, member, self._rebatching, member.next_epoch, done, self._counts, self._transform),
+            pin=self._pin,
+            with_ids=self.with_ids,
+        )
         self._passes.add(iteration)
         self._pass = weakref.ref(iteration)
         return iteration
@@ -293,17 +279,9 @@ class SharedLoader(Generic[BatchT_co]):
             )
 
     def _set_seed(self, seed: int) -> None:
-        setup = self._context.member.setup
+        setup = self._member.setup
         self.seed = setup.order.seed = seed
         setup.options = replace(setup.options, seed=seed)
-        self._context.options = replace(self._context.options, seed=seed)
-
-    def _first_needed(self, done: frozenset[int]) -> int:
-        """Return the number of the first chunk needed if the batches `done` are not, or `NEWCOMER`."""
-        if self._resumed is None:
-            return NEWCOMER
-        order = self._context.member.setup.order
-        return self._resumed * len(order) + self._context.rebatching(0).first_chunk(done)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -319,10 +297,11 @@ class SharedLoader(Generic[BatchT_co]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state_dict` returned; call it before the first iteration.
 
-        A new group starts there. If the group is further on, this job prepares the missed part of that epoch locally.
-        Raises `InputError` for a state of another loader, and after the first iteration.
+        A new group starts there. A group that is further on in the same epoch waits until this job has caught up.
+        Raises `InputError` for a state of another loader, and after the first iteration; the first iteration raises it
+        if the group is in a later epoch.
         """
-        if self._joined:
+        if self._member.joined:
             raise state_mismatch("this loader is in its group already: load the state before the first iteration")
         known = isinstance(state, dict) and {"version", "epoch", "done", "terms"} <= state.keys()
         if not known or state["version"] != _STATE_VERSION:
@@ -335,25 +314,21 @@ class SharedLoader(Generic[BatchT_co]):
         if self.seed is None and seed is not None:
             self._agree_on_seed(self._group, seed)
             self._set_seed(seed)
-        self._context.next_epoch = self._resumed = int(state["epoch"])
+        self._member.next_epoch, self._resumed = int(state["epoch"]), True
         self._done = frozenset(number for start, stop in state["done"] for number in range(start, stop))
 
     def _terms(self) -> dict[str, Any]:
         """Return the settings that must be equal for a position to mean the same in two loaders."""
         same = {"seed": self.seed, "shuffle": self._shuffle}
-        sizes = {"samples": self._samples, "batch_size": self.batch_size, "chunk_size": self.chunk_size}
+        sizes = {"samples": self._samples, "batch_size": self.batch_size}
         return {**same, **sizes, "ranks": self._ranks.count, "drop_last": self.drop_last}
 
     # -- the rest -----------------------------------------------------------------------------------------------------
 
     def stats(self) -> SharedStats:
         """Return the statistics of this job's loader since its creation."""
-        context = self._context
-        counts = dict(context.counts)
-        for name in _SUMMED:
-            counts[name] += context.local_counts[name]
-        counts |= {"num_workers": self._group.terms.workers, "staging_bytes": context.member.staging_bytes}
-        return SharedStats(**counts, alone=context.local, takeovers=context.member.deaths, jobs=context.member.jobs)
+        sizes = {"num_workers": self._group.terms.workers, "staging_bytes": self._member.staging_bytes}
+        return SharedStats(**self._counts | sizes, takeovers=self._member.deaths, jobs=self._member.jobs)
 
     def close(self) -> None:
         """Leave the group; batches that are still held stay valid. Idempotent.
@@ -365,7 +340,7 @@ class SharedLoader(Generic[BatchT_co]):
         self._end()
 
     def __reduce__(self) -> Any:
-        state = None if self._joined or self._resumed is None else self.state_dict()
+        state = self.state_dict() if self._resumed and not self._member.joined else None
         return _another_job, (type(self), self._arguments), state
 
     __setstate__ = load_state_dict
@@ -376,42 +351,11 @@ class SharedLoader(Generic[BatchT_co]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    __repr__ = shown_by("group", "batch_size", "chunk_size", "drop_last")
+    __repr__ = shown_by("group", "batch_size", "drop_last")
 
 
 def _another_job(kind: type[SharedLoader[Any]], arguments: dict[str, Any]) -> SharedLoader[Any]:
     return kind(**arguments)
-
-
-def _check(
-    dataset: Any, num_workers: int, batch_size: Any, chunk_size: Any, join: str, on_lag: str, job_transform: Any
-) -> None:
-    if num_workers < 1:
-        raise InputError("num_workers=0: the workers belong to the group, which needs 1 or more")
-    if batch_size is None:
-        raise InputError("batch_size=None: give the number of samples per batch")
-    if chunk_size is not None and (isinstance(chunk_size, bool) or not isinstance(chunk_size, int) or chunk_size < 1):
-        raise InputError(f"chunk_size={chunk_size!r}: give an int of 1 or more, or None")
-    if join not in ("next", "catchup"):
-        raise InputError(f"join={join!r}: use 'next' or 'catchup'")
-    if on_lag not in ("wait", "detach"):
-        raise InputError(f"on_lag={on_lag!r}: use 'wait' or 'detach'")
-    if job_transform is not None and not callable(job_transform):
-        raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
-    if isinstance(dataset, SmartCacheDataset):
-        raise argument_conflict(
-            "a SmartCacheDataset is a window of one job over the data: give the data set that it wraps, or a "
-            "CachedDataset of that"
-        )
-
-
-def _check_workers(workers: RayWorkers | None, seed: int | None) -> None:
-    if workers is not None and seed is None:
-        raise seed_agreement("a SharedLoader with RayWorkers has no seed: give seed=..., the same on all hosts")
-    if workers is not None and workers.num_workers == "auto":
-        raise argument_conflict(
-            "num_workers='auto' of RayWorkers measures one training loop: give a SharedLoader a number"
-        )
 
 
 def _ranges(numbers: Iterable[int]) -> list[list[int]]:
@@ -423,11 +367,6 @@ def _ranges(numbers: Iterable[int]) -> list[list[int]]:
         else:
             ranges.append([number, number + 1])
     return ranges
-
-
-def _steps(dataset: Any) -> Any:
-    steps = getattr(dataset, "steps", None)
-    return steps if steps is not None else reader_of(dataset).source.pipeline
 
 
 def _close(pid: int, member: Member, group: Group) -> None:
