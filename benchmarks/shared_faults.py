@@ -138,20 +138,12 @@ PROBES = (
         _both,
         _joined,
     ),
-    Probe("catchup", 'The same, with `join="catchup"`: it begins at once.', _both, _joined, choice=True),
     Probe(
         "laggard",
         f"One of two takes {SLOW * 1000:.0f} ms for a batch, the other {STEP * 1000:.0f}: each sample once for both.",
         _both,
         _lagged,
         memory=True,
-    ),
-    Probe(
-        "detach",
-        'The same, with `on_lag="detach"`: the fast one is not held up.',
-        lambda facts: _both(facts) and max(facts["other"]["seconds"]) < 2 * BATCHES * STEP,
-        _lagged,
-        choice=True,
     ),
     Probe(
         "keeper",

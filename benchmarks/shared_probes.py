@@ -255,14 +255,12 @@ def listening(stage: Stage) -> Facts:
     return {"ports": ports, "modes": modes}
 
 
-TOGETHER = {"tail": 1, "join": 1, "catchup": 1, "listening": 1}
+TOGETHER = {"tail": 1, "join": 1, "listening": 1}
 """Consumers that begin together; two where it is not said."""
 PROBES: dict[str, Callable[[Stage], Facts]] = {
     "tail": tail,
     "join": join,
-    "catchup": lambda stage: join(stage, join="catchup"),
     "laggard": laggard,
-    "detach": lambda stage: laggard(stage, on_lag="detach"),
     "keeper": keeper,
     "writer": writer,
     "consumer_killed": consumer_killed,

@@ -105,7 +105,6 @@ def job(given: Json) -> None:
             num_workers=2,
             seed=_SEED,
             with_ids=True,
-            join="catchup" if given["number"] % 2 else "next",
         ) as loader,
     ):
         while not ending:

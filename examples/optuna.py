@@ -70,7 +70,7 @@ def train(trial: optuna.Trial, data: Shapes, held_out: list[torch.Tensor]) -> fl
     optimizer = torch.optim.Adam(model.parameters(), trial.suggest_float("rate", 1e-4, 1e-1, log=True))
     # A trial that begins while others are in mid-epoch takes part at once, and catches up on what it has missed. `with`
     # is needed: Optuna keeps what a pruned trial held until the garbage is collected, and the others would wait for it.
-    with sf.SharedLoader(data, group=f"search-{os.getpid()}", batch_size=32, shuffle=True, join="catchup") as loader:
+    with sf.SharedLoader(data, group=f"search-{os.getpid()}", batch_size=32, shuffle=True) as loader:
         for epoch in range(EPOCHS):
             for pictures, labels in loader:
                 optimizer.zero_grad()

@@ -75,7 +75,7 @@ def train(config: dict[str, Any], group: str, data: Shapes, held_out: list[torch
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["epochs"]
     # A trial that begins while others are in mid-epoch takes part at once, and catches up on what it has missed.
-    with sf.SharedLoader(data, group=group, batch_size=32, shuffle=True, join="catchup") as loader:
+    with sf.SharedLoader(data, group=group, batch_size=32, shuffle=True) as loader:
         for epoch in range(first, EPOCHS):
             for pictures, labels in loader:
                 optimizer.zero_grad()

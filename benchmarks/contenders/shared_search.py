@@ -42,7 +42,7 @@ def trial(config: Json, source: sf.testing.ThrottledSource, given: Json) -> None
             if samples != len(source):
                 raise AssertionError(f"{samples} samples instead of {len(source)}")
             times.append(time.monotonic())
-            alone = loader.stats().alone if given["who"] == "shared" else 0
+            alone = 0
             tune.report({"times": times, "alone": alone})
 
 
@@ -56,7 +56,7 @@ def open_loader(cached: sf.CachedDataset, given: Json) -> Iterator[Any]:
     """The loader of one trial."""
     options: Json = {"batch_size": given["batch"], "shuffle": True}
     if given["who"] == "shared":
-        with sf.SharedLoader(cached, group="search", num_workers=2, join="catchup", **options) as loader:
+        with sf.SharedLoader(cached, group="search", num_workers=2, **options) as loader:
             yield loader
     else:
         yield torch.utils.data.DataLoader(cached, num_workers=1, persistent_workers=True, **options)  # type: ignore[arg-type]

@@ -63,7 +63,7 @@ def test_sizes(image: torch.Tensor, tmp_path: Path) -> None:
     assert torch.equal(apply("CropFixedSizeCenter", image, size=[4, 3, 2]), image[:, 1:5, 1:4, 1:3])
     write(tmp_path / "a.nii", np.ones(SIZE, np.float32), spacing=(2, 1, 0.5))
     loaded = apply("ConvertToChannelsFirst", apply("LoadNifti", str(tmp_path / "a.nii")))
-    assert apply("ScaleByResolution", loaded, target_resolution=[1, 1, 1]).shape == (1, 11, 5, 3)
+    assert apply("ScaleByResolution", loaded, target_resolution=[1, 1, 1]).shape == (1, 11, 5, 2)
 
 
 def test_random_transforms(image: torch.Tensor) -> None:

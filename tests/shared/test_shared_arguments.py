@@ -187,8 +187,14 @@ def test_the_seed_of_a_cached_data_set_counts() -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"batch_size": 6}, "batch_size=6 does not match the group 'args', whose first job has batches of 4 samples: give"),
-        ({"batch_size": 3}, "batch_size=3 does not match the group 'args', whose first job has batches of 4 samples: give"),
+        (
+            {"batch_size": 6},
+            "batch_size=6 does not match the group 'args', whose first job has batches of 4 samples: give",
+        ),
+        (
+            {"batch_size": 3},
+            "batch_size=3 does not match the group 'args', whose first job has batches of 4 samples: give",
+        ),
     ],
 )
 def test_batches_that_do_not_fit(given: dict[str, Any], said: str, store_root: Path) -> None:

@@ -141,9 +141,7 @@ def test_jobs_of_different_batch_sizes(team: Team) -> None:
 
 def test_the_ranks_of_a_job_take_disjoint_parts(team: Team) -> None:
     """A job of 2 ranks beside a job of one process; the group's samples are still prepared once."""
-    ranks = [
-        team.job(batch_size=4, environment={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)
-    ]
+    ranks = [team.job(batch_size=4, environment={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
     other = team.job(batch_size=8)
     first, second, whole = afresh([*ranks, other])
     assert right(whole) == right([*first, *second]) == 0

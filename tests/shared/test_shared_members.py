@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import signal
 import stat
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,7 +25,6 @@ from group_jobs import (
     children_of,
     coordinator_of,
     flat,
-    ids_of,
     let_in,
     right,
     taken,

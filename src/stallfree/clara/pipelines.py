@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -255,9 +256,7 @@ def _local(path: str) -> str:
     """Return `path`; for a URL, the path of a local copy."""
     if not is_url(path):
         return path
-    import fsspec
-
-    return fsspec.open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
+    return import_module("fsspec").open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
 
 
 def _read_data_list(args: dict[str, Any], pipeline: Any, volumes: bool) -> tuple[list[str], list[str] | Labels]:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
+import numpy as np
+
 from stallfree.clara.configuration import Component, component
 from stallfree.errors import StallfreeError, clara_configuration, missing_extra
 from stallfree.pipeline.compose import Transform
@@ -16,7 +18,8 @@ _LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
 
 _CLARA: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
     "LoadNifti": lambda as_closest_canonical=False, dtype="float32": ("LoadImaged", {
-        "reader": "NibabelReader", "as_closest_canonical": str(as_closest_canonical).lower() == "true", "dtype": dtype,
+        "reader": "NibabelReader", "as_closest_canonical": str(as_closest_canonical).lower() == "true",
+        "dtype": np.dtype(dtype),
     }),
     "ConvertToChannelsFirst": lambda: ("EnsureChannelFirstd", {}),
     "ScaleIntensityRange": lambda a_min, a_max, b_min, b_max, clip=False: ("ScaleIntensityRanged", {
@@ -58,12 +61,12 @@ def make_transforms(entries: Any, where: str) -> list[Transform]:
 
 def _make(wanted: Component) -> Transform:
     where = f"{wanted.where} ({wanted.name or wanted.path})"
-    described: Callable[..., Any] = _CLARA.get(wanted.name) or _class(wanted)
+    described: Callable[..., Any] = _CLARA.get(wanted.name) or _class(wanted, wanted.name)
     try:
         if wanted.name in _CLARA:
             fields, args = wanted.args["fields"], {key: value for key, value in wanted.args.items() if key != "fields"}
             name, args = described(**args)
-            transform = _class(wanted._replace(name=name))(keys=fields, **args)
+            transform = _class(wanted, name)(keys=fields, **args)
         else:
             transform = described(**wanted.args)
     except StallfreeError:
@@ -79,12 +82,12 @@ def _make(wanted: Component) -> Transform:
     return transform  # type: ignore[no-any-return]
 
 
-def _class(wanted: Component) -> Callable[..., Any]:
-    """Return the user's class at "module.Class", or MONAI's transform of that name."""
+def _class(wanted: Component, name: str) -> Callable[..., Any]:
+    """Return the user's class at "module.Class", or MONAI's transform `name`."""
     if wanted.path:
-        module, _, name = wanted.path.rpartition(".")
+        module, _, class_name = wanted.path.rpartition(".")
         try:
-            user_class: Callable[..., Any] = getattr(import_module(module), name)
+            user_class: Callable[..., Any] = getattr(import_module(module), class_name)
         except (ImportError, AttributeError, ValueError) as error:
             raise clara_configuration(
                 f'{wanted.where}: {wanted.path!r} cannot be imported ({error}): give "module.Class", with the module '
@@ -99,10 +102,10 @@ def _class(wanted: Component) -> Callable[..., Any]:
         import_module("nibabel")
     except ImportError as error:
         raise missing_extra("nibabel" if "nibabel" in str(error) else "monai", "medical", wanted.name) from error
-    monai_class = getattr(library, wanted.name, None)
+    monai_class = getattr(library, name, None)
     if not isinstance(monai_class, type) or not issubclass(monai_class, library.Transform):
         raise clara_configuration(
-            f"{wanted.where}: {wanted.name!r} is a transform neither of Clara nor of MONAI: known of Clara are "
+            f"{wanted.where}: {name!r} is a transform neither of Clara nor of MONAI: known of Clara are "
             f'{", ".join(_CLARA)}; for one of your own give {{"path": "module.Class"}}'
         )
     return monai_class

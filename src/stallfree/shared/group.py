@@ -87,7 +87,7 @@ class Group:
         chunk, unit = self.terms.chunk, batch_size * ranks
         if own_collate and batch_size != chunk:
             raise collate_output(
-                f"batch_size={batch_size} on {ranks} ranks, and the group {self.name!r} has batches of {chunk}: batches "
+                f"batch_size={batch_size} on {ranks} ranks, and the group {self.name!r} has batches of {chunk}: those "
                 "of a collate_fn cannot be split or joined; use one rank, and the same batch_size in all jobs"
             )
         if chunk % unit and unit % chunk:

@@ -57,7 +57,7 @@ class Kind(enum.IntEnum):
     """Kind of a message. A batch carries the serial of its request."""
 
     # sent by a member
-    HELLO = 2  # the first message; the body is a `Hello`, `number` the batch needed next, or `NEWCOMER`; `value` is 1 on return
+    HELLO = 2  # the first message; the body is a `Hello`, `number` the batch needed next; `value` is 1 on return
     REQUEST = 3  # request batch `number`; batch `value` is released, unless it is -1
     SKIP = 4  # batches before `number` are not needed; grants after batch `value` are discarded
     RELEASE = 5  # batch `number` is released

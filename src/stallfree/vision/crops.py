@@ -213,9 +213,7 @@ class DecodeRandomResizedCrop(_RandomCrop):
         """
         if self.on_device:
             return None
-        return DecodeImage(), RandomResizedCrop(
-            self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout
-        )
+        return DecodeImage(), RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
 
     def __repr__(self) -> str:
         return super().__repr__()[:-1] + (", on_device=True)" if self.on_device else ")")
