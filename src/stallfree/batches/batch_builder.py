@@ -211,7 +211,7 @@ class BatchBuilder:
                 value = self.collate(values[0] if self.single else values)
         elif self.single:
             # A data set that is indexed may keep a reference to its sample.
-            sample = private(values[0]) if here and self.reader.indexes else values[0]
+            sample = private(values[0]) if here and self.reader.direct else values[0]
             value = default_convert(sample)
         elif samples.whole:
             value = collate_default(values)

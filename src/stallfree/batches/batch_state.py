@@ -13,16 +13,13 @@ import numpy as np
 
 from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.sample_access import Pending, SampleAccess
-from stallfree.batches.transform_split import Reclassified, is_prepared
+from stallfree.batches.transform_split import Reclassified
 from stallfree.cache.records import MISS, Borrowed
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError
 from stallfree.notes import note_sample, raisable
-from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import as_cached, payload_bytes, private
-
-_NO_STEPS = Compose([])
 
 
 @dataclass
@@ -207,8 +204,7 @@ class BatchState:
     def _value(self, id: int) -> Any:
         """Return sample `id` as the cache holds it."""
         reader, split = self.reader, self.reader.split
-        prepares = split.share == 1 or bool(is_prepared([id], split.share)[0])
-        steps = split.deterministic if prepares else _NO_STEPS
+        steps = split.deterministic
         record = self._record(id)
         try:
             if reader.caches and split.takes_look():
@@ -271,11 +267,11 @@ class BatchState:
     def _prepare(self) -> None:
         """Apply the remaining steps to all values."""
         reader, samples = self.reader, self.samples
-        if not len(reader.rest) and reader.split.share == 1 and not samples.skipped:
+        rest = reader.rest
+        if not len(rest) and not samples.skipped:
             samples.ids, samples.values = self.ids, self._found
             return
-        rests = reader.split.rests(self.ids)
-        for id, value, epoch, rest in zip(self.ids, self._found, self.epochs, rests, strict=True):
+        for id, value, epoch in zip(self.ids, self._found, self.epochs, strict=True):
             if value is MISS:
                 continue
             try:
@@ -288,14 +284,14 @@ class BatchState:
 
     def _prepare_in_place(self, buffer: BatchBuffer) -> None:
         """Prepare the samples in the buffer, directly from the memory of the cache and without copies."""
-        for at, rest in enumerate(self.reader.split.rests(self.ids)):
-            if not self._prepare_row(at, rest, buffer):  # overwritten by another process meanwhile
+        for at in range(len(self.ids)):
+            if not self._prepare_row(at, buffer):  # overwritten by another process meanwhile
                 self._fetch_again(at)
-                self._prepare_row(at, rest, buffer)
+                self._prepare_row(at, buffer)
         if not buffer.whole:
             self.samples.values[:0] = buffer.copied()
 
-    def _prepare_row(self, at: int, rest: Compose, buffer: BatchBuffer) -> bool:
+    def _prepare_row(self, at: int, buffer: BatchBuffer) -> bool:
         """Prepare one sample. Returns False if its record was overwritten during the read; then do it again."""
         value, id, problem, written = self._found[at], self.ids[at], None, False
         if value is MISS:
@@ -303,7 +299,7 @@ class BatchState:
         try:
             if self.reader.seeds:
                 self.reader.randomness.seed(self.seed, self.epochs[at], id)
-            sample = rest.into(value, buffer.row())
+            sample = self.reader.rest.into(value, buffer.row())
             written = buffer.put(sample)
             if not written:
                 sample = private(sample)

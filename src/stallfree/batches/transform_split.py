@@ -14,11 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NoReturn
 
-import numpy as np
-import numpy.typing as npt
 from torch.utils.data import get_worker_info
 
-from stallfree.cache.policies import mixed
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeWarning, WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
@@ -26,8 +23,6 @@ from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_
 from stallfree.pipeline.compose import Compose, Transform, describe_step
 from stallfree.pipeline.marks import note_drew
 from stallfree.pipeline.protocol import Source
-
-_FORMS = 0x666F726D
 
 _FIRST_LOOKS, _LOOK_EVERY = 64, 32
 """Samples that the processes of a loader make twice: so many first, and then one in so many."""
@@ -47,12 +42,10 @@ class TransformSplit:
 
     Args:
         source: source of the records.
-        cache: cache of the outputs of `deterministic`; None if nothing is cached, or the files that samples read.
+        cache: cache of the outputs of `deterministic`; None if nothing is cached.
         origin: object whose random draws count as draws of the fetch: the user's data set, or `source`.
         deterministic: steps applied to a record before it is cached.
         rest: steps applied to a cached value each time it is read.
-        share: share of the samples that are cached prepared; the others are cached as fetched (`is_prepared`).
-        whole: steps applied to a sample that is cached as fetched, each time it is read.
 
     Attributes:
         uncached: number of steps moved behind the cache, from the last cached one backwards. If it exceeds the number
@@ -68,10 +61,8 @@ class TransformSplit:
         origin: Any,
         deterministic: Compose,
         rest: Compose,
-        share: float,
-        whole: Compose,
     ) -> None:
-        self.source, self.origin, self.share, self.whole = source, origin, share, whole
+        self.source, self.origin = source, origin
         self._cache = cache
         self.deterministic, self.rest = deterministic, rest
         self.uncached, self.quiet = 0, False
@@ -95,12 +86,6 @@ class TransformSplit:
     def caches(self) -> bool:
         """Whether samples are cached: False if the source is random."""
         return self.uncached <= self._cached_steps
-
-    def rests(self, ids: Sequence[int]) -> list[Compose]:
-        """Return the transforms to apply after the cache for each of `ids`."""
-        if self.share == 1:
-            return [self.rest] * len(ids)
-        return [self.rest if prepared else self.whole for prepared in is_prepared(ids, self.share).tolist()]
 
     # -- looks while the cache is filled ------------------------------------------------------------------------------
 
@@ -204,9 +189,3 @@ def _find_draws(
             if found is not None and found.certain:
                 return id, found.at
     return None
-
-
-def is_prepared(ids: Sequence[int] | npt.NDArray[np.int64], share: float) -> npt.NDArray[Any]:
-    """Return which of `ids` are cached prepared, if a `share` of all samples is. Depends only on the ids."""
-    below: npt.NDArray[Any] = mixed(np.asarray(ids, np.uint64), _FORMS) < np.uint64(min(share * 2.0**64, 2**64 - 1))
-    return below

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from stallfree.batches.sample_access import plain_beneath
-from stallfree.batches.transform_split import is_prepared
 from stallfree.cache.layout import plan_layout
 from stallfree.errors import (
     CapacityError,
@@ -114,14 +113,12 @@ class FirstLook:
         """The sample that stands for all."""
         return self.samples[0]
 
-    def values(self, share: float) -> dict[int, Any]:
-        """Return the cached values by id, of samples that can be stored, if a `share` of all is cached prepared.
+    def values(self, *, prepared: bool) -> dict[int, Any]:
+        """Return the cached values by id, of samples that can be stored, in this form.
 
         Raises `CodecError` if the first one cannot be stored.
         """
-        prepared = is_prepared([sample.id for sample in self.samples], share).tolist()
-        pairs = zip(self.samples, prepared, strict=True)
-        values = {sample.id: sample.prepared if is_so else sample.record for sample, is_so in pairs}
+        values = {sample.id: sample.prepared if prepared else sample.record for sample in self.samples}
         if isinstance(values[self.first.id], CodecError):
             raise values[self.first.id]
         return {id: value for id, value in values.items() if not isinstance(value, CodecError)}
@@ -200,7 +197,7 @@ class _Fetch:
 
 
 _FREEZE = (
-    "a cache would freeze its augmentation. Give form='reads', which caches the files that it reads, not the result; "
+    "a cache would freeze its augmentation. Give form='files', which caches the files that it opens, not the result; "
     "or make the data set without its random transforms and give them as CachedDataset(..., transform=...); or give "
     "stallfree.cut(dataset, 'transform') if an attribute holds them"
 )
@@ -225,13 +222,9 @@ def _name(origin: object) -> str:
 
 
 def choose_form(
-    form: str | float, first: FirstLook, samples: int, capacity: int, *, scored: bool, on_disk: bool
-) -> tuple[str | float, str]:
-    """The form to cache, "fetched" or "prepared" or the share to cache prepared, and the line that explains it."""
-    if isinstance(form, (int, float)):
-        if 0 < form < 1 and len(first.parts.deterministic):
-            return float(form), f"caching {form:.0%} of the samples prepared and the others as fetched, as asked"
-        form = "prepared" if form == 1 else "fetched"
+    form: str, first: FirstLook, samples: int, capacity: int, *, scored: bool, on_disk: bool
+) -> tuple[str, str]:
+    """Return the form to cache, "fetched" or "prepared", and the line that explains it."""
     if form != "auto":
         return form, f"caching samples as {form}, as asked"
     if len(first.parts.deterministic) == 0:
@@ -262,12 +255,6 @@ def example_for(values: Sequence[Any]) -> Any:
             if any(other is not structure for other, _ in forms):
                 return bytes(max(record_size(*form) for form in forms))
     return values[0]
-
-
-def example_of_both(first: FirstLook) -> Any:
-    """An example for the layout of a cache that holds both forms: of no fixed size, as long as the shorter."""
-    sizes = [record_size(*encode(value, allow_pickle=True)) for value in (first.first.record, first.first.prepared)]
-    return bytes(min(sizes))
 
 
 def _room(value: Any, samples: int, capacity: int, scored: bool, on_disk: bool) -> tuple[int, bool] | None:

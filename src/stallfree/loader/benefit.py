@@ -75,8 +75,7 @@ def measure_benefit(
         )
     past = copy.copy(dataset)
     nothing: Any = _Nothing(cache)
-    reads = reader.tracker is not None
-    past.reader = Reader(reader.source, nothing, reader.deterministic, reader.rest, reads=reads)
+    past.reader = Reader(reader.source, nothing, reader.deterministic, reader.rest)
     probe = _Probe(step, batch_size, workers, batches, clock or SystemClock())
     rng = np.random.default_rng((dataset.seed or 0) & (2**64 - 1))
     return probe.seconds(past, rng.permutation(len(dataset))) / probe.seconds(dataset, rng.permutation(resident))
