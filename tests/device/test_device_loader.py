@@ -16,9 +16,9 @@ from fakes import World
 from torch.utils.data import SequentialSampler
 
 import stallfree as sf
-from stallfree.batches.ring import Ring
 from stallfree.events import read_events
 from stallfree.loader.epoch_runner import EpochRunner
+from stallfree.loader.ring import Ring
 
 SAMPLES, BATCH = 40, 4
 SIDE = 40

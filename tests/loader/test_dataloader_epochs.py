@@ -24,8 +24,8 @@ from loader_data import (
     picture,
     same,
 )
+from stallfree.loader import pool
 from stallfree.sources.base import BaseSource
-from stallfree.workers import worker_pool as pool
 from warm import Interpreter
 
 

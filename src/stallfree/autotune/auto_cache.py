@@ -17,12 +17,12 @@ from typing import Any
 from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain, what
 from stallfree.autotune.measure import measure
 from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
-from stallfree.batches.reader import Reader
-from stallfree.batches.transform_split import Reclassified
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import look
 from stallfree.datasets.private_names import token
+from stallfree.datasets.probe import look
+from stallfree.datasets.reader import Reader
+from stallfree.datasets.split import Reclassified
 from stallfree.errors import (
     CapacityError,
     FingerprintError,
@@ -42,7 +42,6 @@ from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
 from stallfree.sources.cutting.cut import cut
 from stallfree.sources.mapped import as_source
-from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"
 _INDEX = 20
@@ -153,7 +152,7 @@ class AutoCache:
         self._epochs = 0
         self._reader: Reader | None = None
 
-    def tuned(self, options: Options) -> Options:
+    def tuned(self, options: Any) -> Any:
         """The options of a loader's next epoch, which reads from this cache. Decides if a decision is due."""
         reader = self.begin(options.seed)
         if reader is options.reader and self.num_workers == options.workers:

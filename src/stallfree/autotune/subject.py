@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stallfree.autotune.measure import Probe, measure
-from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
+from stallfree.datasets.probe import FirstLook, look, reason_in
 from stallfree.errors import InputError, StallfreeError, text_of
 from stallfree.notes import is_users
 from stallfree.pipeline._objects import attribute

@@ -6,7 +6,6 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,13 +13,14 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset, get_worker_info
 
-from stallfree.batches.reader import Reader
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
-from stallfree.datasets.dataset_probe import choose_form, example_for, look
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.private_names import private_name
+from stallfree.datasets.probe import choose_form, example_for, look
+from stallfree.datasets.reader import Reader
 from stallfree.errors import CodecError, IdError, InputError
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_array import SharedCounts
@@ -29,8 +29,6 @@ from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
-from stallfree.sampling.epoch_source import EpochSource, SourceSetup
-from stallfree.sampling.order import order_of
 from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
@@ -244,7 +242,7 @@ class CachedDataset(Dataset[SampleT_co]):
 
         Loaders that use the seed of this data set count their epochs in it.
         """
-        return order_of(replace(setup, counter=self) if setup.seed_of_data else setup)
+        return setup.make_order(counter=self) if setup.seed_of_data else setup.make_order()
 
     def where(self, id: int) -> str:
         """Where sample `id` lies, for messages."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from stallfree.batches.reader import Reader
+from stallfree.datasets.epoch_source import plans_epochs
+from stallfree.datasets.ranks import check_ranks
+from stallfree.datasets.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.sampling.epoch_source import plans_epochs
-from stallfree.sampling.ranks import check_ranks
 from stallfree.sources.mapped import is_iterable
 from stallfree.units import parse_room, parse_whole
 
@@ -89,9 +89,7 @@ def check_remote(workers: Any, cache: Any) -> None:
     """Raise `InputError` unless `workers` are None, or `RayWorkers`."""
     if workers is None:
         return
-    from stallfree.workers.ray_workers import RayWorkers
-
-    if not isinstance(workers, RayWorkers):
+    if not callable(getattr(type(workers), "executor", None)):
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
     if cache is not None:
         raise argument_conflict("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")

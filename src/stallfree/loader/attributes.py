@@ -8,10 +8,10 @@ from typing import Any
 
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.batches.reader import reader_of
+from stallfree.datasets.reader import reader_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_functions, check_numbers
+from stallfree.loader.pool import Options
 from stallfree.loader.shown import own_collate
-from stallfree.workers.worker_pool import Options
 
 SETTABLE = frozenset(
     {

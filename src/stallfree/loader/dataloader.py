@@ -12,30 +12,29 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.batches.reader import reader_of
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup, takes_losses
+from stallfree.datasets.ranks import check_prepared
+from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
 from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
 from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
+from stallfree.loader.order import order_of, source_of
 from stallfree.loader.output import delivery
+from stallfree.loader.pool import Counts, Options, new_counts
 from stallfree.loader.shown import shown_by, shown_samplers
 from stallfree.pipeline.compose import Transform
-from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
-from stallfree.sampling.order import source_of
-from stallfree.sampling.ranks import check_prepared
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
-from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
     from stallfree.device.prefetcher import DevicePrefetcher
+    from stallfree.loader.event_log import EventLog
     from stallfree.loader.iterable import IterableRunner
-    from stallfree.workers.event_log import EventLog
-    from stallfree.workers.ray_workers import RayWorkers
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -152,7 +151,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         transform: Transform | None = None,
         event_log: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | str | None = None,
-        workers: RayWorkers | None = None,
+        workers: Any = None,
     ) -> None:
         # All arguments are attributes: other libraries read them to recreate a loader.
         self.dataset, self.shuffle, self.drop_last, self.generator = dataset, bool(shuffle), drop_last, generator
@@ -257,7 +256,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     def _log(self) -> EventLog | None:
         if self.event_log is None:
             return None
-        from stallfree.workers.event_log import EventLog
+        from stallfree.loader.event_log import EventLog
 
         return EventLog(self.event_log)
 
@@ -276,6 +275,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             caches=partial(_has_cache, self._auto),
             context=options.context,
             counts=self._counts,
+            order=order_of,
         )
         return source_of(self.dataset, setup)
 

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.batches.direct import PlainBatches
-from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.datasets.direct import PlainBatches
+from stallfree.datasets.epoch_source import Position
 from stallfree.errors import (
     StallfreeError,
     WaitError,
@@ -21,11 +21,11 @@ from stallfree.errors import (
     iteration_over,
 )
 from stallfree.ipc.remote import unpack_error
+from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.loader.pool import KEPT, Counts, WorkerPool
 from stallfree.notes import described, raisable
 from stallfree.pipeline.codec import read_own_record
-from stallfree.sampling.epoch_source import Position
 from stallfree.units import format_size
-from stallfree.workers.worker_pool import KEPT, Counts, WorkerPool
 
 _REPORTED_SKIPS = 5
 

@@ -11,16 +11,16 @@ from typing import Any, Protocol
 
 import torch
 
-from stallfree.batches.reader import reader_of
+from stallfree.datasets.epoch_source import EpochSource, Ids, Position
+from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
+from stallfree.datasets.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.epoch import Progress, Repeats
 from stallfree.loader.iteration import Iteration
+from stallfree.loader.order import Order
+from stallfree.loader.pool import Counts, Options, WorkerPools
 from stallfree.pipeline.randomness import draw_seed
-from stallfree.sampling.epoch_source import EpochSource, Ids, Position
-from stallfree.sampling.order import Order
-from stallfree.sampling.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.stats import LoaderStats
-from stallfree.workers.worker_pool import Counts, Options, WorkerPools
 
 STATE_VERSION = 1
 

@@ -17,9 +17,9 @@ from stallfree.errors import iteration_over
 from stallfree.ipc.forked import Owner
 from stallfree.loader.epoch import OVER
 from stallfree.loader.epoch_runner import STATE_VERSION, Prefetcher, check_state
+from stallfree.loader.pool import Counts
 from stallfree.pipeline.randomness import sample_seed
 from stallfree.stats import LoaderStats
-from stallfree.workers.worker_pool import Counts
 
 _WITHOUT_WORKERS = {*inspect.signature(torch.utils.data.DataLoader).parameters} - {
     *("shuffle", "sampler", "batch_sampler", "timeout", "multiprocessing_context", "prefetch_factor")

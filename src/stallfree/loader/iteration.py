@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from stallfree.datasets.epoch_source import EpochPlan, Ids
 from stallfree.loader.epoch import Progress, begin_epoch
-from stallfree.sampling.epoch_source import EpochPlan, Ids
-from stallfree.workers.worker_pool import WorkerPool
+from stallfree.loader.pool import WorkerPool
 
 
 class Owner(Protocol):

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 
-from stallfree.sampling.epoch_source import Ids
+from stallfree.datasets.epoch_source import Ids
 from stallfree.typevars import BatchT_co
 
 

@@ -14,9 +14,9 @@ from torch.utils.data import (
     default_convert,
 )
 
-from stallfree.sampling.epoch_source import Ids
-from stallfree.sampling.order import Order
-from stallfree.sampling.ranks import rank_and_count
+from stallfree.datasets.epoch_source import Ids
+from stallfree.datasets.ranks import rank_and_count
+from stallfree.loader.order import Order
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.batches.messages import NOTHING, Ids
 from stallfree.loader.epoch import DirectEpoch, Epoch, Progress, begin_epoch
+from stallfree.loader.messages import NOTHING, Ids
 from stallfree.loader.output import Batch, pinned
+from stallfree.loader.pool import Counts, Options, WorkerPool, new_counts
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped
 from stallfree.shared.rebatching import Rebatching
-from stallfree.workers.worker_pool import Counts, Options, WorkerPool, new_counts
 
 
 @dataclass

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.batches.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
 from stallfree.errors import WorkerError, group_timeout
 from stallfree.ipc.channel import Connection, Message, pack
 from stallfree.ipc.forked import Owner, prepare_for_forks
 from stallfree.ipc.remote import unpack_error
+from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, Result, unpack_result
 from stallfree.notes import raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.shared.group import Group, reap

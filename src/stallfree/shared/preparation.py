@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.ipc.remote import pack_error
-from stallfree.sampling.order import Order
+from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
+from stallfree.loader.order import Order
+from stallfree.loader.pool import Options, WorkerPool, new_counts
 from stallfree.shared.schedule import Answer, Schedule
-from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
 
 SLOTS_PER_MEMBER = 4
 """Slots per member beyond the batches in flight: the batches that it may hold, and one being sent to it."""

@@ -14,7 +14,9 @@ from typing import Any, Generic, Self
 
 from torch.utils.data import default_collate
 
-from stallfree.batches.reader import reader_of
+from stallfree.datasets.epoch_source import SourceSetup
+from stallfree.datasets.ranks import find_ranks, job_name
+from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
     InputError,
@@ -27,13 +29,13 @@ from stallfree.errors import (
 )
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, check_remote, seed_of
+from stallfree.loader.order import Order
+from stallfree.loader.pool import Options
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
-from stallfree.sampling.epoch_source import SourceSetup
-from stallfree.sampling.order import Order
-from stallfree.sampling.ranks import find_ranks, job_name
+from stallfree.ray.ray_workers import GroupTerms, RayWorkers
 from stallfree.shared.epoch_iterator import EpochIterator, JobContext
 from stallfree.shared.group import Group, Terms
 from stallfree.shared.member import Member
@@ -43,8 +45,6 @@ from stallfree.shared.rebatching import rebatching_of
 from stallfree.stats import SharedStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
-from stallfree.workers.ray_workers import GroupTerms, RayWorkers
-from stallfree.workers.worker_pool import Options
 
 _STATE_VERSION = 1
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.batches.ring import slot_bytes
 from stallfree.errors import BatchError
 from stallfree.ipc.forked import Owner
+from stallfree.loader.ring import slot_bytes
 from stallfree.platform import fcntl
 
 Bytes = npt.NDArray[np.uint8]
