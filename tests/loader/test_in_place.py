@@ -17,7 +17,7 @@ from PIL import Image
 import stallfree as sf
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
-from stallfree.loader.batch_buffer import BatchBuffer
+from stallfree.loader.collate import BatchBuffer
 from stallfree.pipeline.codec import encode, read_record
 from stallfree.pipeline.compose import Compose, OnItem
 from stallfree.pipeline.in_place import empty, in_place, works_in_place

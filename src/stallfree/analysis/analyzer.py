@@ -33,7 +33,7 @@ from stallfree.autotune.measure import measure
 from stallfree.cache.capacity import free_memory, free_space
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.probe import look
-from stallfree.datasets.sample_access import IO_THREADS
+from stallfree.datasets.reader import IO_THREADS
 from stallfree.errors import InputError, argument_conflict, job_failed, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.ipc.forked import call_in_child

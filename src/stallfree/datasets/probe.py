@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from stallfree.cache.layout import plan_layout
-from stallfree.datasets.sample_access import plain_beneath
+from stallfree.datasets.reader import plain_beneath
 from stallfree.errors import (
     CapacityError,
     CodecError,
@@ -131,8 +131,7 @@ def look(source: Source, steps: Compose) -> FirstLook:
     data set is also fetched twice. Raises the error of the first of these samples if all fail, `InputError` for a data
     set with random samples.
     """
-    beneath = plain_beneath(source, 0)
-    plain = None if beneath is None else beneath[0]
+    plain = plain_beneath(source)
     origin = source if plain is None else plain.dataset
     if mark_of(origin):
         raise dataset_random(f"{_name(origin)} is marked as random; {_FREEZE}")

@@ -28,8 +28,7 @@ import torch
 import xxhash
 
 from stallfree.cache.capacity import free_space
-from stallfree.datasets.reader import Reader
-from stallfree.datasets.sample_access import IO_THREADS
+from stallfree.datasets.reader import IO_THREADS, Reader
 from stallfree.errors import StallfreeError
 from stallfree.importance.plans.retention import FRESH
 from stallfree.ipc.process import Parent

@@ -1,27 +1,38 @@
-"""Builds one batch, in a worker process, a gathering thread or the training process."""
+"""Builds one batch, in a worker process, a gathering thread or the training process.
+
+A batch that is used in the process that builds it, without a slot, is an object; all others are records in memory.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
-from torch.utils.data import default_convert
+from torch.utils.data import default_collate, default_convert
 
 from stallfree.cache.buffers import Buffers
 from stallfree.cache.records import Aim
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.batch_state import Samples
-from stallfree.datasets.reader import Reader
-from stallfree.datasets.sample_access import Pending
+from stallfree.datasets.reader import Pending, Reader
+from stallfree.datasets.samples import Samples, index_plainly
 from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
-from stallfree.loader.batch_buffer import BatchBuffer
-from stallfree.loader.collate import Bytes, Collate, batch_structure, collate_default, compose, stack, write_batch
+from stallfree.loader.collate import (
+    BatchBuffer,
+    Bytes,
+    Collate,
+    batch_structure,
+    collate_default,
+    compose,
+    stack,
+    write_batch,
+)
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.ring import Slots
 from stallfree.notes import described, note_samples
@@ -30,6 +41,7 @@ from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.structure import Structure
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
+from stallfree.sources.mapped import MapSource
 
 LARGE = 1 << 20
 """Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""
@@ -62,6 +74,7 @@ class BatchBuilder:
 
     def __post_init__(self) -> None:
         self.reader.single = self.single
+        self._can_gather = self.collate is None and not self.single and shares_memory()
 
     @cached_property
     def _drawing(self) -> Randomness:
@@ -71,15 +84,14 @@ class BatchBuilder:
 
     def can_gather(self, ids: Ids) -> bool:
         """Return whether the cache holds all samples of the batch in their final form, for `gather`."""
-        cache = self.reader.cache
+        reader = self.reader
+        cache = reader.cache
         return (
-            cache is not None
-            and self.collate is None
-            and not self.single
+            self._can_gather
+            and reader.plain
+            and cache is not None
             and len(ids) > 0
-            and shares_memory()
-            and self.reader.plain
-            and cache.uncached_steps == self.reader.split.uncached  # as `current`, of which `plain` has tested the rest
+            and cache.uncached_steps == reader.split.uncached  # as `current`, of which `plain` has tested the rest
             and cache.structure is not None
             and batch_structure(cache.structure, len(ids)) is not None
             and (cache.complete or bool(cache.resident(ids).all()))
@@ -174,7 +186,12 @@ class BatchBuilder:
         while True:
             if not len(task.ids):  # `collate_fn` handles an empty batch of a `batch_sampler`
                 return (*self._collate(task, Samples(), destination), Samples())
-            buffer = self._buffer(len(task.ids), destination)
+            buffer = None
+            if (
+                self._stacked is not None and self.reader.in_place
+            ):  # samples of a known structure, written as they are made
+                buffer = BatchBuffer(self._stacked, len(task.ids), destination.reserve)
+                buffer = buffer if buffer.size else None
             samples = self.reader.finish(pending, self.seed, task.draws, skip=self.skip, buffer=buffer)
             if buffer is not None and buffer.whole:
                 return (*destination.written(buffer.size), samples)
@@ -187,13 +204,6 @@ class BatchBuilder:
             except Exception as error:
                 note_samples(error, samples.ids, "collating")
                 raise
-
-    def _buffer(self, count: int, destination: _Destination) -> BatchBuffer | None:
-        """Return a buffer for samples that are written as they are prepared; None if their structure is unknown."""
-        if self._stacked is None or not self.reader.in_place:
-            return None
-        buffer = BatchBuffer(self._stacked, count, destination.reserve)
-        return buffer if buffer.size else None
 
     def _large(self, samples: Samples) -> bool:
         """Return whether a batch has `LARGE` bytes; for an indexed data set, `storage_bytes` is the batch's size."""
@@ -303,3 +313,69 @@ def failure(task: Task, error: BaseException, *, here: bool) -> Result:
     """Return the result of a task that raised `error`; for another process (not `here`), the error is packed."""
     failed = Result(FAILED, task.token, task.number, task.slot)
     return replace(failed, value=error) if here else replace(failed, note=pack_error(error))
+
+
+class PlainBatches:
+    """Batches of a data set without a cache, made as torch's loader makes them.
+
+    A batch is `collate_fn([dataset[id] for id in ids])`; random numbers come from the global generators.
+
+    Args:
+        reader: of the data set.
+        collate: the user's `collate_fn`, or None for torch's default.
+        single: a batch is a single sample.
+        skip: leave out samples that fail.
+    """
+
+    def __init__(self, reader: Reader, collate: Callable[[Any], Any] | None, single: bool, skip: bool) -> None:
+        self._source = source = reader.source
+        self._dataset: Any = source.dataset if type(source) is MapSource else _Prepared(reader)
+        self._several = None if single or skip else getattr(self._dataset, "__getitems__", None)
+        self._collate = collate or (default_convert if single else default_collate)
+        self._single, self._skip = single, skip
+
+    def make(self, ids: list[int]) -> tuple[Any, Samples | None]:
+        """Return the batch of `ids`; and, if samples were left out, those that are in it.
+
+        Raises the error of a sample that fails, unless it is left out.
+        """
+        samples = None
+        if self._several is not None:
+            try:
+                values: Any = self._several(ids)
+            except Exception as error:
+                note_samples(error, ids, "fetching")
+                raise
+        elif not self._skip:
+            values = index_plainly(self._dataset, self._source, ids)
+        else:
+            samples = self._with_gaps(ids)
+            values = samples.values
+            if not values and ids:
+                return None, samples
+        try:
+            return self._collate(values[0] if self._single else values), samples
+        except Exception as error:
+            note_samples(error, ids if samples is None else samples.ids, "collating")
+            raise
+
+    def _with_gaps(self, ids: list[int]) -> Samples:
+        samples = Samples()
+        for id in ids:
+            try:
+                samples.values.append(self._dataset[id])
+            except Exception as error:
+                samples.add_failure(error, self._source, id, "fetching", skip=True)
+            else:
+                samples.ids.append(id)
+        return samples
+
+
+class _Prepared:
+    """The samples of a source and its transforms, by index."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, id: int) -> Any:
+        return self._reader.rest(self._reader.source.fetch(id))

@@ -18,12 +18,19 @@ from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
-from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
-from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
+from stallfree.loader.epochs import Epochs, Seeds
+from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, source_of
-from stallfree.loader.output import delivery
 from stallfree.loader.pool import Counts, Options, new_counts
-from stallfree.loader.shown import shown_by, shown_samplers
+from stallfree.loader.shown import (
+    FIXED,
+    Attributes,
+    changed_options,
+    check_settable,
+    options_of,
+    shown_by,
+    shown_samplers,
+)
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
@@ -33,8 +40,7 @@ from stallfree.units import parse_size, parse_whole
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
     from stallfree.device.prefetcher import DevicePrefetcher
-    from stallfree.loader.event_log import EventLog
-    from stallfree.loader.iterable import IterableRunner
+    from stallfree.loader.iterable import IterableEpochs
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -184,23 +190,33 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             self._auto = AutoCache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         self._counts = {**new_counts(), "num_workers": self.num_workers}
-        self._runner: EpochRunner | IterableRunner
+        self._epochs: Epochs | IterableEpochs
         if self._dataset_kind:
-            from stallfree.loader.iterable import IterableRunner
+            from stallfree.loader.iterable import IterableEpochs
 
-            self._runner = IterableRunner(self, self._counts)
-            self.sampler, self.batch_sampler = self._runner.samplers
+            self._epochs = IterableEpochs(self, self._counts)
+            self.sampler, self.batch_sampler = self._epochs.samplers
         else:
             options, seed_of_data = self._options(context, single), seed is None and self.seed is not None
             source = self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data)
-            self._runner = self._epoch_runner(options, source)
-            self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
+            seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{batch_size}")
+            self._epochs = Epochs(
+                source,
+                options,
+                seeds,
+                self._counts,
+                with_ids=with_ids,
+                pin=pin_memory and device is None,
+                persistent=persistent_workers,
+                tuner=self._auto,
+            )
+            self.sampler, self.batch_sampler = shown_samplers(self, self._epochs, sampler, batch_sampler)
         self._adopted = Attributes(self)
         self._prefetcher: DevicePrefetcher | None = None
         if device is not None:
             from stallfree.device.prefetcher import DevicePrefetcher
 
-            self._prefetcher = DevicePrefetcher(self._runner, device)
+            self._prefetcher = DevicePrefetcher(self._epochs, device)
         self.device = None if self._prefetcher is None else self._prefetcher.device
         self.__initialized = True
 
@@ -218,27 +234,17 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         if self._adopted.are_those_of(self):
             return
         check_settable(self, single=self.batch_size is None and self.batch_sampler is None)
-        runner = self._runner
-        if not isinstance(runner, EpochRunner):
-            runner.adopt(self)
+        epochs = self._epochs
+        if not isinstance(epochs, Epochs):
+            epochs.adopt(self)
         else:
-            options, source = changed_options(self, runner.options), runner.source
-            if self._adopted.order_changed(self) or options.reader is not runner.options.reader:
+            options, source = changed_options(self, epochs.options), epochs.source
+            if self._adopted.order_changed(self) or options.reader is not epochs.options.reader:
                 by_batches = self.batch_sampler is not None
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)
-            pin = self.pin_memory and self.device is None
-            runner.adopt(options, source, self.generator, partial(runner.deliver, pin=pin))
+            epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
         self._adopted = Attributes(self)
-
-    def _epoch_runner(self, options: Options, source: EpochSource) -> EpochRunner:
-        name = f"{len(options.reader.source)}-{self.batch_size}"
-        seeds = Seeds(self.seed, self.generator, self.shuffle, self.ranks, name)
-        pin = self.pin_memory and self.device is None
-        deliver = partial(delivery, with_ids=self.with_ids, pin=pin)
-        return EpochRunner(
-            source, options, seeds, self._counts, deliver, persistent=self.persistent_workers, tuner=self._auto
-        )
 
     def _options(self, context: BaseContext, single: bool) -> Options:
         divide = self.num_workers > 0 or self.workers is not None
@@ -249,16 +255,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             seed=self.seed or 0,
             skip=self.on_error == "skip",
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
-            log=self._log(),
+            log=None if self.event_log is None else EventLog(self.event_log),
             remote=self.workers,
         )
-
-    def _log(self) -> EventLog | None:
-        if self.event_log is None:
-            return None
-        from stallfree.loader.event_log import EventLog
-
-        return EventLog(self.event_log)
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -288,7 +287,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         it begins; until then the length of the last one counts.
         """
         self._adopt()
-        return len(self._runner)
+        return len(self._epochs)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -299,17 +298,17 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         the epochs of all loaders over them: a new loader continues with the next one. An `IterableDataset` that has
         `set_epoch` is given the number.
         """
-        self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
+        self._epochs.set_epoch(parse_whole(epoch, "epoch", 0))
 
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         self._adopt()
-        return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
+        return self._begun(iter(self._epochs if self._prefetcher is None else self._prefetcher))
 
     _get_iterator = __iter__  # type: ignore[assignment]  # subclasses of torch's loader call it
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
-        self.__dict__["seed"] = self._runner.seed
+        self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
             self._adopted = Attributes(self)
@@ -318,7 +317,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     @property
     def _is_accelerate_prepared(self) -> bool:
         """Read by `Accelerator.prepare`, which then leaves this loader unchanged instead of creating one of torch's."""
-        check_prepared(knows_ranks=self._runner.source.knows_ranks)
+        check_prepared(knows_ranks=self._epochs.source.knows_ranks)
         return True
 
     @_is_accelerate_prepared.setter
@@ -335,28 +334,28 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """See the class."""
         return "" if self._auto is None else self._auto.decision
 
-    # -- for a prefetcher: see `EpochRunner` --------------------------------------------------------------------------
+    # -- for a prefetcher: see `Epochs` --------------------------------------------------------------------------
 
-    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[BatchT_co]:
+    def prefetched_by(self, prefetcher: Any) -> Iterator[BatchT_co]:
         """Host batches for a prefetcher.
 
         The prefetcher pins the ring and counts the waits of the training loop.
         """
         self._adopt()
-        return self._begun(self._runner.prefetched_by(prefetcher))
+        return self._begun(self._epochs.prefetched_by(prefetcher))
 
     def count_wait(self, seconds: float) -> None:
         """Count a wait of a prefetcher's training loop for a batch."""
-        self._runner.count_wait(seconds)
+        self._epochs.count_wait(seconds)
 
     @property
     def position(self) -> Any:
         """The position of the iteration for `state_at`, including batches copied ahead. None between iterations."""
-        return self._runner.position
+        return self._epochs.position
 
     def state_at(self, position: Any) -> dict[str, Any]:
         """The state at `position` of the iteration, at most 64 batches ago."""
-        return self._runner.state_at(position)
+        return self._epochs.state_at(position)
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 
@@ -378,7 +377,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
                 torch.save(loader.state_dict(), "loader.pt")
             ```
         """
-        return self._runner.state_dict()
+        return self._epochs.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state: the next iteration yields the remaining samples.
@@ -395,8 +394,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             assert len(list(resumed)) == 3
             ```
         """
-        self._runner.load_state_dict(state)
-        self.__dict__["seed"] = self._runner.seed
+        self._epochs.load_state_dict(state)
+        self.__dict__["seed"] = self._epochs.seed
 
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Pass the losses of a batch to the `ImportanceSampler`.
@@ -405,11 +404,11 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
-        takes_losses(self._runner.source, "update").update(ids, losses)
+        takes_losses(self._epochs.source, "update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
         """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
-        return takes_losses(self._runner.source, "importance_stats").stats()  # type: ignore[no-any-return]
+        return takes_losses(self._epochs.source, "importance_stats").stats()  # type: ignore[no-any-return]
 
     @property
     def counts(self) -> Counts:
@@ -418,13 +417,13 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def stats(self) -> LoaderStats:
         """The statistics of this loader since its creation."""
-        return self._runner.stats()
+        return self._epochs.stats()
 
     def close(self) -> None:
         """Stop all iterations and their workers. The loader may be iterated again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
-        self._runner.close()
+        self._epochs.close()
         if self._auto is not None:
             self._auto.close()
 

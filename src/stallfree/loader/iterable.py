@@ -15,9 +15,9 @@ import torch.utils.data
 
 from stallfree.errors import iteration_over
 from stallfree.ipc.forked import Owner
-from stallfree.loader.epoch import OVER
-from stallfree.loader.epoch_runner import STATE_VERSION, Prefetcher, check_state
+from stallfree.loader.epochs import STATE_VERSION, check_state
 from stallfree.loader.pool import Counts
+from stallfree.loader.run import OVER
 from stallfree.pipeline.randomness import sample_seed
 from stallfree.stats import LoaderStats
 
@@ -51,8 +51,8 @@ class _OwnOrder:
     knows_ranks = False  # whether it partitions its samples among them is not known
 
 
-class IterableRunner:
-    """Runs the epochs of a loader of an iterable data set: like `EpochRunner`, with torch's loader beneath.
+class IterableEpochs:
+    """Runs the epochs of a loader of an iterable data set: like `Epochs`, with torch's loader beneath.
 
     A state holds the number of delivered batches, and resuming takes as many from torch's loader and drops them. A data
     set with `state_dict` and `load_state_dict` resumes by these if it is iterated in this process.
@@ -64,7 +64,7 @@ class IterableRunner:
     Attributes:
         counts: as given.
         seed: of the workers' generators; None: torch's loader draws it.
-        source: see `EpochRunner`.
+        source: see `Epochs`.
     """
 
     def __init__(self, loader: Any, counts: Counts) -> None:
@@ -116,11 +116,11 @@ class IterableRunner:
     def __iter__(self) -> Iterator[Any]:
         return self._begin(None)
 
-    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
+    def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
         """Begin an iteration for a prefetcher, which counts the waits of the training loop."""
         return self._begin(prefetcher)
 
-    def _begin(self, prefetcher: Prefetcher | None) -> Iterator[Any]:
+    def _begin(self, prefetcher: Any) -> Iterator[Any]:
         progress = self._resume or _Progress(self._next)
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
             self._end_passes(stop_workers=False)
@@ -211,29 +211,29 @@ class _Pass(Iterator[Any]):
     """One pass over torch's loader.
 
     Args:
-        runner: started it.
+        epochs: started it.
         batches: iterator of torch's loader.
         progress: of the pass, updated here. Batches that were delivered before it are dropped.
         counts_waits: count the waits for batches.
     """
 
     def __init__(
-        self, runner: IterableRunner, batches: Iterator[Any], progress: _Progress, *, counts_waits: bool
+        self, epochs: IterableEpochs, batches: Iterator[Any], progress: _Progress, *, counts_waits: bool
     ) -> None:
-        self._runner, self._progress, self._counts_waits = runner, progress, counts_waits
+        self._epochs, self._progress, self._counts_waits = epochs, progress, counts_waits
         self._batches: Iterator[Any] | None = batches
         self._owner = Owner()
 
     def __next__(self) -> Any:
         if self._batches is None:
             raise iteration_over(OVER)
-        begun, counts, progress = time.monotonic(), self._runner.counts, self._progress
+        begun, counts, progress = time.monotonic(), self._epochs.counts, self._progress
         while True:
             try:
                 batch = next(self._batches)
             except StopIteration:
                 self._batches = iter(())
-                self._runner.finished(progress)
+                self._epochs.finished(progress)
                 raise
             except Exception:  # torch's loader continues with the following batch
                 progress.taken += 1

@@ -1,6 +1,7 @@
 """The executors of a loader, and the ring of slots that they fill.
 
-`submit` passes tasks to an executor, and `poll` returns their results, whose batches are in slots of the ring.
+`submit` passes a task to one executor: gather threads if all its samples can be gathered, else worker processes, Ray
+workers or the training process. `poll` returns the results, whose batches are in slots of the ring.
 """
 
 from __future__ import annotations
@@ -14,21 +15,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from stallfree.datasets.reader import Reader
 from stallfree.loader.batch import BatchBuilder
 from stallfree.loader.collate import Collate
+from stallfree.loader.event_log import EventLog
 from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess
 from stallfree.loader.messages import NO_SLOT, Result, Task
-from stallfree.loader.processes import WorkerProcesses, wait
+from stallfree.loader.processes import WorkerProcesses, WorkerSetup, wait
 from stallfree.loader.ring import Ring
-from stallfree.loader.worker import WorkerSetup
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
-
-if TYPE_CHECKING:
-    from stallfree.loader.event_log import EventLog
 
 KEPT = 3
 """Slots beyond those in flight: batches that the training loop may keep before it gets copies."""
@@ -40,7 +38,7 @@ Counts = dict[str, Any]
 
 
 def new_counts() -> Counts:
-    """All counts of `LoaderStats`, zero."""
+    """Return all counts of `LoaderStats`, zero."""
     return {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
 
 
@@ -62,7 +60,7 @@ class Options:
         seconds: maximum wait for a batch.
         staging: bytes of the ring, or None for the default.
         log: the event log, or None.
-        remote: Ray workers beside the worker processes, or None.
+        remote: `RayWorkers` beside the worker processes, which make their executor; or None.
         group: the group over hosts that shares the Ray workers, or None.
     """
 
@@ -97,58 +95,45 @@ class WorkerPool:
     Attributes:
         ring: the slots. Created on first use: batches of the training process itself need none.
         counts_waits: whether waits are those of the training loop; else of a prefetcher.
+        token: number of the present iteration.
     """
 
     def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
-        self.seconds = options.seconds
-        self.counts = counts
-        self.warned_of_size = False
-        self.counts_waits = True
-        self.token = 0
-        if options.workers or options.reader.cache is not None:
-            _ = options.reader.randomness  # the search for generators, once instead of for each epoch
+        self.seconds, self.counts, self.log = options.seconds, counts, options.log
+        self.warned_of_size, self.counts_waits, self.token = False, True, 0
+        _ = options.reader.randomness  # the search for generators, once instead of for each epoch
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
-        most = options.ahead if options.remote is None else options.ahead + options.remote.most_ahead
+        remote = options.remote
+        most = options.ahead + (0 if remote is None else remote.most_ahead)
         self.ring = Ring(slots or most + KEPT, options.staging)
-        self.log = options.log
         self.builder = BatchBuilder(
             reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
         )
         self._threads: GatherThreads | None = None
         self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
-        self._workers: Any = None
-        self._remote: Any = None
-        self._executors: list[Executor] = []
-        if options.workers and not shares_memory():
-            _warn_of_workers(options.workers)
-        elif options.remote is not None:
-            numbers = options.workers, options.ahead
-            setup = self._setup(options, base_seed)
-            self._remote = options.remote.executor(setup, options.context, *numbers, options.group, counts)
-            self._workers = self._remote
-        elif options.workers:
-            self._workers = WorkerProcesses(self._setup(options, base_seed), options.context, options.workers)
-        self._main: Executor = self._workers or TrainingProcess(self.builder, options.seconds)
-        self._executors.append(self._main)
-        self._ahead = options.ahead
+        self._ahead, self._remote = options.ahead, None
+        self._main: Executor = TrainingProcess(self.builder, options.seconds)
+        if not shares_memory():
+            if options.workers:
+                _warn_of_workers(options.workers)
+        elif options.workers or remote is not None:
+            workers = options.workers + (0 if remote is None else remote.most)
+            setup = WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
+            if remote is None:
+                self._main = WorkerProcesses(setup, options.context, options.workers)
+            else:
+                numbers = options.workers, options.ahead
+                self._main = self._remote = remote.executor(setup, options.context, *numbers, options.group, counts)
+        self._executors: list[Executor] = [self._main]
         self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
         if reader.cache is not None:
             reader.cache.populate()
-
-    def _setup(self, options: Options, base_seed: int) -> WorkerSetup:
-        workers = options.workers + (0 if options.remote is None else options.remote.most)
-        return WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
 
     @property
     def ahead(self) -> int:
         """Maximum batches in flight."""
         return self._ahead if self._remote is None else self._remote.ahead
-
-    def rest(self) -> None:
-        """End the iteration with no batches in flight: empty the ring."""
-        self.counts["staging_bytes"] = self.ring.bytes
-        self.ring.clear()
 
     def begin(self) -> int:
         """Begin an iteration, which ends older ones; return its token."""
@@ -159,13 +144,8 @@ class WorkerPool:
 
     def note_settings(self) -> None:
         """Take changes of the data set as its own, if it has made samples in this process."""
-        if self._workers is None:
+        if isinstance(self._main, TrainingProcess):
             self.builder.reader.settings.note()
-
-    @property
-    def direct(self) -> bool:
-        """Whether the training process builds each batch on request, with nothing to start ahead."""
-        return self._workers is None and self.builder.reader.direct and self.ring.slots.pin is None
 
     @property
     def room(self) -> bool:
@@ -186,7 +166,7 @@ class WorkerPool:
         executor.submit(task)
 
     def poll(self, number: int | None = None) -> list[Result]:
-        """The available results. Results of older iterations are dropped, and their slots freed.
+        """Return the available results. Results of older iterations are dropped, and their slots freed.
 
         `number` is the awaited batch, which the training process builds now if it has the task.
         """
@@ -197,9 +177,9 @@ class WorkerPool:
                     results.append(result)
                 else:
                     self.ring.give(result.slot)
-        if self._workers is not None and self._workers.replaced:
-            self.counts["workers_replaced"] += self._workers.replaced
-            self._workers.replaced = 0
+        if self._main.replaced:
+            self.counts["workers_replaced"] += self._main.replaced
+            self._main.replaced = 0
         return results
 
     def wait(self, seconds: float) -> None:
@@ -224,10 +204,10 @@ class WorkerPool:
     @property
     def stuck(self) -> bool:
         """Whether its workers hang at their start, so that another process should start them."""
-        return self._workers is not None and self._workers.stuck
+        return self._main.stuck
 
     def describe(self, task: Task) -> str:
-        """The process or thread that has this task, for messages."""
+        """Return the process or thread that has this task, for messages."""
         return next(filter(None, (executor.describe(task) for executor in self._executors)), "no executor")
 
     @property
@@ -259,80 +239,3 @@ def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, co
         ending.callback(reader.close)
         for executor in executors:
             ending.callback(executor.close)
-
-
-class WorkerPools:
-    """Starts pools, and keeps one between epochs if workers are persistent, or if it has nothing to start.
-
-    Args:
-        counts: of the loader; pools add to them.
-        persistent: whether workers are persistent. An iteration then ends the previous one.
-
-    Attributes:
-        persistent: as given.
-        kept: the kept pool, or None.
-    """
-
-    def __init__(self, counts: Counts, persistent: bool) -> None:
-        self.persistent = persistent
-        self._counts = counts
-        self._process = os.getpid()
-        self.kept: WorkerPool | None = None
-        self._options: Options | None = None  # of the kept pool
-        self._known: list[weakref.ref[WorkerPool]] = []  # replaced, never changed: any thread may call `stats`
-
-    def has_workers(self, options: Options) -> bool:
-        """Whether persistent workers with these options exist, so that `take` starts none."""
-        return self.persistent and self._has(options)
-
-    def _has(self, options: Options) -> bool:
-        self._leave_to_parent()
-        return self.kept is not None and self._options is options and not self.kept.closed
-
-    def _leave_to_parent(self) -> None:
-        """In a forked child: drop the pools, whose workers and slots are those of the parent."""
-        if self._process != os.getpid():
-            self._process, self.kept, self._known = os.getpid(), None, []
-
-    def take(self, options: Options, base_seed: int, pin: Callable[[Any], Any] | None) -> WorkerPool:
-        """The pool of the next iteration.
-
-        Args:
-            options: of the pool; persistent workers with other options are stopped.
-            base_seed: of the workers' generators.
-            pin: registers memory with a device; set by a prefetcher, which counts the waits of the training loop.
-        """
-        self._leave_to_parent()
-        pool = self.kept
-        if pool is None or not self._has(options) or not (self.persistent or (pool.direct and pin is None)):
-            if pool is not None and self.persistent:
-                pool.close()
-            pool = WorkerPool(options, base_seed, self._counts)
-            self._known = [*map(weakref.ref, self._living()), weakref.ref(pool)]
-            self.kept, self._options = pool, options
-        pool.counts_waits = pin is None
-        if pin is not None:
-            pool.ring.slots.pin = pin
-        if not (self.persistent or pool.direct):
-            self.kept = None
-        return pool
-
-    @property
-    def staging_bytes(self) -> int | None:
-        """Bytes of the rings; None if no pool exists: the counts then hold the last value."""
-        bytes_of = [pool.ring.bytes for pool in self._living() if not pool.closed]
-        return sum(bytes_of) if bytes_of else None
-
-    def close(self) -> None:
-        """Close all pools. More may be started afterwards."""
-        self._leave_to_parent()
-        for pool in self._living():
-            pool.close()
-        self.kept = None
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy has no pools: those of this object belong to its iterations."""
-        return WorkerPools, (self._counts, self.persistent)
-
-    def _living(self) -> list[WorkerPool]:
-        return [pool for known in self._known if (pool := known()) is not None]

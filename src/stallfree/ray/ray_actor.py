@@ -18,7 +18,7 @@ from stallfree.errors import not_picklable, text_of
 from stallfree.ipc.process import find_unpicklable
 from stallfree.loader.batch import failure
 from stallfree.loader.messages import PRIVATE, unpack_task
-from stallfree.loader.worker import WorkerSetup, prepare_process, problem_of_init
+from stallfree.loader.processes import WorkerSetup, prepare_process, problem_of_init
 
 Bytes = npt.NDArray[np.uint8]
 

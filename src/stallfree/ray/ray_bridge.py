@@ -20,8 +20,8 @@ from stallfree.errors import InputError, WorkerError, text_of
 from stallfree.ipc.process import Parent
 from stallfree.ipc.remote import pack_error
 from stallfree.loader.messages import FORGET, PRIVATE, READY, RESIZE, UNDONE, Result, Task, unpack_result, unpack_task
+from stallfree.loader.processes import WorkerSetup
 from stallfree.loader.ring import Slots
-from stallfree.loader.worker import WorkerSetup
 from stallfree.ray.ray_actor import pack_setup
 from stallfree.ray.ray_group import GroupClient
 from stallfree.ray.ray_pool import ActorPool, Built, Events

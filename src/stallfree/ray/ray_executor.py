@@ -25,8 +25,7 @@ from stallfree.ipc.process import Child, end_all
 from stallfree.ipc.remote import unpack_error
 from stallfree.loader.batch import failure
 from stallfree.loader.messages import UNDONE, Result, Task, forget_message, resize_message, unpack_result
-from stallfree.loader.processes import WorkerProcesses
-from stallfree.loader.worker import WorkerSetup
+from stallfree.loader.processes import WorkerProcesses, WorkerSetup
 from stallfree.notes import raisable
 from stallfree.platform import cpu_count
 from stallfree.ray.ray_actor import pack_setup

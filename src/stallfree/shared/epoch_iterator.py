@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.loader.epoch import DirectEpoch, Epoch, Progress, begin_epoch
 from stallfree.loader.messages import NOTHING, Ids
 from stallfree.loader.output import Batch, pinned
 from stallfree.loader.pool import Counts, Options, WorkerPool, new_counts
+from stallfree.loader.run import Pass, Progress
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped
@@ -84,7 +84,7 @@ class EpochIterator:
         self._ready: deque[tuple[int, Any, Ids]] = deque()
         self._gaps: deque[tuple[int, int]] = deque()  # ranges of chunk numbers within the epoch
         self._pool: WorkerPool | None = None
-        self._local: tuple[Epoch | DirectEpoch, Progress, int] | None = None
+        self._local: tuple[Pass, Progress, int] | None = None
         self.ended = False
         self._skipped = False
         self._begin(epoch)
@@ -208,13 +208,13 @@ class EpochIterator:
         made = self._rebatching.feed(number, data, ids)
         self._ready.extend(batch for batch in made if batch[0] not in self.done)
 
-    def _start_local(self, start: int, stop: int) -> tuple[Epoch | DirectEpoch, Progress, int]:
+    def _start_local(self, start: int, stop: int) -> tuple[Pass, Progress, int]:
         context = self._context
         if self._pool is None:
             self._pool = WorkerPool(context.options, context.options.seed & 0x7FFFFFFF, context.local_counts)
         batches = islice(context.member.setup.order.batches(self.epoch, start), stop - start)
         progress = Progress(batches, self.epoch, start)
-        return begin_epoch(self._pool, progress), progress, start
+        return Pass(self._pool, progress, deliver=_with_ids), progress, start
 
     def close(self) -> None:
         """End this pass. Idempotent."""
@@ -231,3 +231,7 @@ class EpochIterator:
     def __del__(self) -> None:
         if hasattr(self, "_at"):
             self.close()
+
+
+def _with_ids(data: Any, ids: Ids) -> tuple[Any, Ids]:
+    return data, ids

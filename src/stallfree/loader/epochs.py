@@ -1,24 +1,27 @@
-"""Iterates over the epochs of a loader, and saves its state."""
+"""The epochs of a loader: seeds, pools of executors, one pass after another, and the state to resume in mid-epoch."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from stallfree.datasets.epoch_source import EpochSource, Ids, Position
+from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position
 from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.datasets.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
-from stallfree.loader.epoch import Progress, Repeats
-from stallfree.loader.iteration import Iteration
+from stallfree.loader.batch import PlainBatches
 from stallfree.loader.order import Order
-from stallfree.loader.pool import Counts, Options, WorkerPools
+from stallfree.loader.output import delivery
+from stallfree.loader.pool import Counts, Options, WorkerPool
+from stallfree.loader.run import Pass, PlainPass, Progress, Repeats
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.stats import LoaderStats
 
@@ -26,30 +29,6 @@ STATE_VERSION = 1
 
 _MANY = 1024
 """Number of ids that a sampler may always have left without counting as endless."""
-
-
-class Prefetcher(Protocol):
-    """Takes batches ahead of the training loop: see `stallfree.device`."""
-
-    @property
-    def ahead(self) -> bool:
-        """Whether it may have taken batches that it has not delivered."""
-
-    def pin(self, memory: Any) -> Callable[[], object]:
-        """Register host memory with the device; return the function that unregisters it."""
-
-    def state_dict(self) -> Any:
-        """The state of the loader without the batches taken ahead."""
-
-
-class Tuner(Protocol):
-    """Chooses how batches are prepared: see `stallfree.autotune.auto_cache`."""
-
-    def tuned(self, options: Options) -> Options:
-        """The options of the next epoch."""
-
-    def end(self, samples: int, seconds: float, waited: float) -> None:
-        """Record a finished epoch."""
 
 
 class Seeds:
@@ -114,7 +93,7 @@ class Seeds:
         self.base = draw_seed(self.generator)
 
 
-class EpochRunner:
+class Epochs:
     """Runs the epochs of a loader, as batches on the host.
 
     A `DevicePrefetcher` uses this class: it begins an iteration with `prefetched_by`, records the `position` after each
@@ -125,9 +104,12 @@ class EpochRunner:
         options: of the pools.
         seeds: of the loader.
         counts: of the loader.
-        deliver: see `output.delivery`; called with the `weigh` of an epoch.
-        persistent: keep the pool between epochs.
-        tuner: changes the options between epochs; or None.
+        with_ids, pin: see `output.delivery`.
+        persistent: keep the pool between epochs. An iteration then ends the previous one.
+        tuner: changes the options between epochs (`tuned`, `end`): see `AutoCache`; or None.
+
+    Attributes:
+        kept: the pool that is kept between epochs, or None.
     """
 
     def __init__(
@@ -136,31 +118,35 @@ class EpochRunner:
         options: Options,
         seeds: Seeds,
         counts: Counts,
-        deliver: Callable[..., Callable[[Any, Ids], Any] | None],
         *,
+        with_ids: bool,
+        pin: bool,
         persistent: bool,
-        tuner: Tuner | None,
+        tuner: Any,
     ) -> None:
         self.source, self.options, self.counts = source, options, counts
-        self._seeds, self.deliver, self._tuner = seeds, deliver, tuner
-        self.pools = WorkerPools(counts, persistent)
+        self._seeds, self._with_ids, self._pin = seeds, with_ids, pin
+        self._persistent, self._tuner = persistent, tuner
         self._uncached = options.reader
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
         self._progress: Progress | None = None
-        self._iteration: weakref.ref[Iteration] | None = None
         self._prefetcher: weakref.ref[Any] | None = None
+        self._begin_process()
+
+    def _begin_process(self) -> None:
+        """Begin without pools and passes; in a forked child, those that there are belong to the parent."""
+        self._process = os.getpid()
+        self.kept: WorkerPool | None = None
+        self._kept_options: Options | None = None
+        # Replaced, never changed: any thread may call `stats`.
+        self._pools: list[weakref.ref[WorkerPool]] = []
+        self._passes: list[weakref.ref[Pass | PlainPass]] = []
 
     def __len__(self) -> int:
         return self.source.num_batches(self.next_epoch if self._progress is None else self._progress.number)
 
-    def adopt(
-        self,
-        options: Options,
-        source: EpochSource,
-        generator: torch.Generator | None,
-        deliver: Callable[..., Callable[[Any, Ids], Any] | None],
-    ) -> None:
+    def adopt(self, options: Options, source: EpochSource, generator: torch.Generator | None, *, pin: bool) -> None:
         """Use other arguments from the next iteration on."""
         if source is not self.source:
             self._epoch = self.next_epoch
@@ -168,7 +154,7 @@ class EpochRunner:
             self.source = source
         if options.reader is not self.options.reader:
             self._uncached = options.reader
-        self.options, self.deliver, self._seeds.generator = options, deliver, generator
+        self.options, self._pin, self._seeds.generator = options, pin, generator
 
     @property
     def seed(self) -> int | None:
@@ -206,37 +192,74 @@ class EpochRunner:
     def __iter__(self) -> Iterator[Any]:
         return self._begin(None)
 
-    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
+    def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
         """Begin an iteration for a prefetcher, which pins the ring."""
         return self._begin(prefetcher)
 
-    def _begin(self, prefetcher: Prefetcher | None) -> Iteration:
+    def _begin(self, prefetcher: Any) -> Pass | PlainPass:
+        if self._process != os.getpid():
+            self._begin_process()
         source = self.source
         source.check_ranks()
         resume, self._resume = self._resume, None
         epoch = self.next_epoch
         plan = source.begin(epoch, resume)
-        self._set_seed(self._seeds.draw(new_workers=not self.pools.has_workers(self.options)))
+        self._set_seed(self._seeds.draw(new_workers=not self._has_workers()))
         self._follow_data()
         if self._tuner is not None:
-            had_workers = self.pools.has_workers(self.options)
+            had_workers = self._has_workers()
             self.options = self._tuner.tuned(self.options)
-            if had_workers and not self.pools.has_workers(self.options):
+            if had_workers and not self._has_workers():
                 self._seeds.renew()
-        self.counts["num_workers"] = self.options.workers
-        if self.pools.persistent:
-            self._end_iteration()
-        pool = self.pools.take(self.options, self._seeds.base, None if prefetcher is None else prefetcher.pin)
-        repeats = None if source.planned else Repeats(resume.repeats or () if resume else ())
+        options = self.options
+        self.counts["num_workers"] = options.workers
+        if self._persistent:
+            self._end_passes()
+        plain = (
+            options.reader.cache is None
+            and options.reader.direct
+            and not options.workers
+            and options.remote is None
+            and prefetcher is None
+        )
+        repeats = None if source.planned or plain else Repeats(resume.repeats or () if resume else ())
         batches = _without_first(plan.batches, plan.skip, repeats) if plan.skip else plan.batches
         progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, repeats)
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
         self._epoch = None
-        deliver = self.deliver(weigh=plan.on_delivered)
-        keep, steps = pool is self.pools.kept, prefetcher is None
-        iteration = Iteration(self, pool, plan, progress, deliver, keep_pool=keep, log_steps=steps)
-        self._iteration = weakref.ref(iteration)
-        return iteration
+        deliver = delivery(with_ids=self._with_ids, weigh=plan.on_delivered, pin=self._pin)
+        begun: Pass | PlainPass
+        if plain:
+            batch = PlainBatches(options.reader, options.collate, options.single, options.skip)
+            end = self._end_of(plan, progress, None, options.reader.settings.note)
+            begun = PlainPass(batch, progress, self.counts, self, deliver, end, options.log, log_steps=True)
+        else:
+            pool = self._take_pool(None if prefetcher is None else prefetcher.pin)
+            end = self._end_of(plan, progress, pool, pool.note_settings)
+            begun = Pass(pool, progress, self, deliver, end, log_steps=prefetcher is None)
+        self._passes = [*(known for known in self._passes if known() is not None), weakref.ref(begun)]
+        return begun
+
+    def _end_of(
+        self, plan: EpochPlan, progress: Progress, pool: WorkerPool | None, note_settings: Callable[[], None]
+    ) -> Callable[[bool], None]:
+        """Return the function that is called at the end of a pass, with whether the epoch is exhausted."""
+        counts, begun = self.counts, time.monotonic()
+        before = counts["samples"], counts["wait_seconds"]
+
+        def end(exhausted: bool) -> None:
+            if exhausted:
+                if self._progress is progress:
+                    self._progress = None
+                if self._tuner is not None and progress.first == 0:
+                    samples, waited = counts["samples"] - before[0], counts["wait_seconds"] - before[1]
+                    self._tuner.end(samples, time.monotonic() - begun, waited)
+            note_settings()
+            plan.end()
+            if pool is not None and pool is not self.kept:
+                pool.close()
+
+        return end
 
     def _follow_data(self) -> None:
         """Adopt changes of the data set. A cache keeps its samples, and warns."""
@@ -250,22 +273,40 @@ class EpochRunner:
             divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
             self.options = replace(self.options, reader=divided)
 
-    def finished(self, progress: Progress, samples: int, seconds: float, waited: float) -> None:
-        """Record a finished iteration."""
-        if self._progress is progress:
-            self._progress = None
-        if self._tuner is not None and progress.first == 0:
-            self._tuner.end(samples, seconds, waited)
-
     def _set_seed(self, seed: int) -> None:
         self.source.set_seed(seed)
         if seed != self.options.seed:
             self.options = replace(self.options, seed=seed)
 
-    def _end_iteration(self) -> None:
-        iteration = None if self._iteration is None else self._iteration()
-        if iteration is not None:
-            iteration.close()
+    # -- pools and passes ---------------------------------------------------------------------------------------------
+
+    def _has_workers(self) -> bool:
+        """Whether persistent workers with the present options exist, so that an iteration starts none."""
+        kept = self.kept
+        return kept is not None and self._kept_options is self.options and not kept.closed
+
+    def _take_pool(self, pin: Callable[[Any], Any] | None) -> WorkerPool:
+        """Return the pool of the next iteration. `pin` registers memory with a device; set by a prefetcher."""
+        pool = self.kept
+        if pool is None or not self._has_workers():
+            if pool is not None:
+                pool.close()
+            pool = WorkerPool(self.options, self._seeds.base, self.counts)
+            self._pools = [*map(weakref.ref, self._living()), weakref.ref(pool)]
+            if self._persistent:
+                self.kept, self._kept_options = pool, self.options
+        pool.counts_waits = pin is None
+        if pin is not None:
+            pool.ring.slots.pin = pin
+        return pool
+
+    def _living(self) -> list[WorkerPool]:
+        return [pool for known in self._pools if (pool := known()) is not None]
+
+    def _end_passes(self) -> None:
+        for known in self._passes:
+            if (one := known()) is not None:
+                one.close()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -322,25 +363,28 @@ class EpochRunner:
         self.counts["wait_seconds"] += seconds
 
     def stats(self) -> LoaderStats:
-        """The statistics of the loader since its creation."""
-        staging = self.pools.staging_bytes
-        return LoaderStats(**(self.counts if staging is None else {**self.counts, "staging_bytes": staging}))
+        """Return the statistics of the loader since its creation."""
+        staging = [pool.ring.bytes for pool in self._living() if not pool.closed]
+        return LoaderStats(**({**self.counts, "staging_bytes": sum(staging)} if staging else self.counts))
 
     def close(self) -> None:
-        """Stop all iterations and their pools. More may be started afterwards."""
-        self.pools.close()
+        """End all iterations, and stop their workers. More may be started afterwards."""
+        if self._process != os.getpid():
+            self._begin_process()
+        self.kept = None
+        self._end_passes()
+        for pool in self._living():
+            pool.close()
         self.source.close()
         if self._tuner is not None:  # its cache is closed next
             self.options = replace(self.options, reader=self._uncached)
         if self.options.log is not None:
-            iteration = None if self._iteration is None else self._iteration()
-            if iteration is not None:
-                iteration.end_step()
             self.options.log.flush()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iterations."""
-        return {**self.__dict__, "_progress": None, "_prefetcher": None, "_iteration": None}
+        nothing = {"kept": None, "_kept_options": None, "_pools": [], "_passes": []}
+        return {**self.__dict__, "_progress": None, "_prefetcher": None, **nothing}
 
 
 def _without_first(batches: Iterator[Ids], count: int, repeats: Repeats | None) -> Iterator[Ids]:

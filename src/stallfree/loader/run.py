@@ -1,4 +1,4 @@
-"""One pass over a plan: submits tasks to the pool, orders the results, and leases slots to batches."""
+"""One pass over the batches of an epoch: submits tasks ahead, puts the results in order, leases slots to batches."""
 
 from __future__ import annotations
 
@@ -6,69 +6,176 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from typing import Any
 
 import numpy as np
-from torch.utils.data import default_collate, default_convert
 
-from stallfree.datasets.direct import PlainBatches
 from stallfree.datasets.epoch_source import Position
-from stallfree.errors import (
-    StallfreeError,
-    WaitError,
-    batch_timeout,
-    iteration_over,
-)
+from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
 from stallfree.ipc.remote import unpack_error
+from stallfree.loader.batch import PlainBatches
+from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.loader.output import Deliver
 from stallfree.loader.pool import KEPT, Counts, WorkerPool
 from stallfree.notes import described, raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.units import format_size
 
-_REPORTED_SKIPS = 5
-
 OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
+
+RECENT = 64
+"""Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may request an earlier state."""
+
+_REPORTED_SKIPS = 5
 
 log = logging.getLogger("stallfree")
 
 
-def begin_epoch(pool: WorkerPool, progress: Progress) -> Epoch | DirectEpoch:
-    """Begin an epoch: batches are started ahead if possible, else built one by one in this process."""
-    return (DirectEpoch if pool.direct else Epoch)(pool, progress)
+class _Pass(Iterator[Any]):
+    """One pass over an epoch. Ends when it is exhausted, closed or freed.
 
-
-class _Pass:
-    """Base class of passes over a plan. After an error in a batch, the next call continues with the following batch.
+    After an error in a batch, the next call continues with the following batch.
 
     Args:
-        pool: builds the batches.
         progress: holds the remaining batches.
+        counts: of the loader.
+        owner: has the length of the epoch; or None.
+        deliver: converts a batch and its ids to the yielded object; None: the batch itself.
+        on_end: called once at the end, with whether the epoch is exhausted.
+        log: the event log, or None.
+        log_steps: log the steps of the training loop between two batches too.
     """
 
-    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
-        self.pool = pool
-        self.progress = progress
-        self.closed = False
+    def __init__(
+        self,
+        progress: Progress,
+        counts: Counts,
+        owner: Sized | None = None,
+        deliver: Deliver | None = None,
+        on_end: Callable[[bool], None] | None = None,
+        log: EventLog | None = None,
+        *,
+        log_steps: bool = False,
+    ) -> None:
+        self.progress, self.counts = progress, counts
+        self.closed = self.exhausted = False
+        self._loader, self._deliver = owner, deliver
+        self._on_end, self._log, self._log_steps = on_end, log, log_steps
+        self._delivered_at: float | None = None
         self._owner = os.getpid()
+
+    def __next__(self) -> Any:
+        if self.exhausted:
+            raise StopIteration
+        if self._log is not None:
+            self.end_step()
+        try:
+            data, ids = self._take()
+        except StopIteration:
+            self.exhausted = True
+            self.close()
+            raise
+        if self._deliver is not None:
+            data = self._deliver(data, ids)
+        if self._log is not None:
+            self._delivered_at = time.monotonic()
+        return data
+
+    def __len__(self) -> int:
+        if self._loader is None:
+            raise TypeError("the number of batches is not known")
+        return len(self._loader)
+
+    def _take(self) -> tuple[Any, Ids]:
+        """Return the next batch and its ids. Raises `StopIteration` at the end of the epoch."""
+        raise NotImplementedError
+
+    def end_step(self) -> None:
+        """Log that the training loop has finished its last batch."""
+        if self._log is not None and self._log_steps and self._delivered_at is not None:
+            self._log.computed(self._delivered_at, self.progress.handed_out - 1, self.progress.number)
+        self._delivered_at = None
+
+    def _report_skips(self, problems: Sequence[str]) -> None:
+        shown = max(0, _REPORTED_SKIPS - self.counts["skips"])
+        self.counts["skips"] += len(problems)
+        for problem in problems[:shown]:
+            log.warning("left out a sample: %s", problem)
+
+    def close(self) -> None:
+        """End this pass. Idempotent."""
+        if self.closed or os.getpid() != self._owner:
+            return
+        self.closed = True
+        self._stop()
+        if self._on_end is not None:
+            self._on_end(self.exhausted)
+        if self._log is not None:
+            self.end_step()
+            self._log.flush()
+
+    def _stop(self) -> None:
+        """Stop what is under way."""
+
+    def __del__(self) -> None:
+        if hasattr(self, "_owner"):
+            self.close()
+
+
+class PlainPass(_Pass):
+    """A pass that makes each batch as torch's loader does, when it is asked for: see `PlainBatches`."""
+
+    def __init__(self, batches: PlainBatches, progress: Progress, counts: Counts, *arguments: Any, **options: Any):
+        super().__init__(progress, counts, *arguments, **options)
+        self._batches = batches
+
+    def _take(self) -> tuple[Any, Ids]:
+        if self.closed:
+            raise iteration_over(OVER)
+        progress, counts = self.progress, self.counts
+        while True:
+            started = time.monotonic()
+            ids = progress.take()
+            try:
+                data, samples = self._batches.make(ids.tolist())
+            except StopIteration as error:
+                raise raisable(error) from error
+            now = time.monotonic()
+            counts["wait_seconds"] += now - started
+            counts["prep_seconds"] += now - started
+            counts["misses"] += len(ids)
+            if self._log is not None:
+                self._log.built(started, now, progress.handed_out - 1, progress.number)
+            if samples is not None:
+                if samples.skipped:
+                    self._report_skips([*map(described, samples.skipped)])
+                if len(samples.ids) < len(ids):
+                    ids = np.array(samples.ids, np.int64)
+                    if not len(ids):
+                        continue
+            counts["batches"] += 1
+            counts["samples"] += len(ids)
+            return data, ids
+
+
+class Pass(_Pass):
+    """A pass whose batches are started ahead, and built by the executors of a pool."""
+
+    def __init__(self, pool: WorkerPool, progress: Progress, *arguments: Any, **options: Any) -> None:
+        self.pool = pool
         self._token = pool.begin()
-        self._log = pool.log
-
-
-class Epoch(_Pass):
-    """Yields `(batch, ids)` in the order of the plan; batches are started ahead."""
-
-    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
-        super().__init__(pool, progress)
+        super().__init__(progress, pool.counts, *arguments, log=pool.log, **options)
         self._tasks: dict[int, Task] = {}  # started, not delivered
         self._results: dict[int, Result] = {}  # of those, the finished ones
-        self._start_more()
+        try:
+            self._start_more()
+        except BaseException:
+            pool.close()
+            raise
 
-    def __iter__(self) -> Epoch:
-        return self
-
-    def __next__(self) -> tuple[Any, Ids]:
+    def _take(self) -> tuple[Any, Ids]:
         while True:
             result = self._next_result()
             if result is None:
@@ -79,41 +186,39 @@ class Epoch(_Pass):
                 return batch
 
     def _next_result(self) -> Result | None:
-        """Wait for the next result; None at the end.
-
-        Any interruption other than a timeout ends the iteration.
-        """
-        if self.closed or self.pool.closed or self._token != self.pool.token:
+        """Wait for the next result; None at the end. Any interruption other than a timeout ends the iteration."""
+        pool, progress = self.pool, self.progress
+        if self.closed or pool.closed or self._token != pool.token:
             raise iteration_over(OVER)
         if self._owner != os.getpid():  # its results would be those that the parent awaits
             raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
         try:
             self._start_more()
             started = time.monotonic()
-            number = self.progress.handed_out
+            number = progress.handed_out
             while number not in self._tasks:
-                if self.progress.peek() is None:
+                if not progress.peek():
                     return None
                 self._wait(started, None)  # batches of an earlier iteration still hold all slots
                 self._start_more()
             while number not in self._results:
                 self._wait(started, self._tasks[number])
-            if self.pool.counts_waits:
-                self.pool.counts["wait_seconds"] += time.monotonic() - started
+            if pool.counts_waits:
+                pool.counts["wait_seconds"] += time.monotonic() - started
             self._start_more(handing_out=1)  # now, not after the next training step
             return self._results.pop(number)
         except WaitError:
             raise
         except BaseException:
             self.close()
-            self.pool.close()
+            pool.close()
             raise
 
     def _start_more(self, handing_out: int = 0) -> None:
         """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
-        while len(self._tasks) < most and pool.room and progress.peek() is not None:
+        while len(self._tasks) < most and pool.room and progress.peek():
             number, ids, repeat = progress.start()
             task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids, repeat)
             pool.submit(task, gather=pool.builder.can_gather(ids))
@@ -122,17 +227,18 @@ class Epoch(_Pass):
         """Wait until `task` or any other task has progressed."""
         if self._collect(task) and (task is None or task.number in self._results):
             return
-        left = self.pool.seconds - (time.monotonic() - started)
+        seconds = self.pool.seconds
+        left = seconds - (time.monotonic() - started)
         if left > 0:
             self.pool.wait(left)
         elif task is None:
             raise batch_timeout(
-                f"no slot of the staging ring came free within {self.pool.seconds:g} s: workers are still busy with "
+                f"no slot of the staging ring came free within {seconds:g} s: workers are still busy with "
                 "batches of an earlier iteration. Give a larger timeout if they take so long"
             )
         else:
             raise batch_timeout(
-                f"batch {task.number} of epoch {task.epoch} did not come within {self.pool.seconds:g} s; it is with "
+                f"batch {task.number} of epoch {task.epoch} did not come within {seconds:g} s; it is with "
                 f"{self.pool.describe(task)}; its samples are {task.ids.tolist()}. "
                 "Give a larger timeout if they take so long"
             )
@@ -142,7 +248,7 @@ class Epoch(_Pass):
         results = self.pool.poll(None if awaited is None else awaited.number)
         for result in results:
             if result.status == UNDONE:
-                self.pool.counts["retries"] += 1
+                self.counts["retries"] += 1
                 task = self._tasks[result.number]
                 task.slot = result.slot
                 self.pool.submit(task, gather=False)
@@ -151,7 +257,7 @@ class Epoch(_Pass):
         return bool(results)
 
     def _count(self, result: Result) -> None:
-        counts = self.pool.counts
+        counts = self.counts
         counts["hits"] += result.hits
         counts["misses"] += result.misses
         counts["storage_bytes"] += result.storage_bytes
@@ -161,11 +267,11 @@ class Epoch(_Pass):
         if self._log is not None:
             self._log.prepared(result, self.progress.number)
         if result.skipped:
-            _report_skips(counts, result.note.decode().split("\n"))
+            self._report_skips(result.note.decode().split("\n"))
 
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
-        """The batch in a result, None if it is empty."""
-        ring, counts = self.pool.ring, self.pool.counts
+        """Return the batch in a result and its ids, None if it is empty."""
+        ring, counts = self.pool.ring, self.counts
         self._tasks.pop(result.number, None)
         self.progress.hand_out()
         if result.status == READY and ring.leased < KEPT:
@@ -178,23 +284,22 @@ class Epoch(_Pass):
                     raise raisable(unpack_error(result.note) if result.value is None else result.value)
                 if result.status == EMPTY:
                     return None
-                data = self._apart(result)
+                data = result.value if result.status == WHOLE else self._copied(result)
             finally:
                 ring.give(result.slot)
         counts["batches"] += 1
         counts["samples"] += len(result.ids)
         return data, result.ids
 
-    def _apart(self, result: Result) -> Any:
-        """A copy of a batch without a slot."""
-        if result.status == WHOLE:
-            return result.value
-        self.pool.counts["private_copies"] += 1
+    def _copied(self, result: Result) -> Any:
+        """Return a batch that is not in a slot of its own as a copy."""
+        pool = self.pool
+        self.counts["private_copies"] += 1
         if result.status == READY:
-            return read_own_record(self.pool.ring.slots.view(result.slot, result.size), copy=True)
-        if not self.pool.warned_of_size:
-            self.pool.warned_of_size = True
-            limit = self.pool.ring.slots.limit
+            return read_own_record(pool.ring.slots.view(result.slot, result.size), copy=True)
+        if not pool.warned_of_size:
+            pool.warned_of_size = True
+            limit = pool.ring.slots.limit
             log.warning(
                 "a batch of %s has no room in the staging ring (%s) and is copied: give a larger staging",
                 format_size(result.size),
@@ -203,111 +308,19 @@ class Epoch(_Pass):
         assert result.memory is not None
         return read_own_record(result.memory, copy=False)
 
-    def close(self) -> None:
-        """Stop. Slots of batches in flight are freed when their results arrive."""
-        if self.closed or os.getpid() != self._owner:
-            return
-        self.closed = True
+    def _stop(self) -> None:
+        """Drop what is under way. Slots of batches in flight are freed when their results arrive."""
         for result in self._results.values():
             self.pool.ring.give(result.slot)
         self._tasks.clear()
         self._results.clear()
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
-            self.pool.counts["queue_depth"] = 0
-
-
-class DirectEpoch(_Pass):
-    """Like `Epoch`, but the training process builds each batch on request: nothing is started ahead.
-
-    Without a cache and a prefetcher, batches and their random numbers are those of torch's loader.
-    """
-
-    def __init__(self, pool: WorkerPool, progress: Progress) -> None:
-        super().__init__(pool, progress)
-        builder = pool.builder
-        self._plain = None
-        if pool.counts_waits and builder.reader.cache is None:
-            collate = builder.collate or (default_convert if builder.single else default_collate)
-            self._plain = PlainBatches(builder.reader, collate, builder.single, builder.skip)
-
-    def __iter__(self) -> DirectEpoch:
-        return self
-
-    def __next__(self) -> tuple[Any, Ids]:
-        pool, progress = self.pool, self.progress
-        while True:
-            if self.closed or pool.closed:
-                raise iteration_over(OVER)
-            started = time.monotonic()
-            try:
-                ids = progress.peek()
-            except BaseException:
-                self._end()
-                raise
-            if ids is None:
-                raise progress.take_problem() or StopIteration
-            number, _, repeat = progress.start()
-            try:
-                if self._plain is not None:
-                    data, samples = self._plain.make(ids.tolist())
-                else:
-                    data, samples = pool.builder.build(Task(self._token, number, NO_SLOT, progress.number, ids, repeat))
-            except Exception as error:
-                progress.hand_out()
-                if isinstance(error, StopIteration):
-                    raise raisable(error) from error
-                raise
-            except BaseException:
-                self._end()
-                raise
-            progress.hand_out()
-            now = time.monotonic()
-            counts = pool.counts
-            if pool.counts_waits:
-                counts["wait_seconds"] += now - started
-            counts["prep_seconds"] += now - started
-            if self._log is not None:
-                self._log.built(started, now, number, progress.number)
-            counts["misses"] += len(ids)
-            if samples is not None:
-                counts["storage_bytes"] += samples.storage_bytes
-                if samples.skipped:
-                    _report_skips(counts, [*map(described, samples.skipped)])
-                if len(samples.ids) < len(ids):
-                    ids = np.array(samples.ids, np.int64)
-                    if not len(ids):
-                        continue
-            counts["batches"] += 1
-            counts["samples"] += len(ids)
-            return data, ids
-
-    def _end(self) -> None:
-        """End the iteration after an interruption."""
-        self.close()
-        self.pool.close()
-
-    def close(self) -> None:
-        """Stop."""
-        if not self.closed and os.getpid() == self._owner:
-            self.closed = True
-            if not self.pool.closed and self._token == self.pool.token:
-                self.pool.rest()
-
-
-def _report_skips(counts: Counts, problems: Sequence[str]) -> None:
-    room = max(0, _REPORTED_SKIPS - counts["skips"])
-    counts["skips"] += len(problems)
-    for problem in problems[:room]:
-        log.warning("left out a sample: %s", problem)
-
-
-RECENT = 64
-"""Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may request an earlier state."""
+            self.counts["queue_depth"] = 0
 
 
 class Progress:
-    """The progress of an epoch. It outlives the iteration, so that a state can be saved afterwards.
+    """The progress of an epoch. It outlives the pass, so that a state can be saved afterwards.
 
     Args:
         batches: the ids of each remaining batch.
@@ -319,6 +332,7 @@ class Progress:
     Attributes:
         number, first: as given.
         handed_out: batches delivered, those before `first` included.
+        problem: the exception of the sampler, which ends the epoch; None without one.
     """
 
     def __init__(
@@ -331,18 +345,15 @@ class Progress:
     ) -> None:
         self.number = number
         self.first = self.handed_out = first
-        self._dealt = dealt
-        self._batches, self._repeats = batches, repeats
-        self._problem: Exception | None = None  # exception of the sampler, which ends the epoch
+        self.problem: Exception | None = None
+        self._dealt, self._batches, self._repeats = dealt, batches, repeats
         self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
         self._started: deque[tuple[Ids, int]] = deque()  # started, not delivered
         self._recent: deque[tuple[Ids, int]] = deque(maxlen=RECENT)  # delivered
 
-    def peek(self) -> Ids | None:
-        """The ids of the next batch to start, None at the end."""
-        if not self._ready:
-            self._draw()
-        return self._ready[0][0] if self._ready else None
+    def peek(self) -> bool:
+        """Return whether there is another batch to start."""
+        return bool(self._ready) or self._draw()
 
     def _draw(self) -> bool:
         """Take one batch from the sampler; False if there is none."""
@@ -352,17 +363,17 @@ class Progress:
         except StopIteration:
             return False
         except Exception as problem:
-            self._problem, self._batches = problem, iter(())
+            self.problem, self._batches = problem, iter(())
             return False
         return True
 
     def take_problem(self) -> Exception | None:
-        """The exception of the sampler. Removed here, because its traceback refers to the iterating frame."""
-        problem, self._problem = self._problem, None
+        """Return the exception of the sampler. Removed here, because its traceback refers to the iterating frame."""
+        problem, self.problem = self.problem, None
         return problem
 
     def start(self) -> tuple[int, Ids, int]:
-        """Take the batch that `peek` returned: its number, its ids, and how often these have come before."""
+        """Take a batch, after `peek`: its number, its ids, and how often these have come before."""
         number = self.handed_out + len(self._started)
         batch = self._ready.popleft()
         self._started.append(batch)
@@ -373,8 +384,17 @@ class Progress:
         self._recent.append(self._started.popleft())
         self.handed_out += 1
 
+    def take(self) -> Ids:
+        """Take a batch that is delivered at once. Raises `StopIteration` at the end, and the sampler's exception."""
+        if not (self._ready or self._draw()):
+            raise self.take_problem() or StopIteration
+        batch = self._ready.popleft()
+        self._recent.append(batch)
+        self.handed_out += 1
+        return batch[0]
+
     def position(self, batches: int, endless: Callable[[int, int], bool] | None) -> Position:
-        """The position of the epoch after `batches` delivered batches, at most 64 ago.
+        """Return the position of the epoch after `batches` delivered batches, at most 64 ago.
 
         Args:
             batches: as above.
@@ -386,9 +406,10 @@ class Progress:
         if endless is None or self._ends_not(endless):
             return Position(batches, None, self._dealt)
         recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
-        rest = [*recent, *self._started, *self._ready]
-        repeats = [repeat for _, repeat in rest]
-        return Position(batches, [ids.tolist() for ids, _ in rest], self._dealt, repeats if any(repeats) else None)
+        remaining = [*recent, *self._started, *self._ready]
+        repeats = [repeat for _, repeat in remaining]
+        ids = [ids.tolist() for ids, _ in remaining]
+        return Position(batches, ids, self._dealt, repeats if any(repeats) else None)
 
     def _ends_not(self, endless: Callable[[int, int], bool]) -> bool:
         """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
@@ -399,9 +420,9 @@ class Progress:
             left += len(self._ready[-1][0]) or 1
         else:
             return True
-        if self._problem is not None:
+        if self.problem is not None:
             raise StallfreeError(
-                f"there is no state to take: the sampler raised {self._problem!r}. Correct the sampler",
+                f"there is no state to take: the sampler raised {self.problem!r}. Correct the sampler",
                 page="sampler-output",
             )
         return False
@@ -419,7 +440,7 @@ class Repeats:
         self._times = np.zeros(0, np.int32)
 
     def count(self, ids: Ids) -> int:
-        """The number of times that the ids of the next batch have come before: the highest among them."""
+        """Return the number of times that the ids of the next batch have come before: the highest among them."""
         if self._known:
             return self._known.popleft()
         if not len(ids):
