@@ -16,8 +16,7 @@ import pytest
 import stallfree as sf
 from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.reader import Reader
-from stallfree.datasets.reader import IO_THREADS
+from stallfree.datasets.reader import IO_THREADS, Reader
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.values import private
 

@@ -446,7 +446,7 @@ def test_no_code_runs_where_a_batch_is_freed(workers: int, cached: bool) -> None
     with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0) as loader:
         list(loader)
         for batch in loader:
-            pool = loader._runner.pools.kept or loader._runner._iteration()._pool  # type: ignore[union-attr, misc]
+            pool = loader._epochs._living()[0]
             assert pool.ring.leased == 1
             sys.setprofile(note)
             del batch

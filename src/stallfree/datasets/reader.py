@@ -150,7 +150,8 @@ class Reader:
         if self.seeds_fetch:
             drawing = _Drawing(dataset, self.rest)
         self.seeds = drawing is not None
-        self._drawing, self._randomness = drawing, None
+        self._drawing = drawing
+        self._randomness: Randomness | None = None
 
     @property
     def randomness(self) -> Randomness:

@@ -136,7 +136,8 @@ class SampleBatch:
     def _read(self) -> Sequence[int]:
         """Read the samples that the cache has; returns the positions of the missing ones."""
         reader, cache, samples = self.reader, self.reader.cache, self.samples
-        self._values, missing = [MISS] * len(self.ids), range(len(self.ids))
+        self._values = [MISS] * len(self.ids)
+        missing: Sequence[int] = range(len(self.ids))
         if cache is not None and reader.current:
             if self.buffer is not None:
                 self._borrowed = cache.borrow(self.pending.ids)
@@ -158,7 +159,8 @@ class SampleBatch:
             pending.asked, pending.uncached = [], reader.split.uncached
         for ids, future in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
-                answers.update(zip(ids.tolist(), pending.result(future), strict=True))
+                values = pending.result(future)
+                answers.update(zip(ids.tolist(), values, strict=True))
         first = {self.ids[at]: at for at in reversed(missing)}
         unasked = np.array([id for id in first if id not in answers], np.int64)  # evicted since the start
         if len(unasked):

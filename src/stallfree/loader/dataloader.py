@@ -167,27 +167,29 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.cache, self.capacity, self.transform = cache, capacity, transform
         self.ranks, self.workers = ranks, workers
         self.device: Any = device
-        room = check_arguments(
-            **vars(self),
-            batch_size=batch_size,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            prefetch_factor=prefetch_factor,
+        capacity_of_auto = check_arguments(
+            {
+                **vars(self),
+                "batch_size": batch_size,
+                "sampler": sampler,
+                "batch_sampler": batch_sampler,
+                "num_workers": num_workers,
+                "collate_fn": collate_fn,
+                "prefetch_factor": prefetch_factor,
+            }
         )
         batch_size, num_workers, self.prefetch_factor = map(as_int, (batch_size, num_workers, prefetch_factor))
         single = batch_size is None and batch_sampler is None
         self.batch_size = batch_size if batch_sampler is None else None
         self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
-        context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
+        context = context_of(multiprocessing_context, requested=capacity_of_auto is None or num_workers is not None)
         self.multiprocessing_context = None if multiprocessing_context is None else context
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
         self._auto: Any = None
-        if room is not None:
+        if capacity_of_auto is not None:
             from stallfree.autotune.auto_cache import AutoCache
 
-            self._auto = AutoCache(dataset, room, num_workers, transform)
+            self._auto = AutoCache(dataset, capacity_of_auto, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
         self._counts = {**new_counts(), "num_workers": self.num_workers}
         self._epochs: Epochs | IterableEpochs

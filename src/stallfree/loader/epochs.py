@@ -383,7 +383,7 @@ class Epochs:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iterations."""
-        nothing = {"kept": None, "_kept_options": None, "_pools": [], "_passes": []}
+        nothing: dict[str, Any] = {"kept": None, "_kept_options": None, "_pools": [], "_passes": []}
         return {**self.__dict__, "_progress": None, "_prefetcher": None, **nothing}
 
 

@@ -13,6 +13,7 @@ import select
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
 from stallfree.cache.serial import stay_alone
@@ -34,13 +35,9 @@ class Executor:
         stuck: whether no worker gets started here, so that another process should try.
     """
 
-    needs_slot = False
+    needs_slot = stuck = False
     slots_to_take = replaced = 0
-    stuck = False
-
-    @property
-    def descriptors(self) -> list[tuple[int, int]]:
-        return []
+    descriptors: Sequence[tuple[int, int]] = ()
 
     def submit(self, task: Task) -> None:
         """Receive a task."""
@@ -145,16 +142,13 @@ class GatherThreads(Executor):
         self._done: deque[Result] = deque()
         self._awaited = False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.descriptors = [(self._read, select.POLLIN)]
         self._threads = [
             threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
             for number in range(threads)
         ]
         for thread in self._threads:
             thread.start()
-
-    @property
-    def descriptors(self) -> list[tuple[int, int]]:
-        return [(self._read, select.POLLIN)]
 
     @property
     def slots_to_take(self) -> int:  # type: ignore[override]

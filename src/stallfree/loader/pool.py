@@ -96,6 +96,8 @@ class WorkerPool:
         ring: the slots. Created on first use: batches of the training process itself need none.
         counts_waits: whether waits are those of the training loop; else of a prefetcher.
         token: number of the present iteration.
+        ahead: maximum batches in flight.
+        closed: whether the pool is closed.
     """
 
     def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
@@ -112,7 +114,8 @@ class WorkerPool:
         )
         self._threads: GatherThreads | None = None
         self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
-        self._ahead, self._remote = options.ahead, None
+        self.ahead, self.closed = options.ahead, False
+        self._remote: Any = None
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
         if not shares_memory():
             if options.workers:
@@ -125,15 +128,11 @@ class WorkerPool:
             else:
                 numbers = options.workers, options.ahead
                 self._main = self._remote = remote.executor(setup, options.context, *numbers, options.group, counts)
+                self.ahead = self._remote.ahead
         self._executors: list[Executor] = [self._main]
         self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
         if reader.cache is not None:
             reader.cache.populate()
-
-    @property
-    def ahead(self) -> int:
-        """Maximum batches in flight."""
-        return self._ahead if self._remote is None else self._remote.ahead
 
     def begin(self) -> int:
         """Begin an iteration, which ends older ones; return its token."""
@@ -177,6 +176,8 @@ class WorkerPool:
                     results.append(result)
                 else:
                     self.ring.give(result.slot)
+        if self._remote is not None:
+            self.ahead = self._remote.ahead
         if self._main.replaced:
             self.counts["workers_replaced"] += self._main.replaced
             self._main.replaced = 0
@@ -190,11 +191,17 @@ class WorkerPool:
     @property
     def descriptors(self) -> list[tuple[int, int]]:
         """The descriptors to wait for, with events of `poll`."""
-        return [pair for executor in self._executors for pair in executor.descriptors]
+        descriptors: list[tuple[int, int]] = []
+        for executor in self._executors:
+            descriptors += executor.descriptors
+        return descriptors
 
     def prepare_wait(self) -> bool:
         """Signal results from now on. Returns whether one is already available, so that no wait is needed."""
-        return any(executor.prepare_wait() for executor in self._executors)
+        available = False
+        for executor in self._executors:
+            available = available or (bool(executor.descriptors) and executor.prepare_wait())
+        return available
 
     def check(self) -> None:
         """Check for workers that died or hang."""
@@ -210,13 +217,9 @@ class WorkerPool:
         """Return the process or thread that has this task, for messages."""
         return next(filter(None, (executor.describe(task) for executor in self._executors)), "no executor")
 
-    @property
-    def closed(self) -> bool:
-        """Whether the pool is closed."""
-        return not self._end.alive
-
     def close(self) -> None:
         """Stop threads and workers, and remove the ring. Kept batches stay valid. Idempotent."""
+        self.closed = True
         self._end()
 
 

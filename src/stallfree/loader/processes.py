@@ -121,7 +121,7 @@ class WorkerProcesses(Executor):
         return self.hung > len(self._workers)
 
     @property
-    def descriptors(self) -> list[tuple[int, int]]:
+    def descriptors(self) -> list[tuple[int, int]]:  # type: ignore[override]
         """The descriptors to wait for, with events of `poll`: results, deaths of workers, space for tasks."""
         return [
             (worker.child.fileno(), worker.child.events)

@@ -296,13 +296,19 @@ class Ring:
         self._end_leases()
         return len(self._leases)
 
-    def lease(self, slot: int, memory: Bytes) -> None:
-        """Free `slot` when `memory` is freed; the tensors of the batch are views of it.
+    def lease(self, slot: int, size: int, most: int) -> Bytes | None:
+        """Return the memory of `slot`, which is free again when this array and its views are freed.
 
-        That happens in any thread. No Python code runs there: an interrupt during it would be lost.
+        That happens in any thread. No Python code runs there: an interrupt during it would be lost. Returns None if
+        `most` slots are leased already.
         """
+        self._end_leases()
+        if len(self._leases) >= most:
+            return None
+        memory = self.slots.view(slot, size)
         lease = self._leases[slot] = _Lease(memory, self._ended.append)
         lease.slot = slot
+        return memory
 
     def _end_leases(self) -> None:
         while self._ended:

@@ -33,7 +33,7 @@ _REPORTED_SKIPS = 5
 log = logging.getLogger("stallfree")
 
 
-class _Pass(Iterator[Any]):
+class EpochPass(Iterator[Any]):
     """One pass over an epoch. Ends when it is exhausted, closed or freed.
 
     After an error in a batch, the next call continues with the following batch.
@@ -50,7 +50,7 @@ class _Pass(Iterator[Any]):
 
     def __init__(
         self,
-        progress: Progress,
+        progress: Any,
         counts: Counts,
         owner: Sized | None = None,
         deliver: Deliver | None = None,
@@ -104,9 +104,14 @@ class _Pass(Iterator[Any]):
         for problem in problems[:shown]:
             log.warning("left out a sample: %s", problem)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this process began the pass."""
+        return os.getpid() == self._owner
+
     def close(self) -> None:
         """End this pass. Idempotent."""
-        if self.closed or os.getpid() != self._owner:
+        if self.closed or not self.is_here:
             return
         self.closed = True
         self._stop()
@@ -124,7 +129,7 @@ class _Pass(Iterator[Any]):
             self.close()
 
 
-class PlainPass(_Pass):
+class PlainPass(EpochPass):
     """A pass that makes each batch as torch's loader does, when it is asked for: see `PlainBatches`."""
 
     def __init__(self, batches: PlainBatches, progress: Progress, counts: Counts, *arguments: Any, **options: Any):
@@ -160,13 +165,22 @@ class PlainPass(_Pass):
             return data, ids
 
 
-class Pass(_Pass):
+class Pass(EpochPass):
     """A pass whose batches are started ahead, and built by the executors of a pool."""
 
-    def __init__(self, pool: WorkerPool, progress: Progress, *arguments: Any, **options: Any) -> None:
+    def __init__(
+        self,
+        pool: WorkerPool,
+        progress: Progress,
+        owner: Sized | None = None,
+        deliver: Deliver | None = None,
+        on_end: Callable[[bool], None] | None = None,
+        *,
+        log_steps: bool = False,
+    ) -> None:
         self.pool = pool
         self._token = pool.begin()
-        super().__init__(progress, pool.counts, *arguments, log=pool.log, **options)
+        super().__init__(progress, pool.counts, owner, deliver, on_end, pool.log, log_steps=log_steps)
         self._tasks: dict[int, Task] = {}  # started, not delivered
         self._results: dict[int, Result] = {}  # of those, the finished ones
         try:
@@ -180,7 +194,6 @@ class Pass(_Pass):
             result = self._next_result()
             if result is None:
                 raise self.progress.take_problem() or StopIteration
-            self._count(result)
             batch = self._hand_out(result)
             if batch is not None:
                 return batch
@@ -225,12 +238,22 @@ class Pass(_Pass):
 
     def _wait(self, started: float, task: Task | None) -> None:
         """Wait until `task` or any other task has progressed."""
-        if self._collect(task) and (task is None or task.number in self._results):
+        pool = self.pool
+        results = pool.poll(None if task is None else task.number)
+        for result in results:
+            if result.status == UNDONE:
+                self.counts["retries"] += 1
+                undone = self._tasks[result.number]
+                undone.slot = result.slot
+                pool.submit(undone, gather=False)
+            else:
+                self._results[result.number] = result
+        if results and (task is None or task.number in self._results):
             return
-        seconds = self.pool.seconds
+        seconds = pool.seconds
         left = seconds - (time.monotonic() - started)
         if left > 0:
-            self.pool.wait(left)
+            pool.wait(left)
         elif task is None:
             raise batch_timeout(
                 f"no slot of the staging ring came free within {seconds:g} s: workers are still busy with "
@@ -239,25 +262,13 @@ class Pass(_Pass):
         else:
             raise batch_timeout(
                 f"batch {task.number} of epoch {task.epoch} did not come within {seconds:g} s; it is with "
-                f"{self.pool.describe(task)}; its samples are {task.ids.tolist()}. "
+                f"{pool.describe(task)}; its samples are {task.ids.tolist()}. "
                 "Give a larger timeout if they take so long"
             )
 
-    def _collect(self, awaited: Task | None) -> bool:
-        """Take the available results; return whether there were any."""
-        results = self.pool.poll(None if awaited is None else awaited.number)
-        for result in results:
-            if result.status == UNDONE:
-                self.counts["retries"] += 1
-                task = self._tasks[result.number]
-                task.slot = result.slot
-                self.pool.submit(task, gather=False)
-            else:
-                self._results[result.number] = result
-        return bool(results)
-
-    def _count(self, result: Result) -> None:
-        counts = self.counts
+    def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
+        """Return the batch in a result and its ids, None if it is empty."""
+        ring, counts, memory = self.pool.ring, self.counts, None
         counts["hits"] += result.hits
         counts["misses"] += result.misses
         counts["storage_bytes"] += result.storage_bytes
@@ -268,15 +279,11 @@ class Pass(_Pass):
             self._log.prepared(result, self.progress.number)
         if result.skipped:
             self._report_skips(result.note.decode().split("\n"))
-
-    def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
-        """Return the batch in a result and its ids, None if it is empty."""
-        ring, counts = self.pool.ring, self.counts
         self._tasks.pop(result.number, None)
         self.progress.hand_out()
-        if result.status == READY and ring.leased < KEPT:
-            memory = ring.slots.view(result.slot, result.size)
-            ring.lease(result.slot, memory)
+        if result.status == READY:
+            memory = ring.lease(result.slot, result.size, KEPT)
+        if memory is not None:
             data = read_own_record(memory, copy=False)
         else:
             try:
