@@ -43,8 +43,8 @@ def fill(ring: Ring, slot: int, value: int, size: int = 100) -> None:
 
 def lend(ring: Ring, slot: int, size: int = 100) -> torch.Tensor:
     """Return a tensor over the memory of a slot, which it leases."""
-    memory = ring.slots.view(slot, size)
-    ring.lease(slot, memory)
+    memory = ring.lease(slot, size, 100)
+    assert memory is not None
     return torch.from_numpy(memory[:size])
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -21,11 +23,10 @@ from stallfree.loader.arguments import as_int, check_arguments, seed_of
 from stallfree.loader.epochs import Epochs, Seeds
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, source_of
-from stallfree.loader.pool import Counts, Options, new_counts
+from stallfree.loader.pool import NO_COUNTS, Counts, Options
 from stallfree.loader.shown import (
     FIXED,
-    Attributes,
-    changed_options,
+    SETTABLE,
     check_settable,
     options_of,
     shown_by,
@@ -123,8 +124,21 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
+    shuffle: bool
+    seed: int | None
+    with_ids: bool
+    on_error: str
+    staging: int | str | None
+    device: Any
+    event_log: str | os.PathLike[str] | None
+    ranks: tuple[int, int] | str | None
+    workers: Any
     _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
+    _auto: Any
+    _counts: Counts
+    _epochs: Epochs | IterableEpochs
+    _prefetcher: DevicePrefetcher | None
     __initialized = False
 
     def __init__(
@@ -159,68 +173,100 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         ranks: tuple[int, int] | str | None = None,
         workers: Any = None,
     ) -> None:
-        # All arguments are attributes: other libraries read them to recreate a loader.
-        self.dataset, self.shuffle, self.drop_last, self.generator = dataset, bool(shuffle), drop_last, generator
-        self.pin_memory, self.pin_memory_device, self.in_order = pin_memory, pin_memory_device, in_order
-        self.timeout, self.worker_init_fn, self.persistent_workers = timeout, worker_init_fn, persistent_workers
-        self.with_ids, self.on_error, self.staging, self.event_log = with_ids, on_error, staging, event_log
-        self.cache, self.capacity, self.transform = cache, capacity, transform
-        self.ranks, self.workers = ranks, workers
-        self.device: Any = device
-        capacity_of_auto = check_arguments(
-            {
-                **vars(self),
-                "batch_size": batch_size,
-                "sampler": sampler,
-                "batch_sampler": batch_sampler,
-                "num_workers": num_workers,
-                "collate_fn": collate_fn,
-                "prefetch_factor": prefetch_factor,
-            }
-        )
-        batch_size, num_workers, self.prefetch_factor = map(as_int, (batch_size, num_workers, prefetch_factor))
+        arguments = {
+            "dataset": dataset,
+            "batch_size": batch_size,
+            "shuffle": bool(shuffle),
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "drop_last": drop_last,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "generator": generator,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device,
+            "in_order": in_order,
+            "seed": seed,
+            "with_ids": with_ids,
+            "on_error": on_error,
+            "staging": staging,
+            "device": device,
+            "cache": cache,
+            "capacity": capacity,
+            "transform": transform,
+            "event_log": event_log,
+            "ranks": ranks,
+            "workers": workers,
+        }
+        auto_capacity = check_arguments(arguments)
         single = batch_size is None and batch_sampler is None
-        self.batch_size = batch_size if batch_sampler is None else None
-        self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
-        context = context_of(multiprocessing_context, requested=capacity_of_auto is None or num_workers is not None)
-        self.multiprocessing_context = None if multiprocessing_context is None else context
-        self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
-        self._auto: Any = None
-        if capacity_of_auto is not None:
+        context = context_of(multiprocessing_context, requested=auto_capacity is None or num_workers is not None)
+        auto = None
+        if auto_capacity is not None:
             from stallfree.autotune.auto_cache import AutoCache
 
-            self._auto = AutoCache(dataset, capacity_of_auto, num_workers, transform)
-        self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
-        self._counts = {**new_counts(), "num_workers": self.num_workers}
-        self._epochs: Epochs | IterableEpochs
+            auto = AutoCache(dataset, auto_capacity, as_int(num_workers), transform)
+        # All arguments are attributes: other libraries read them to recreate a loader.
+        vars(self).update(
+            arguments,
+            batch_size=as_int(batch_size) if batch_sampler is None else None,
+            num_workers=(as_int(num_workers) or 0) if auto is None else auto.num_workers,
+            prefetch_factor=as_int(prefetch_factor),
+            collate_fn=collate_fn or (default_convert if single else default_collate),
+            multiprocessing_context=None if multiprocessing_context is None else context,
+            seed=seed_of(dataset, seed, generator),
+            _dataset_kind=int(is_iterable(dataset)),
+            _auto=auto,
+            _counts=dict(NO_COUNTS),
+            _prefetcher=None,
+        )
+        self._counts["num_workers"] = self.num_workers
+        self._make_epochs(context, single=single, seed_of_data=seed is None and self.seed is not None)
+        if device is not None:
+            from stallfree.device.prefetcher import DevicePrefetcher
+
+            self._prefetcher = DevicePrefetcher(self._epochs, device)
+            self.device = self._prefetcher.device
+        self._adopted = [vars(self).get(name) for name in SETTABLE]
+        self.__initialized = True
+
+    def _make_epochs(self, context: BaseContext, *, single: bool, seed_of_data: bool) -> None:
+        """Make what runs the epochs, and the samplers that other libraries read."""
         if self._dataset_kind:
             from stallfree.loader.iterable import IterableEpochs
 
             self._epochs = IterableEpochs(self, self._counts)
             self.sampler, self.batch_sampler = self._epochs.samplers
-        else:
-            options, seed_of_data = self._options(context, single), seed is None and self.seed is not None
-            source = self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data)
-            seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{batch_size}")
-            self._epochs = Epochs(
-                source,
-                options,
-                seeds,
-                self._counts,
-                with_ids=with_ids,
-                pin=pin_memory and device is None,
-                persistent=persistent_workers,
-                tuner=self._auto,
-            )
-            self.sampler, self.batch_sampler = shown_samplers(self, self._epochs, sampler, batch_sampler)
-        self._adopted = Attributes(self)
-        self._prefetcher: DevicePrefetcher | None = None
-        if device is not None:
-            from stallfree.device.prefetcher import DevicePrefetcher
-
-            self._prefetcher = DevicePrefetcher(self._epochs, device)
-        self.device = None if self._prefetcher is None else self._prefetcher.device
-        self.__initialized = True
+            return
+        options = Options(
+            **{"context": context, **options_of(self, single=single)},
+            reader=reader_of(self.dataset, divide=self.num_workers > 0 or self.workers is not None),
+            single=single,
+            seed=self.seed or 0,
+            skip=self.on_error == "skip",
+            staging=None if self.staging is None else parse_size(self.staging, "staging"),
+            log=None if self.event_log is None else EventLog(self.event_log),
+            remote=self.workers,
+        )
+        sampler, batch_sampler = self.sampler, self.batch_sampler
+        self._epochs = epochs = Epochs(
+            self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data),
+            options,
+            Seeds(
+                self.seed, self.generator, self.shuffle, self.ranks, f"{len(options.reader.source)}-{self.batch_size}"
+            ),
+            self._counts,
+            with_ids=self.with_ids,
+            pin=self.pin_memory and self.device is None,
+            persistent=self.persistent_workers,
+            tuner=self._auto,
+        )
+        self.sampler, self.batch_sampler = shown_samplers(self, epochs, sampler, batch_sampler)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
@@ -233,33 +279,26 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
-        if self._adopted.are_those_of(self):
+        present = [vars(self).get(name) for name in SETTABLE]
+        if all(map(operator.is_, present, self._adopted)):
             return
-        check_settable(self, single=self.batch_size is None and self.batch_sampler is None)
-        epochs = self._epochs
-        if not isinstance(epochs, Epochs):
-            epochs.adopt(self)
+        single = self.batch_size is None and self.batch_sampler is None
+        check_settable(self, single=single)
+        if not isinstance(self._epochs, Epochs):
+            self._epochs.adopt(self)
         else:
-            options, source = changed_options(self, epochs.options), epochs.source
-            if self._adopted.order_changed(self) or options.reader is not epochs.options.reader:
+            before, source = self._epochs.options, self._epochs.source
+            options = replace(before, **options_of(self, single=before.single))
+            if options.dataset is not before.dataset or bool(options.workers) != bool(before.workers):
+                divide = options.workers > 0 or options.remote is not None
+                options = replace(options, reader=reader_of(self.dataset, divide=divide))
+            samplers_changed = not all(map(operator.is_, present[:3], self._adopted))
+            if samplers_changed or options.reader is not before.reader:
                 by_batches = self.batch_sampler is not None
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)
-            epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
-        self._adopted = Attributes(self)
-
-    def _options(self, context: BaseContext, single: bool) -> Options:
-        divide = self.num_workers > 0 or self.workers is not None
-        return Options(
-            **{"context": context, **options_of(self, single=single)},
-            reader=reader_of(self.dataset, divide=divide),
-            single=single,
-            seed=self.seed or 0,
-            skip=self.on_error == "skip",
-            staging=None if self.staging is None else parse_size(self.staging, "staging"),
-            log=None if self.event_log is None else EventLog(self.event_log),
-            remote=self.workers,
-        )
+            self._epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
+        self._adopted = [vars(self).get(name) for name in SETTABLE]
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -313,7 +352,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
-            self._adopted = Attributes(self)
+            self._adopted = [vars(self).get(name) for name in SETTABLE]
         return iterator
 
     @property

@@ -204,24 +204,22 @@ class Epochs:
         resume, self._resume = self._resume, None
         epoch = self.next_epoch
         plan = source.begin(epoch, resume)
-        self._set_seed(self._seeds.draw(new_workers=not self._has_workers()))
+        seed = self._seeds.draw(new_workers=not self._has_workers())
+        source.set_seed(seed)
         self._follow_data()
+        plain = prefetcher is None and self._is_plain()
+        if not plain or self._tuner is not None:
+            self._set_seed(seed)
         if self._tuner is not None:
             had_workers = self._has_workers()
             self.options = self._tuner.tuned(self.options)
             if had_workers and not self._has_workers():
                 self._seeds.renew()
+            plain = prefetcher is None and self._is_plain()
         options = self.options
         self.counts["num_workers"] = options.workers
         if self._persistent:
             self._end_passes()
-        plain = (
-            options.reader.cache is None
-            and options.reader.direct
-            and not options.workers
-            and options.remote is None
-            and prefetcher is None
-        )
         repeats = None if source.planned or plain else Repeats(resume.repeats or () if resume else ())
         batches = _without_first(plan.batches, plan.skip, repeats) if plan.skip else plan.batches
         progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, repeats)
@@ -239,6 +237,12 @@ class Epochs:
             begun = Pass(pool, progress, self, deliver, end, log_steps=prefetcher is None)
         self._passes = [*(known for known in self._passes if known() is not None), weakref.ref(begun)]
         return begun
+
+    def _is_plain(self) -> bool:
+        """Whether batches are made as torch's loader makes them without workers."""
+        options = self.options
+        reader = options.reader
+        return reader.cache is None and reader.direct and not options.workers and options.remote is None
 
     def _end_of(
         self, plan: EpochPlan, progress: Progress, pool: WorkerPool | None, note_settings: Callable[[], None]

@@ -11,7 +11,7 @@ import copy
 import os
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from multiprocessing.context import BaseContext
@@ -37,9 +37,13 @@ GATHERERS = 2
 Counts = dict[str, Any]
 
 
+NO_COUNTS: Mapping[str, Any] = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
+"""All counts of `LoaderStats`, zero."""
+
+
 def new_counts() -> Counts:
-    """Return all counts of `LoaderStats`, zero."""
-    return {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
+    """Return a copy of `NO_COUNTS`."""
+    return dict(NO_COUNTS)
 
 
 @dataclass(frozen=True)

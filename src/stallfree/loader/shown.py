@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 from torch.utils.data import (
@@ -18,10 +16,8 @@ from torch.utils.data import (
 
 from stallfree.datasets.epoch_source import Ids
 from stallfree.datasets.ranks import rank_and_count
-from stallfree.datasets.reader import reader_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_functions, check_numbers
 from stallfree.loader.order import Order
-from stallfree.loader.pool import Options
 
 FIXED = frozenset(
     {
@@ -30,31 +26,14 @@ FIXED = frozenset(
         *("ranks", "workers"),
     }
 )
-"""Arguments whose attributes may not be set. The others may, as torch's; they apply from the next iteration on."""
+"""Arguments whose attributes may not be set."""
 
-_ORDER = ("dataset", "sampler", "batch_sampler")
-"""Those that may not, but that subclasses replace nevertheless, to repeat a sampler."""
-
-_NAMES = (
-    *_ORDER,
+SETTABLE = (
+    *("dataset", "sampler", "batch_sampler"),  # in subclasses that repeat a sampler
     *("collate_fn", "generator", "multiprocessing_context", "num_workers", "pin_memory", "prefetch_factor", "timeout"),
     "worker_init_fn",
 )
-
-
-class Attributes:
-    """The attributes of a loader as they were when it was made or last iterated."""
-
-    def __init__(self, loader: Any) -> None:
-        self._values = [vars(loader).get(name) for name in _NAMES]
-
-    def are_those_of(self, loader: Any) -> bool:
-        """Whether none of them has been set since."""
-        return all(map(operator.is_, self._values, map(vars(loader).get, _NAMES)))
-
-    def order_changed(self, loader: Any) -> bool:
-        """Whether the data set or a sampler has been replaced."""
-        return any(vars(loader).get(name) is not old for name, old in zip(_ORDER, self._values, strict=False))
+"""Attributes that apply from the next iteration on if they are set."""
 
 
 def options_of(loader: Any, *, single: bool) -> dict[str, Any]:
@@ -78,15 +57,6 @@ def check_settable(loader: Any, *, single: bool) -> None:
     if loader.collate_fn is None:
         vars(loader)["collate_fn"] = default_convert if single else default_collate
     vars(loader)["num_workers"] = as_int(loader.num_workers)
-
-
-def changed_options(loader: Any, options: Options) -> Options:
-    """`options` with the present attributes of `loader`."""
-    changed = replace(options, **options_of(loader, single=options.single))
-    workers, before = changed.workers, options.workers
-    if changed.dataset is options.dataset and bool(workers) == bool(before):
-        return changed
-    return replace(changed, reader=reader_of(loader.dataset, divide=workers > 0 or options.remote is not None))
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:
