@@ -36,7 +36,10 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "copies": ([*PREP, "copies"], 80),
     "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage or pinned or ones_own or process"], 60),
     "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 130),
-    "tests_everyday": ([*TESTS, "tests/device/test_everyday_gpu.py", "tests/sampling/test_importance_losses.py"], 150),
+    "tests_everyday": (
+        [*TESTS, "tests/device/test_everyday_gpu.py", "tests/importance/test_importance_losses.py"],
+        150,
+    ),
 }
 """Command and longest time in seconds of each part."""
 

@@ -18,11 +18,11 @@ import numpy.typing as npt
 from stallfree import ImportanceSampler
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
-from stallfree.sampling.plans.plan import make_plan
-from stallfree.sampling.plans.probabilities import generator, ranks
-from stallfree.sampling.plans.retention import FRESH
-from stallfree.sampling.plans.sampling_plans import Draw
-from stallfree.sampling.plans.serving import Serving
+from stallfree.datasets.plan import make_plan
+from stallfree.importance.plans.probabilities import generator, ranks
+from stallfree.importance.plans.retention import FRESH
+from stallfree.importance.plans.sampling_plans import Draw
+from stallfree.importance.plans.serving import Serving
 
 Array = npt.NDArray[Any]
 
@@ -154,7 +154,7 @@ class Sampled:
 
 
 class Packages:
-    """Packs and reads packages by the rules of `stallfree.sampling.packages`, between two batches.
+    """Packs and reads packages by the rules of `stallfree.importance.packages`, between two batches.
 
     L-samples that are to come and are neither resident nor packed are fetched, missed ones first, and written in
     packages of `PACKAGE`. While fewer of those to come are resident than the region holds, the package that brings most

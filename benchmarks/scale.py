@@ -31,9 +31,9 @@ from benchmarks.store_team import Nodes, as_record, running_server
 from stallfree.analysis.model import Loading, Rates, law, sustained
 from stallfree.cache.layout import index_bytes
 from stallfree.cache.redis.values import owners
+from stallfree.datasets.plan import local_shares, make_plan
+from stallfree.datasets.ranks import deal
 from stallfree.ipc.shared_array import SharedCounts
-from stallfree.sampling.plans.plan import local_shares, make_plan
-from stallfree.sampling.ranks import deal
 
 NAME = "scale"
 QUESTION = (

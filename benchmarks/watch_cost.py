@@ -25,7 +25,7 @@ import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.fast_prep import make_pictures
 from benchmarks.harness import Check, Json, Options, Report, Spread, run_child, say, scratch_folder
-from stallfree.batches.transform_split import TransformSplit
+from stallfree.datasets.split import TransformSplit
 
 NAME = "watch_cost"
 QUESTION = (

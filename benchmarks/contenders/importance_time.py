@@ -27,7 +27,7 @@ import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.photos import Pixels
 from benchmarks.shared_team import Meet, Team
-from stallfree.batches import reader
+from stallfree.datasets import reader
 from stallfree.sources.base import BaseSource
 
 Ids = npt.NDArray[np.int64]

@@ -121,8 +121,9 @@ def with_torch(dataset: Any, workers: int) -> Loader:
 
 
 def with_ray_data(dataset: Any, workers: int, count: int, address: str) -> float:
-    import ray
     import ray.data
+
+    import ray
 
     ray.init(address=address, log_to_driver=False)
     try:

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from stallfree.datasets.plan import make_plan
 from stallfree.pipeline.randomness import Randomness
-from stallfree.sampling.plans.plan import make_plan
 
 
 class Seeded(torch.utils.data.Dataset[Any]):

@@ -36,14 +36,15 @@ if TYPE_CHECKING:
     from stallfree.datasets.smart_cache import SmartCacheDataset
     from stallfree.device.prefetcher import DevicePrefetcher
     from stallfree.device.process import ProcessPrefetcher
-    from stallfree.loader.benefit import measure_benefit
+    from stallfree.importance.benefit import measure_benefit
+    from stallfree.importance.plans.importance import ImportanceSampler
+    from stallfree.importance.plans.schedule import BySamples
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.output import Batch
     from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
     from stallfree.pipeline.compose import Compose, OnItem
-    from stallfree.sampling.plans.importance import ImportanceSampler
-    from stallfree.sampling.plans.schedule import BySamples
+    from stallfree.ray.ray_workers import RayWorkers
     from stallfree.shared.shared_loader import SharedLoader
     from stallfree.sources.cutting.cut import cut
     from stallfree.sources.decode import DecodeImage
@@ -52,7 +53,6 @@ if TYPE_CHECKING:
     from stallfree.sources.tar import TarDataset
     from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
     from stallfree.vision.crops import DecodeRandomResizedCrop
-    from stallfree.workers.ray_workers import RayWorkers
 
 _PLACES = {
     "analysis.analyzer": "analyze",
@@ -67,14 +67,14 @@ _PLACES = {
     "datasets.smart_cache": "SmartCacheDataset",
     "device.prefetcher": "DevicePrefetcher",
     "device.process": "ProcessPrefetcher",
-    "loader.benefit": "measure_benefit",
+    "importance.benefit": "measure_benefit",
     "loader.dataloader": "DataLoader",
     "loader.output": "Batch",
     "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
     "pipeline.classify.determinism": "Split mark_deterministic mark_random split",
     "pipeline.compose": "Compose OnItem",
-    "sampling.plans.importance": "ImportanceSampler",
-    "sampling.plans.schedule": "BySamples",
+    "importance.plans.importance": "ImportanceSampler",
+    "importance.plans.schedule": "BySamples",
     "shared.shared_loader": "SharedLoader",
     "sources.cutting.cut": "cut",
     "sources.decode": "DecodeImage",
@@ -83,7 +83,7 @@ _PLACES = {
     "sources.tar": "TarDataset",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
     "vision.crops": "DecodeRandomResizedCrop",
-    "workers.ray_workers": "RayWorkers",
+    "ray.ray_workers": "RayWorkers",
 }
 """Where the public names are that come with their first use: all of them together take half a second to import."""
 

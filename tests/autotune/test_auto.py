@@ -22,8 +22,8 @@ from stallfree.autotune import measure as measuring
 from stallfree.autotune import subject
 from stallfree.autotune.choice import Measured
 from stallfree.autotune.measure import Probe, measure, measure_reads
-from stallfree.batches.transform_split import is_prepared
 from stallfree.cache import capacity as limits
+from stallfree.datasets.split import is_prepared
 from stallfree.errors import CapacityError, StorageError, text_of
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.sources.mapped import as_source

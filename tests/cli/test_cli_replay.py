@@ -11,8 +11,8 @@ from typer.testing import CliRunner, Result
 
 from stallfree.analysis.replay import replay as replay_here
 from stallfree.cli.replay import replay
+from stallfree.datasets.plan import make_plan
 from stallfree.errors import StallfreeError, text_of
-from stallfree.sampling.plans.plan import make_plan
 
 app = typer.Typer()
 app.command("replay")(replay)

@@ -132,7 +132,7 @@ def equal(one: list[Any], other: list[Any]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-FORMS = ["fetched", "prepared", 0.5]
+FORMS = ["fetched", "prepared"]
 
 
 @pytest.mark.parametrize(
@@ -152,13 +152,13 @@ def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> 
 
 
 @pytest.mark.libraries
-@pytest.mark.parametrize(("form", "workers"), [(None, 3), (0.5, 2)])
+@pytest.mark.parametrize(("form", "workers"), [(None, 3), ("prepared", 2)])
 def test_any_number_of_forked_workers(form: Any, workers: int) -> None:
     assert equal(epochs(albumentations, form, workers, "fork"), epochs(albumentations, None))
 
 
 @pytest.mark.parametrize(
-    ("form", "method"), [("prepared", "forkserver"), pytest.param(0.5, "spawn", marks=pytest.mark.slow)]
+    ("form", "method"), [("prepared", "forkserver"), pytest.param("fetched", "spawn", marks=pytest.mark.slow)]
 )
 def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert equal(epochs(shared, form, 2, method), epochs(shared, None))

@@ -239,7 +239,7 @@ def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) 
 def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:
     loader = sf.DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True, device="cpu")
     assert len(list(loader)) == 3
-    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._runner)]
+    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._epochs)]
     loader.close()
     gc.disable()
     try:

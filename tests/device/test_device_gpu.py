@@ -147,8 +147,8 @@ def test_a_loaders_slots_are_pinned_and_copied_from() -> None:
                 assert (pictures == ids.view(-1, 1, 1, 1)).all()
                 seen += len(ids)
             assert seen == 256
-        assert loader._runner.pools.kept is not None
-        slots = loader._runner.pools.kept.ring.slots
+        assert loader._epochs.kept is not None
+        slots = loader._epochs.kept.ring.slots
         assert slots._pinned
         view = torch.from_numpy(slots.view(next(iter(slots._pinned)), 1))
         assert view.is_pinned()

@@ -16,9 +16,9 @@ from fakes import World
 from torch.utils.data import SequentialSampler
 
 import stallfree as sf
-from stallfree.batches.ring import Ring
 from stallfree.events import read_events
-from stallfree.loader.epoch_runner import EpochRunner
+from stallfree.loader.epochs import Epochs
+from stallfree.loader.ring import Ring
 
 SAMPLES, BATCH = 40, 4
 SIDE = 40
@@ -190,7 +190,7 @@ def test_the_wait_that_counts_is_that_of_the_training_loop(
 ) -> None:
     """The waits of the prefetcher's thread for workers are not counted, nor are its calls of `next` as steps."""
     waits: list[float] = []
-    monkeypatch.setattr(EpochRunner, "count_wait", lambda _, seconds: waits.append(seconds))
+    monkeypatch.setattr(Epochs, "count_wait", lambda _, seconds: waits.append(seconds))
     with loader_of(event_log=tmp_path / "log") as loader:
         for _ in loader:
             pass
@@ -207,7 +207,7 @@ def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world:
         prefetcher = sf.DevicePrefetcher(loader, "cuda")
         for _ in range(2):
             assert sum(1 for _ in prefetcher) == SAMPLES // BATCH
-        pool = loader._runner.pools.kept
+        pool = loader._epochs.kept
         assert pool is not None
         assert pool.ring.slots._pinned
         assert not pool.counts_waits

@@ -99,7 +99,7 @@ import threading
 import warnings
 import torch
 import stallfree as sf
-from stallfree.workers import worker_pool
+from stallfree.loader import pool
 
 worker_pool.shares_memory = lambda: False  # as on a system without worker processes
 warnings.simplefilter("error")

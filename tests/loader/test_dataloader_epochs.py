@@ -24,8 +24,8 @@ from loader_data import (
     picture,
     same,
 )
+from stallfree.loader import pool
 from stallfree.sources.base import BaseSource
-from stallfree.workers import worker_pool as pool
 from warm import Interpreter
 
 
@@ -265,8 +265,8 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
         iter(loader)  # two more are with the worker, before the gate
         ids[:] = range(8)
         iterator = iter(loader)
-        assert loader._runner.pools.kept is not None
-        assert loader._runner.pools.kept.ring.free == 0
+        assert loader._epochs.kept is not None
+        assert loader._epochs.kept.ring.free == 0
         monkeypatch.setattr(pool, "wait", open_and_wait)
         assert [int(batch) for batch in iterator] == list(range(8))
         assert [int(batch) for batch in kept] == [0, 1, 2]

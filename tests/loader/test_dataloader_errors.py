@@ -16,7 +16,7 @@ import torch
 
 import stallfree as sf
 from loader_data import Gate, Made, as_list, picture, same, zero_dim
-from stallfree.workers import worker_pool as pool
+from stallfree.loader import pool
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 BAD = (3, 4, 5, 9)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,21 +80,6 @@ def test_an_interrupt(workers: int, interpreter: Interpreter) -> None:
     done = interpreter.run(PROGRAM.format(workers=workers))
     assert done.err.strip().splitlines()[-1] == "KeyboardInterrupt"
     assert done.err.count("Traceback") == 1, done.err
-
-
-def test_an_open_that_fails_after_reads_were_recorded(tmp_path: Path) -> None:
-    """`open` is replaced from then on, also for code that has nothing to do with a loader."""
-    (path := tmp_path / "file").write_text("1")
-
-    class Files(Data):
-        def __getitem__(self, id: int) -> Any:
-            return read(id) if id == 5 else torch.tensor(int(path.read_text()))
-
-    with sf.CachedDataset(Files(), capacity="1MiB", form="reads") as data:
-        for loader in (sf.DataLoader(data), sf.DataLoader(Data())):
-            with loader, pytest.raises(FileNotFoundError, match="fetching sample 5") as caught:
-                list(loader)
-            assert caught.value.filename == "/no/such/file"
 
 
 def test_interrupts_wait_only_in_this_thread() -> None:

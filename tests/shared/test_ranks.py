@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import stallfree as sf
-from stallfree.sampling.ranks import Ranks, find_ranks, job_name
+from stallfree.datasets.ranks import Ranks, find_ranks, job_name
 
 VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID",

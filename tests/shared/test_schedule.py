@@ -77,15 +77,14 @@ class Model:
             assert not any(number in job.held for job in self.jobs.values())
             self.ready.remove(number)
 
-    def step(self) -> None:  # noqa: C901 (a walk through all that may happen)
+    def step(self) -> None:
         number = self.schedule.next_to_start()
         room = len(self.ready) + len(self.preparing) < self.slots
-        if number is not None and not room and not self.preparing:
-            if lost := self.schedule.drop_one():
-                assert number < lost[0]
-                self.dropped.update(lost)
-                self.free(lost)
-                room = True
+        if number is not None and not room and not self.preparing and (lost := self.schedule.drop_one()):
+            assert number < lost[0]
+            self.dropped.update(lost)
+            self.free(lost)
+            room = True
         if number is not None and room and self.draw.random() < 0.6:
             number = self.schedule.next_to_start()
             assert number is not None

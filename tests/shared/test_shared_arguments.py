@@ -213,7 +213,7 @@ def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len(shared) == 3
         with pytest.raises(
             sf.InputError,
-            match=r"^batch_size=3 on each of 2 ranks does not match the group .*, whose first job has batches of 8 samples",
+            match=r"^batch_size=3 on each of 2 ranks does not match the group .*, whose first job has batches of 8",
         ):
             loader(batch_size=3)
         loader(batch_size=8).close()

@@ -24,8 +24,8 @@ from group_jobs import PATIENCE, Pictures, Team, children_of, expected, taken
 import stallfree as sf
 from children import Child
 from stallfree.ipc.folders import sweep
+from stallfree.loader import processes as worker_processes
 from stallfree.shared import member
-from stallfree.workers import worker_processes
 
 COUNT = 100  # no multiple of a batch of 8 or more
 BATCH_SIZES = (2, 4, 8, 8, 16)

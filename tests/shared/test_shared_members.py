@@ -241,7 +241,7 @@ def test_all_die_and_a_new_job_begins_anew(team: Team, store_root: Path) -> None
     assert not list(store_root.iterdir())
 
 
-# --- a slow job ---------------------------------------------------------------------------------------------------------
+# --- a slow job ------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_job_holds_the_others_up_by_the_ring_only(team: Team) -> None:

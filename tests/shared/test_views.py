@@ -13,7 +13,7 @@ import pytest
 
 import stallfree as sf
 from children import Child
-from stallfree.batches.ring import Ring
+from stallfree.loader.ring import Ring
 from stallfree.shared.link import Views
 
 PAGE = mmap.PAGESIZE

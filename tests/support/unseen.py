@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from stallfree.datasets.dataset_probe import LOOKS
+from stallfree.datasets.probe import LOOKS
 from stallfree.pipeline.classify.outcomes import spread
 
 sys.path.append(str(Path(__file__).with_name("site-packages")))

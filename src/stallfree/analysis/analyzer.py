@@ -30,10 +30,10 @@ from stallfree.analysis.residency import read_file, resident_share
 from stallfree.analysis.stopwatch import ROUNDS_FOR_INTERVAL, ChildTime, Limits, Rate, combined, steady_rate
 from stallfree.autotune.choice import SAMPLES, choose, explain
 from stallfree.autotune.measure import measure
-from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.capacity import free_memory, free_space
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import look
+from stallfree.datasets.probe import look
+from stallfree.datasets.reader import IO_THREADS
 from stallfree.errors import InputError, argument_conflict, job_failed, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.ipc.forked import call_in_child

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from stallfree.analysis.residency import put_out, resident_share
-from stallfree.batches.recorded_reads import record_sample
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
@@ -422,7 +421,7 @@ def _read_some(job: Job) -> Records:
     with Opened() as opened:
         for id in order[:MOST_SAMPLES]:
             try:
-                record = record_sample(job.source.dataset, id)[0] if job.reads else job.source.fetch(id)
+                record = job.source.fetch(id)
             except Exception as error:
                 note_sample(error, job.source, id, "fetching")
                 raise job_failed(

@@ -17,12 +17,12 @@ from typing import Any
 from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describe, expect, explain, what
 from stallfree.autotune.measure import measure
 from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
-from stallfree.batches.reader import Reader
-from stallfree.batches.transform_split import Reclassified, is_prepared
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.dataset_probe import look
 from stallfree.datasets.private_names import token
+from stallfree.datasets.probe import look
+from stallfree.datasets.reader import Reader
+from stallfree.datasets.split import Reclassified
 from stallfree.errors import (
     CapacityError,
     FingerprintError,
@@ -42,7 +42,6 @@ from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
 from stallfree.sources.cutting.cut import cut
 from stallfree.sources.mapped import as_source
-from stallfree.workers.worker_pool import Options
 
 _FILE = "choice.json"
 _INDEX = 20
@@ -153,7 +152,7 @@ class AutoCache:
         self._epochs = 0
         self._reader: Reader | None = None
 
-    def tuned(self, options: Options) -> Options:
+    def tuned(self, options: Any) -> Any:
         """The options of a loader's next epoch, which reads from this cache. Decides if a decision is due."""
         reader = self.begin(options.seed)
         if reader is options.reader and self.num_workers == options.workers:
@@ -305,7 +304,7 @@ class AutoCache:
             self._reader = _without(as_source(self._dataset), subject.steps)
         else:
             try:
-                self.cached = self._create(choice, reads=bool(subject.why))
+                self.cached = self._create(choice)
             except (CapacityError, StorageError) as error:
                 self._go_without(subject, error)
                 return
@@ -317,12 +316,11 @@ class AutoCache:
         because = f"; {subject.why}" if subject.why else ""
         self._say(f"{why}{short}{found.advice}", f"{why}{full}{because}{found.advice}")
 
-    def _create(self, choice: Choice, *, reads: bool) -> CachedDataset:
-        form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share or 0.0, choice.share or 0.0)
+    def _create(self, choice: Choice) -> CachedDataset:
         return CachedDataset(
             self._dataset,
             capacity=self._room,
-            form="reads" if reads else form,
+            form="prepared" if choice.share else "fetched",
             transform=self._transform,
             seed=self._seed,
         )
@@ -339,9 +337,6 @@ class AutoCache:
         if self.cached is None:
             return
         reader = self.cached.reader
-        if reader.tracker is not None:
-            reader.store(list(records), list(records.values()))
-            return
         with suppress(StallfreeError):  # raised again when the samples are requested
             values = call_in_child(partial(_prepared, reader, records), "the preparation of measured samples")
             for id, value in values.items():
@@ -423,11 +418,10 @@ def _prepared(reader: Reader, records: dict[int, Any]) -> dict[int, Any]:
     As while a cache is filled, the first ones and some of the others are made twice.
     """
     began, values, split, states = time.monotonic(), dict[int, Any](), reader.split, States()
-    prepare = [True] * len(records) if split.share == 1 else is_prepared(list(records), split.share)
-    for (id, record), wanted in zip(records.items(), prepare, strict=True):
+    for id, record in records.items():
         if time.monotonic() - began > _SECONDS:
             break
-        steps = split.deterministic if wanted else Compose([])
+        steps = split.deterministic
         try:
             if split.takes_look():
                 value = split.make_twice(private(record), id, steps.transforms)

@@ -18,9 +18,6 @@ from dataclasses import dataclass, replace
 
 from stallfree.units import format_size
 
-SHARES = 16
-"""The evaluated shares y are multiples of 1/16."""
-
 WORTH = 1.02
 """Minimum gain (2%) for using memory or one more process."""
 
@@ -139,7 +136,7 @@ def _form(measured: Measured, room: int, workers: int) -> Choice:
     A cache must gain 2% in rate or CPU load over none, and 50 µs per sample; a mixture must gain 2% over a single form.
     """
     enough = _enough(measured)
-    shares = [None, 0.0, 1.0, *(number / SHARES for number in range(1, SHARES))]
+    shares = [None, 0.0, 1.0]
     tried = [expect(measured, share, room, workers) for share in shares]
     choices = [choice for choice in tried if choice.hits or choice.share is None]
     best = min(enough, max(choice.rate for choice in choices))

@@ -19,7 +19,7 @@ import torch
 
 from stallfree.autotune.choice import Measured
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.dataset_probe import FirstLook
+from stallfree.datasets.probe import FirstLook
 from stallfree.errors import CodecError, InputError
 from stallfree.notes import note_sample
 from stallfree.pipeline.classify.outcomes import States

@@ -6,7 +6,6 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,15 +13,15 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset, get_worker_info
 
-from stallfree.batches.reader import Reader
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
-from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.private_names import private_name
-from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import CodecError, IdError, InputError, argument_conflict
+from stallfree.datasets.probe import choose_form, example_for, look
+from stallfree.datasets.reader import Reader
+from stallfree.errors import CodecError, IdError, InputError
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose
@@ -30,8 +29,6 @@ from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
-from stallfree.sampling.epoch_source import EpochSource, SourceSetup
-from stallfree.sampling.order import order_of
 from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
@@ -81,14 +78,9 @@ class CachedDataset(Dataset[SampleT_co]):
             - "auto": in a job of several nodes a `RedisStore` with `capacity_per_node=capacity` and no memory in front,
               in a job of one node "memory". A job of several nodes gets "memory" on each of them, with a warning, if no
               server is installed, or if the data set has no fingerprint and no `name` is given.
-        form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
-            number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
-            the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
-            "reads" caches the contents of the files that `dataset[id]` reads through Python's `open`, `fsspec`,
-            `cv2.imread`, `torchvision.io`, `soundfile` or `torchaudio.load`: for a data set that reads, decodes and
-            augments in `__getitem__`. On a hit `dataset[id]` runs as always, and these calls are served from memory,
-            without a look at storage; what was not recorded is read from there. A `StallfreeWarning` reports reads past
-            these calls.
+        form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them. "auto"
+            (the default) is the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")`
+            measures and chooses.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
             holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
@@ -103,7 +95,7 @@ class CachedDataset(Dataset[SampleT_co]):
         dataset: as given.
         cache: the `stallfree.cache.SampleCache` that holds the samples in memory, or in a folder.
         tier: what holds them behind it, as the `attach` of the store returned it; None without a tier.
-        form: "fetched", "prepared", "reads", or the share of the samples that is cached prepared.
+        form: "fetched" or "prepared".
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
         next_epoch: with a `seed`, the number of the epoch that the next iteration of stallfree's loaders has; they all
@@ -129,7 +121,7 @@ class CachedDataset(Dataset[SampleT_co]):
         capacity: int | str,
         policy: str | Policy = "minio",
         store: Store = "memory",
-        form: str | float = "auto",
+        form: str = "auto",
         name: str | None = None,
         persist: bool = False,
         transform: Callable[[Any], SampleT_co] | None = None,
@@ -140,18 +132,15 @@ class CachedDataset(Dataset[SampleT_co]):
         if name is not None:
             check_name(name)
         self._auto = store == "auto"
-        reads = form == "reads"
-        if reads and is_tier(store):
-            raise argument_conflict("form='reads' with a tier: give store='memory' or a folder")
         self.dataset = dataset
-        self.source: Source = reads_source(dataset) if reads else as_source(dataset)
+        self.source: Source = as_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
-        first = look_at_reads(self.source, self.steps) if reads else look(self.source, self.steps)
+        first = look(self.source, self.steps)
         found, memory = store, size
         if self._auto:
             with tolerant() as steps:
@@ -162,24 +151,21 @@ class CachedDataset(Dataset[SampleT_co]):
         count, room = len(self.source), room_of(found, memory)
         self.form, self.decision = choose_form(form, first, count, room, scored=policy.scored, on_disk=on_disk)
         log.info("%s", self.decision)
-        share = {"fetched": 0.0, "reads": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
-        assert isinstance(share, float)
-        before = first.parts.deterministic if share else Compose([])
-        rest = first.parts.random if share else self.steps
+        prepared = self.form == "prepared"
+        before = first.parts.deterministic if prepared else Compose([])
+        rest = first.parts.random if prepared else self.steps
         self._epochs = SharedCounts(1 + count)
-        key, steps = _key_of(data, before, share, reads)
+        key, steps = _key_of(data, before)
         if name is None and (unknown := [*unknown, *steps]):
             key = name = private_name(found, unknown[0], persist=persist)
         folder = (user_root(str(found)) if on_disk else default_root()) / (name or derived_name(key, policy, memory))
         is_new = not folder.exists()
-        values = first.values(share)
-        example = self._example(first, list(values.values()), share) if is_new else next(iter(values.values()))
+        values = first.values(prepared=prepared)
+        example = example_for(list(values.values())) if is_new else next(iter(values.values()))
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         self.cache: SampleCache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
         try:
-            whole = self.steps if 0 < share < 1 else Compose([])
-            parts_of = self.source, self.cache, before, rest
-            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps, reads=reads)
+            self.reader = Reader(self.source, self.cache, before, rest, steps=self.steps)
             self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
             for id, value in values.items():
                 with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
@@ -187,12 +173,6 @@ class CachedDataset(Dataset[SampleT_co]):
         except BaseException:
             self.cache.close()
             raise
-
-    def _example(self, first: FirstLook, values: list[Any], share: float) -> Any:
-        """An example for the layout of a new cache."""
-        if self.form == "reads":
-            return bytes(len(values[0]))  # of no fixed size
-        return example_of_both(first) if 0 < share < 1 else example_for(values)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -262,7 +242,7 @@ class CachedDataset(Dataset[SampleT_co]):
 
         Loaders that use the seed of this data set count their epochs in it.
         """
-        return order_of(replace(setup, counter=self) if setup.seed_of_data else setup)
+        return setup.make_order(counter=self) if setup.seed_of_data else setup.make_order()
 
     def where(self, id: int) -> str:
         """Where sample `id` lies, for messages."""
@@ -312,22 +292,17 @@ class CachedDataset(Dataset[SampleT_co]):
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _key_of(data: str, before: Compose, share: float, reads: bool) -> tuple[str, list[str]]:
+def _key_of(data: str, before: Compose) -> tuple[str, list[str]]:
     """The fingerprint of what is cached, and the objects in the steps that have none."""
-    form = repr(share) if 0 < share < 1 else "prepared" if len(before) else "reads" if reads else "fetched"
+    form = "prepared" if len(before) else "fetched"
     with tolerant() as unknown:
         key = key_of(**{"data set": data, "transforms": before}, form=form, format=_FORMAT)
     return key, unknown
 
 
 def _check_form(form: Any) -> None:
-    if form in ("auto", "fetched", "prepared", "reads"):
-        return
-    if isinstance(form, bool) or not isinstance(form, (int, float)) or not 0 <= form <= 1:
-        raise InputError(
-            f"form={form!r}: use 'fetched', 'prepared', 'reads' or 'auto', or the share of samples to cache prepared, "
-            "0 to 1"
-        )
+    if form not in ("auto", "fetched", "prepared"):
+        raise InputError(f"form={form!r}: use 'fetched', 'prepared' or 'auto'")
 
 
 def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:

@@ -9,9 +9,9 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 from stallfree.datasets.cached_dataset import CachedDataset
+from stallfree.datasets.plan import local_shares
+from stallfree.datasets.ranks import find_ranks
 from stallfree.errors import cache_required, launch_environment
-from stallfree.sampling.plans.plan import local_shares
-from stallfree.sampling.ranks import find_ranks
 from stallfree.units import parse_whole
 
 

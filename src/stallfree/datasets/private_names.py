@@ -8,9 +8,9 @@ import warnings
 from typing import Any
 
 from stallfree.cache.store import is_tier
+from stallfree.datasets.ranks import find_ranks
 from stallfree.errors import StallfreeWarning, no_fingerprint
 from stallfree.frames import users_level
-from stallfree.sampling.ranks import find_ranks
 
 _CURE = (
     "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "

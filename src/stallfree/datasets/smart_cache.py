@@ -13,12 +13,21 @@ from typing import Any, Self
 
 from torch.utils.data import Dataset, DistributedSampler
 
-from stallfree.batches.reader import Reader
 from stallfree.cache.capacity import free_memory
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.cached_dataset import checked_ids
-from stallfree.datasets.dataset_probe import example_for, look
+from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
 from stallfree.datasets.private_names import window_name
+from stallfree.datasets.probe import example_for, look
+from stallfree.datasets.ranks import (
+    LocalRanks,
+    checked_hosts,
+    hosts_of_job,
+    job_name,
+    local_ranks,
+    warn_of_ranks_here,
+)
+from stallfree.datasets.reader import Reader
 from stallfree.datasets.window import Field, Window, WindowPlan, replace_count
 from stallfree.datasets.window_fill import FillProcesses
 from stallfree.errors import (
@@ -38,16 +47,6 @@ from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
-from stallfree.sampling.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
-from stallfree.sampling.order import order_of
-from stallfree.sampling.ranks import (
-    LocalRanks,
-    checked_hosts,
-    hosts_of_job,
-    job_name,
-    local_ranks,
-    warn_of_ranks_here,
-)
 from stallfree.sources.mapped import as_source
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
@@ -155,7 +154,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         plan = WindowPlan(len(self.source), self.cache_num, self.replace_num, drawn, shuffle, part)
         steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         first = look(self.source, steps)
-        parts, values = first.parts, first.values(1.0)
+        parts, values = first.parts, first.values(prepared=True)
         self.cache = self._open_cache(plan, list(values.values()), parts.deterministic, name)
         self.reader = Reader(self.source, self.cache, parts.deterministic, parts.random, steps=steps)
         self.window = Window(self.cache, plan, on_late)
@@ -222,7 +221,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
                 f"ranks={setup.ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
                 "sampler=dataset.rank_sampler() instead"
             )
-        return WindowSource(self, order_of(dataclasses.replace(setup, samples=len(self))))
+        return WindowSource(self, setup.make_order(samples=len(self)))
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples.

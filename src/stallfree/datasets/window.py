@@ -21,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.epoch_source import Ids, check_state
 from stallfree.errors import WaitError, state_mismatch, window_late
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.shared_array import SharedCounts, shared_array
-from stallfree.sampling.epoch_source import Ids
-from stallfree.sampling.plans.states import check_state
 
 _WAIT_SECONDS = 300.0
 _CHECK_SECONDS = 0.005

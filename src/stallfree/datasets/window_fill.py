@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.batches.reader import Reader
+from stallfree.datasets.reader import Reader
 from stallfree.datasets.window import Window
 from stallfree.errors import StallfreeError, WaitError
 from stallfree.ipc.forked import Owner

@@ -18,9 +18,9 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conflict
+from stallfree.importance.plans.importance import ImportanceSampler
 from stallfree.loader.dataloader import DataLoader
 from stallfree.loader.shown import ShuffledSampler
-from stallfree.sampling.plans.importance import ImportanceSampler
 from stallfree.sources.mapped import is_iterable
 
 _REPLACED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from stallfree.batches.reader import Reader
+from stallfree.datasets.epoch_source import plans_epochs
+from stallfree.datasets.ranks import check_ranks
+from stallfree.datasets.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.sampling.epoch_source import plans_epochs
-from stallfree.sampling.ranks import check_ranks
 from stallfree.sources.mapped import is_iterable
 from stallfree.units import parse_room, parse_whole
 
@@ -37,36 +38,32 @@ _NOT_OF_ITERABLES = {
 """Arguments that a loader of an iterable data set does not have, and what to do."""
 
 
-def check_arguments(**given: Any) -> int | float | None:
-    """The capacity of the cache of `cache="auto"`; None without it. See `check_auto`.
+def check_arguments(given: Mapping[str, Any]) -> int | float | None:
+    """Return the capacity of the cache of `cache="auto"`, see `_auto_capacity`; None without it.
 
     Raises `InputError` for arguments of a `DataLoader` that are invalid or contradict each other.
     """
-
-    def of(*names: str) -> dict[str, Any]:
-        return {name: given[name] for name in names}
-
     if is_iterable(given["dataset"]):
-        check_iterable(given)
-    room = check_auto(**of("cache", "capacity", "transform", "sampler"))
-    check_remote(**of("workers", "cache"))
-    workers = int(given["cache"] == "auto") if given["num_workers"] is None else given["num_workers"]  # it chooses them
-    persistent = given["persistent_workers"] and given["workers"] is None
-    check_numbers(workers, **of("batch_size", "timeout", "prefetch_factor"), persistent_workers=persistent)
-    check_sampling(**of("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last"))
-    check_functions(**of("collate_fn", "worker_init_fn", "on_error"))
-    check_ranked(**of("ranks", "sampler", "batch_sampler"))
-    return room
-
-
-def check_iterable(given: dict[str, Any]) -> None:
-    """Raise `InputError` for arguments that a loader of an iterable data set does not have."""
-    for names, why in _NOT_OF_ITERABLES.items():
-        for name in names:
-            value = given[name]
-            default = value is None or value is False or (isinstance(value, str) and value == "raise")
-            if not default:
-                raise iterable_unsupported(f"{name}={value!r:.80} and an IterableDataset, {why.format(name=name)}")
+        for names, why in _NOT_OF_ITERABLES.items():
+            for name in names:
+                value = given[name]
+                if not (value is None or value is False or (isinstance(value, str) and value == "raise")):
+                    raise iterable_unsupported(f"{name}={value!r:.80} and an IterableDataset, {why.format(name=name)}")
+    cache, workers, num_workers, sampler = given["cache"], given["workers"], given["num_workers"], given["sampler"]
+    capacity = None
+    if (cache, given["capacity"], given["transform"]) != (None, None, None):
+        capacity = _auto_capacity(cache, given["capacity"], given["transform"], sampler)
+    check_remote(workers, cache)
+    check_numbers(
+        int(cache == "auto") if num_workers is None else num_workers,  # it chooses them
+        given["batch_size"],
+        given["timeout"],
+        given["prefetch_factor"],
+        given["persistent_workers"] and workers is None,
+    )
+    check_functions(given["collate_fn"], given["worker_init_fn"], given["on_error"])
+    _check_sampling(given)
+    return capacity
 
 
 def check_numbers(
@@ -85,43 +82,46 @@ def check_numbers(
         raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 
 
+def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:
+    """Raise `InputError` for functions that are not callable, and for an unknown `on_error`."""
+    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
+        if value is not None and not callable(value):
+            raise InputError(f"{name}={value!r} cannot be called: give a function, or None")
+    if on_error not in ("raise", "skip"):
+        raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
+
+
 def check_remote(workers: Any, cache: Any) -> None:
-    """Raise `InputError` unless `workers` are None, or `RayWorkers`."""
+    """Raise `InputError` unless `workers` are None, or make an executor, as `RayWorkers` do."""
     if workers is None:
         return
-    from stallfree.workers.ray_workers import RayWorkers
-
-    if not isinstance(workers, RayWorkers):
+    if not callable(getattr(type(workers), "executor", None)):
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
     if cache is not None:
         raise argument_conflict("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")
 
 
-def check_sampling(
-    batch_size: int | None, shuffle: bool | None, sampler: Any, batch_sampler: Any, drop_last: bool
-) -> None:
-    """Raise `InputError` for arguments that contradict each other."""
-    if sampler is not None and shuffle:
+def _check_sampling(given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for samplers, batch sizes and ranks that contradict each other."""
+    sampler, batch_sampler, ranks = given["sampler"], given["batch_sampler"], given["ranks"]
+    if sampler is not None and given["shuffle"]:
         raise argument_conflict(
             "shuffle=True and a sampler were given: the sampler decides the order, so leave out shuffle"
         )
-    if batch_sampler is not None and (batch_size != 1 or shuffle or sampler is not None or drop_last):
+    if batch_sampler is not None and (
+        given["batch_size"] != 1 or given["shuffle"] or sampler is not None or given["drop_last"]
+    ):
         raise argument_conflict(
             "batch_sampler decides the batches: leave out batch_size, shuffle, sampler and drop_last"
         )
-    if batch_size is None and drop_last:
+    if given["batch_size"] is None and given["drop_last"]:
         raise argument_conflict("drop_last=True needs a batch_size")
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
         if value is not None and not iterable:
             raise InputError(f"{name}={value!r} cannot be iterated: give one that yields ids")
-
-
-def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
-    """Raise `InputError` for invalid `ranks`, and if a sampler already partitions the samples."""
     check_ranks(ranks)
-    inner = getattr(getattr(sampler, "dataset", None), "_sampler", None)
-    if plans_epochs(inner):
+    if plans_epochs(getattr(getattr(sampler, "dataset", None), "_sampler", None)):
         raise ranks_conflict(
             f"a {type(sampler).__name__} was put around the ImportanceSampler, which deals out its samples itself: "
             "give Lightning's Trainer use_distributed_sampler=False"
@@ -135,13 +135,11 @@ def check_ranked(ranks: Any, sampler: Any, batch_sampler: Any) -> None:
         )
 
 
-def check_auto(cache: Any, capacity: Any, transform: Any, sampler: Any) -> int | float | None:
-    """The capacity of the cache of `cache="auto"` in bytes, or as a share of the free memory; None without it.
+def _auto_capacity(cache: Any, capacity: Any, transform: Any, sampler: Any) -> int | float:
+    """Return the capacity of the cache of `cache="auto"` in bytes, or as a share of the free memory.
 
     Raises `InputError` for invalid arguments.
     """
-    if cache is None and capacity is None and transform is None:
-        return None
     if cache != "auto":
         raise argument_conflict(
             f"cache={cache!r}, capacity={capacity!r}, transform={transform!r:.80}: give cache='auto', or leave them "
@@ -153,23 +151,14 @@ def check_auto(cache: Any, capacity: Any, transform: Any, sampler: Any) -> int |
         raise argument_conflict(
             "an ImportanceSampler goes by what its cache holds: give it a CachedDataset, not cache='auto'"
         )
-    room = FREE_SHARE if capacity is None else parse_room(capacity, "capacity")
-    if room == 0:
+    size = FREE_SHARE if capacity is None else parse_room(capacity, "capacity")
+    if size == 0:
         raise InputError(f"capacity={capacity!r} with cache='auto': give a size such as '16GiB', or a share above 0%")
-    return room
-
-
-def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:
-    """Raise `InputError` for functions that are not callable, and for an unknown `on_error`."""
-    for name, value in (("collate_fn", collate_fn), ("worker_init_fn", worker_init_fn)):
-        if value is not None and not callable(value):
-            raise InputError(f"{name}={value!r} cannot be called: give a function, or None")
-    if on_error not in ("raise", "skip"):
-        raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
+    return size
 
 
 def seed_of(dataset: Any, seed: Any, generator: Any) -> int | None:
-    """The seed argument, else that of the cached data set; None if the first iteration draws it."""
+    """Return the seed argument, else that of the cached data set; None if the first iteration draws it."""
     if generator is not None and not isinstance(generator, torch.Generator):
         raise InputError(f"generator={generator!r}: give a torch.Generator, or None")
     if seed is not None:
@@ -184,4 +173,4 @@ def as_int(value: Any) -> int | None:
 
 
 def _is_int(value: Any) -> bool:
-    return hasattr(type(value), "__index__") and not isinstance(value, bool)
+    return type(value) is int or (hasattr(type(value), "__index__") and not isinstance(value, bool))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Self
@@ -12,30 +14,34 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.batches.reader import reader_of
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup, takes_losses
+from stallfree.datasets.ranks import check_prepared
+from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import as_int, check_arguments, seed_of
-from stallfree.loader.attributes import FIXED, Attributes, changed_options, check_settable, options_of
-from stallfree.loader.epoch_runner import EpochRunner, Prefetcher, Seeds
-from stallfree.loader.output import delivery
-from stallfree.loader.shown import shown_by, shown_samplers
+from stallfree.loader.epochs import Epochs, Seeds
+from stallfree.loader.event_log import EventLog
+from stallfree.loader.order import order_of, source_of
+from stallfree.loader.pool import NO_COUNTS, Counts, Options
+from stallfree.loader.shown import (
+    FIXED,
+    SETTABLE,
+    check_settable,
+    options_of,
+    shown_by,
+    shown_samplers,
+)
 from stallfree.pipeline.compose import Transform
-from stallfree.sampling.epoch_source import EpochSource, SourceSetup, takes_losses
-from stallfree.sampling.order import source_of
-from stallfree.sampling.ranks import check_prepared
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
-from stallfree.workers.worker_pool import Counts, Options, new_counts
 
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
     from stallfree.device.prefetcher import DevicePrefetcher
-    from stallfree.loader.iterable import IterableRunner
-    from stallfree.workers.event_log import EventLog
-    from stallfree.workers.ray_workers import RayWorkers
+    from stallfree.loader.iterable import IterableEpochs
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -118,8 +124,21 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
+    shuffle: bool
+    seed: int | None
+    with_ids: bool
+    on_error: str
+    staging: int | str | None
+    device: Any
+    event_log: str | os.PathLike[str] | None
+    ranks: tuple[int, int] | str | None
+    workers: Any
     _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
+    _auto: Any
+    _counts: Counts
+    _epochs: Epochs | IterableEpochs
+    _prefetcher: DevicePrefetcher | None
     __initialized = False
 
     def __init__(
@@ -152,58 +171,102 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         transform: Transform | None = None,
         event_log: str | os.PathLike[str] | None = None,
         ranks: tuple[int, int] | str | None = None,
-        workers: RayWorkers | None = None,
+        workers: Any = None,
     ) -> None:
-        # All arguments are attributes: other libraries read them to recreate a loader.
-        self.dataset, self.shuffle, self.drop_last, self.generator = dataset, bool(shuffle), drop_last, generator
-        self.pin_memory, self.pin_memory_device, self.in_order = pin_memory, pin_memory_device, in_order
-        self.timeout, self.worker_init_fn, self.persistent_workers = timeout, worker_init_fn, persistent_workers
-        self.with_ids, self.on_error, self.staging, self.event_log = with_ids, on_error, staging, event_log
-        self.cache, self.capacity, self.transform = cache, capacity, transform
-        self.ranks, self.workers = ranks, workers
-        self.device: Any = device
-        room = check_arguments(
-            **vars(self),
-            batch_size=batch_size,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            prefetch_factor=prefetch_factor,
-        )
-        batch_size, num_workers, self.prefetch_factor = map(as_int, (batch_size, num_workers, prefetch_factor))
+        arguments = {
+            "dataset": dataset,
+            "batch_size": batch_size,
+            "shuffle": bool(shuffle),
+            "sampler": sampler,
+            "batch_sampler": batch_sampler,
+            "num_workers": num_workers,
+            "collate_fn": collate_fn,
+            "pin_memory": pin_memory,
+            "drop_last": drop_last,
+            "timeout": timeout,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "generator": generator,
+            "prefetch_factor": prefetch_factor,
+            "persistent_workers": persistent_workers,
+            "pin_memory_device": pin_memory_device,
+            "in_order": in_order,
+            "seed": seed,
+            "with_ids": with_ids,
+            "on_error": on_error,
+            "staging": staging,
+            "device": device,
+            "cache": cache,
+            "capacity": capacity,
+            "transform": transform,
+            "event_log": event_log,
+            "ranks": ranks,
+            "workers": workers,
+        }
+        auto_capacity = check_arguments(arguments)
         single = batch_size is None and batch_sampler is None
-        self.batch_size = batch_size if batch_sampler is None else None
-        self.collate_fn: Any = collate_fn or (default_convert if single else default_collate)
-        context = context_of(multiprocessing_context, requested=room is None or num_workers is not None)
-        self.multiprocessing_context = None if multiprocessing_context is None else context
-        self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
-        self._auto: Any = None
-        if room is not None:
+        context = context_of(multiprocessing_context, requested=auto_capacity is None or num_workers is not None)
+        auto = None
+        if auto_capacity is not None:
             from stallfree.autotune.auto_cache import AutoCache
 
-            self._auto = AutoCache(dataset, room, num_workers, transform)
-        self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers
-        self._counts = {**new_counts(), "num_workers": self.num_workers}
-        self._runner: EpochRunner | IterableRunner
-        if self._dataset_kind:
-            from stallfree.loader.iterable import IterableRunner
-
-            self._runner = IterableRunner(self, self._counts)
-            self.sampler, self.batch_sampler = self._runner.samplers
-        else:
-            options, seed_of_data = self._options(context, single), seed is None and self.seed is not None
-            source = self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data)
-            self._runner = self._epoch_runner(options, source)
-            self.sampler, self.batch_sampler = shown_samplers(self, self._runner, sampler, batch_sampler)
-        self._adopted = Attributes(self)
-        self._prefetcher: DevicePrefetcher | None = None
+            auto = AutoCache(dataset, auto_capacity, as_int(num_workers), transform)
+        # All arguments are attributes: other libraries read them to recreate a loader.
+        vars(self).update(
+            arguments,
+            batch_size=as_int(batch_size) if batch_sampler is None else None,
+            num_workers=(as_int(num_workers) or 0) if auto is None else auto.num_workers,
+            prefetch_factor=as_int(prefetch_factor),
+            collate_fn=collate_fn or (default_convert if single else default_collate),
+            multiprocessing_context=None if multiprocessing_context is None else context,
+            seed=seed_of(dataset, seed, generator),
+            _dataset_kind=int(is_iterable(dataset)),
+            _auto=auto,
+            _counts=dict(NO_COUNTS),
+            _prefetcher=None,
+        )
+        self._counts["num_workers"] = self.num_workers
+        self._make_epochs(context, single=single, seed_of_data=seed is None and self.seed is not None)
         if device is not None:
             from stallfree.device.prefetcher import DevicePrefetcher
 
-            self._prefetcher = DevicePrefetcher(self._runner, device)
-        self.device = None if self._prefetcher is None else self._prefetcher.device
+            self._prefetcher = DevicePrefetcher(self._epochs, device)
+            self.device = self._prefetcher.device
+        self._adopted = [vars(self).get(name) for name in SETTABLE]
         self.__initialized = True
+
+    def _make_epochs(self, context: BaseContext, *, single: bool, seed_of_data: bool) -> None:
+        """Make what runs the epochs, and the samplers that other libraries read."""
+        if self._dataset_kind:
+            from stallfree.loader.iterable import IterableEpochs
+
+            self._epochs = IterableEpochs(self, self._counts)
+            self.sampler, self.batch_sampler = self._epochs.samplers
+            return
+        options = Options(
+            **{"context": context, **options_of(self, single=single)},
+            reader=reader_of(self.dataset, divide=self.num_workers > 0 or self.workers is not None),
+            single=single,
+            seed=self.seed or 0,
+            skip=self.on_error == "skip",
+            staging=None if self.staging is None else parse_size(self.staging, "staging"),
+            log=None if self.event_log is None else EventLog(self.event_log),
+            remote=self.workers,
+        )
+        sampler, batch_sampler = self.sampler, self.batch_sampler
+        self._epochs = epochs = Epochs(
+            self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data),
+            options,
+            Seeds(
+                self.seed, self.generator, self.shuffle, self.ranks, f"{len(options.reader.source)}-{self.batch_size}"
+            ),
+            self._counts,
+            with_ids=self.with_ids,
+            pin=self.pin_memory and self.device is None,
+            persistent=self.persistent_workers,
+            tuner=self._auto,
+        )
+        self.sampler, self.batch_sampler = shown_samplers(self, epochs, sampler, batch_sampler)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
@@ -216,50 +279,26 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
-        if self._adopted.are_those_of(self):
+        present = [vars(self).get(name) for name in SETTABLE]
+        if all(map(operator.is_, present, self._adopted)):
             return
-        check_settable(self, single=self.batch_size is None and self.batch_sampler is None)
-        runner = self._runner
-        if not isinstance(runner, EpochRunner):
-            runner.adopt(self)
+        single = self.batch_size is None and self.batch_sampler is None
+        check_settable(self, single=single)
+        if not isinstance(self._epochs, Epochs):
+            self._epochs.adopt(self)
         else:
-            options, source = changed_options(self, runner.options), runner.source
-            if self._adopted.order_changed(self) or options.reader is not runner.options.reader:
+            before, source = self._epochs.options, self._epochs.source
+            options = replace(before, **options_of(self, single=before.single))
+            if options.dataset is not before.dataset or bool(options.workers) != bool(before.workers):
+                divide = options.workers > 0 or options.remote is not None
+                options = replace(options, reader=reader_of(self.dataset, divide=divide))
+            samplers_changed = not all(map(operator.is_, present[:3], self._adopted))
+            if samplers_changed or options.reader is not before.reader:
                 by_batches = self.batch_sampler is not None
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)
-            pin = self.pin_memory and self.device is None
-            runner.adopt(options, source, self.generator, partial(runner.deliver, pin=pin))
-        self._adopted = Attributes(self)
-
-    def _epoch_runner(self, options: Options, source: EpochSource) -> EpochRunner:
-        name = f"{len(options.reader.source)}-{self.batch_size}"
-        seeds = Seeds(self.seed, self.generator, self.shuffle, self.ranks, name)
-        pin = self.pin_memory and self.device is None
-        deliver = partial(delivery, with_ids=self.with_ids, pin=pin)
-        return EpochRunner(
-            source, options, seeds, self._counts, deliver, persistent=self.persistent_workers, tuner=self._auto
-        )
-
-    def _options(self, context: BaseContext, single: bool) -> Options:
-        divide = self.num_workers > 0 or self.workers is not None
-        return Options(
-            **{"context": context, **options_of(self, single=single)},
-            reader=reader_of(self.dataset, divide=divide),
-            single=single,
-            seed=self.seed or 0,
-            skip=self.on_error == "skip",
-            staging=None if self.staging is None else parse_size(self.staging, "staging"),
-            log=self._log(),
-            remote=self.workers,
-        )
-
-    def _log(self) -> EventLog | None:
-        if self.event_log is None:
-            return None
-        from stallfree.workers.event_log import EventLog
-
-        return EventLog(self.event_log)
+            self._epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
+        self._adopted = [vars(self).get(name) for name in SETTABLE]
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -276,6 +315,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             caches=partial(_has_cache, self._auto),
             context=options.context,
             counts=self._counts,
+            order=order_of,
         )
         return source_of(self.dataset, setup)
 
@@ -288,7 +328,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         it begins; until then the length of the last one counts.
         """
         self._adopt()
-        return len(self._runner)
+        return len(self._epochs)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration.
@@ -299,26 +339,26 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         the epochs of all loaders over them: a new loader continues with the next one. An `IterableDataset` that has
         `set_epoch` is given the number.
         """
-        self._runner.set_epoch(parse_whole(epoch, "epoch", 0))
+        self._epochs.set_epoch(parse_whole(epoch, "epoch", 0))
 
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         self._adopt()
-        return self._begun(iter(self._runner if self._prefetcher is None else self._prefetcher))
+        return self._begun(iter(self._epochs if self._prefetcher is None else self._prefetcher))
 
     _get_iterator = __iter__  # type: ignore[assignment]  # subclasses of torch's loader call it
 
     def _begun(self, iterator: Iterator[Any]) -> Iterator[Any]:
         """Return `iterator`, whose start has drawn the seed and chosen the workers."""
-        self.__dict__["seed"] = self._runner.seed
+        self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
-            self._adopted = Attributes(self)
+            self._adopted = [vars(self).get(name) for name in SETTABLE]
         return iterator
 
     @property
     def _is_accelerate_prepared(self) -> bool:
         """Read by `Accelerator.prepare`, which then leaves this loader unchanged instead of creating one of torch's."""
-        check_prepared(knows_ranks=self._runner.source.knows_ranks)
+        check_prepared(knows_ranks=self._epochs.source.knows_ranks)
         return True
 
     @_is_accelerate_prepared.setter
@@ -335,28 +375,28 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """See the class."""
         return "" if self._auto is None else self._auto.decision
 
-    # -- for a prefetcher: see `EpochRunner` --------------------------------------------------------------------------
+    # -- for a prefetcher: see `Epochs` --------------------------------------------------------------------------
 
-    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[BatchT_co]:
+    def prefetched_by(self, prefetcher: Any) -> Iterator[BatchT_co]:
         """Host batches for a prefetcher.
 
         The prefetcher pins the ring and counts the waits of the training loop.
         """
         self._adopt()
-        return self._begun(self._runner.prefetched_by(prefetcher))
+        return self._begun(self._epochs.prefetched_by(prefetcher))
 
     def count_wait(self, seconds: float) -> None:
         """Count a wait of a prefetcher's training loop for a batch."""
-        self._runner.count_wait(seconds)
+        self._epochs.count_wait(seconds)
 
     @property
     def position(self) -> Any:
         """The position of the iteration for `state_at`, including batches copied ahead. None between iterations."""
-        return self._runner.position
+        return self._epochs.position
 
     def state_at(self, position: Any) -> dict[str, Any]:
         """The state at `position` of the iteration, at most 64 batches ago."""
-        return self._runner.state_at(position)
+        return self._epochs.state_at(position)
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 
@@ -378,7 +418,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
                 torch.save(loader.state_dict(), "loader.pt")
             ```
         """
-        return self._runner.state_dict()
+        return self._epochs.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state: the next iteration yields the remaining samples.
@@ -395,8 +435,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             assert len(list(resumed)) == 3
             ```
         """
-        self._runner.load_state_dict(state)
-        self.__dict__["seed"] = self._runner.seed
+        self._epochs.load_state_dict(state)
+        self.__dict__["seed"] = self._epochs.seed
 
     def update(self, ids: torch.Tensor, losses: torch.Tensor) -> None:
         """Pass the losses of a batch to the `ImportanceSampler`.
@@ -405,11 +445,11 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
-        takes_losses(self._runner.source, "update").update(ids, losses)
+        takes_losses(self._epochs.source, "update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
         """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
-        return takes_losses(self._runner.source, "importance_stats").stats()  # type: ignore[no-any-return]
+        return takes_losses(self._epochs.source, "importance_stats").stats()  # type: ignore[no-any-return]
 
     @property
     def counts(self) -> Counts:
@@ -418,13 +458,13 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def stats(self) -> LoaderStats:
         """The statistics of this loader since its creation."""
-        return self._runner.stats()
+        return self._epochs.stats()
 
     def close(self) -> None:
         """Stop all iterations and their workers. The loader may be iterated again."""
         if self._prefetcher is not None:
             self._prefetcher.close()
-        self._runner.close()
+        self._epochs.close()
         if self._auto is not None:
             self._auto.close()
 

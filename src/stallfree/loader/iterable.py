@@ -8,24 +8,22 @@ import time
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.utils.data
 
 from stallfree.errors import iteration_over
-from stallfree.ipc.forked import Owner
-from stallfree.loader.epoch import OVER
-from stallfree.loader.epoch_runner import STATE_VERSION, Prefetcher, check_state
+from stallfree.loader.epochs import STATE_VERSION, check_state
+from stallfree.loader.pool import Counts
+from stallfree.loader.run import OVER, EpochPass
 from stallfree.pipeline.randomness import sample_seed
 from stallfree.stats import LoaderStats
-from stallfree.workers.worker_pool import Counts
 
-_WITHOUT_WORKERS = {*inspect.signature(torch.utils.data.DataLoader).parameters} - {
-    *("shuffle", "sampler", "batch_sampler", "timeout", "multiprocessing_context", "prefetch_factor")
-}
-_WITH_WORKERS = {*_WITHOUT_WORKERS, "timeout", "multiprocessing_context", "prefetch_factor"}
-"""Arguments that are handed on to torch's loader."""
+_OF_WORKERS = {"timeout", "multiprocessing_context", "prefetch_factor"}
+_HANDED_ON = {*inspect.signature(torch.utils.data.DataLoader).parameters} - {"shuffle", "sampler", "batch_sampler"}
+"""Arguments that are handed on to torch's loader; those of workers only if there are any."""
 
 
 @dataclass
@@ -33,26 +31,20 @@ class _Progress:
     """The progress of an iteration.
 
     Attributes:
-        epoch: its number.
+        number: of the epoch.
         first: batches of the epoch that were delivered before the iteration.
         taken: batches of the epoch that the iteration has taken from torch's loader, failed ones included.
         state: of the data set, as loaded for the first batch; or None.
     """
 
-    epoch: int
+    number: int
     first: int = 0
     taken: int = 0
     state: Any = None
 
 
-class _OwnOrder:
-    """The order of an iterable data set: see `EpochSource`."""
-
-    knows_ranks = False  # whether it partitions its samples among them is not known
-
-
-class IterableRunner:
-    """Runs the epochs of a loader of an iterable data set: like `EpochRunner`, with torch's loader beneath.
+class IterableEpochs:
+    """Runs the epochs of a loader of an iterable data set: like `Epochs`, with torch's loader beneath.
 
     A state holds the number of delivered batches, and resuming takes as many from torch's loader and drops them. A data
     set with `state_dict` and `load_state_dict` resumes by these if it is iterated in this process.
@@ -62,25 +54,25 @@ class IterableRunner:
         counts: of the loader.
 
     Attributes:
-        counts: as given.
         seed: of the workers' generators; None: torch's loader draws it.
-        source: see `EpochRunner`.
+        source: see `Epochs`. Whether the data set partitions its samples among the ranks is not known.
     """
+
+    source: Any = SimpleNamespace(knows_ranks=False)
 
     def __init__(self, loader: Any, counts: Counts) -> None:
         self.counts, self.seed = counts, loader.seed
-        self.source: Any = _OwnOrder()
         self._next = 0  # number of the next epoch
         self._set: int | None = None  # the epoch that the data set was given
         self._resume: _Progress | None = None
         self._progress: _Progress | None = None
-        self._passes: list[weakref.ref[_Pass]] = []
+        self._passes: list[weakref.ref[_TorchPass]] = []
         self._prefetcher: weakref.ref[Any] | None = None
         self.adopt(loader)
 
     def adopt(self, loader: Any) -> None:
         """Use the present attributes of `loader` from the next iteration on."""
-        names = _WITH_WORKERS if loader.num_workers else _WITHOUT_WORKERS
+        names = _HANDED_ON if loader.num_workers else _HANDED_ON - _OF_WORKERS
         self._arguments = {name: value for name, value in vars(loader).items() if name in names}
         self._arguments["pin_memory"] = loader.pin_memory and loader.device is None  # a prefetcher pins memory itself
         if self.seed is not None:
@@ -116,26 +108,26 @@ class IterableRunner:
     def __iter__(self) -> Iterator[Any]:
         return self._begin(None)
 
-    def prefetched_by(self, prefetcher: Prefetcher) -> Iterator[Any]:
+    def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
         """Begin an iteration for a prefetcher, which counts the waits of the training loop."""
         return self._begin(prefetcher)
 
-    def _begin(self, prefetcher: Prefetcher | None) -> Iterator[Any]:
+    def _begin(self, prefetcher: Any) -> Iterator[Any]:
         progress = self._resume or _Progress(self._next)
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
             self._end_passes(stop_workers=False)
         if progress.state is not None:
             self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
         if self.seed is not None:
-            self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.epoch, 0))
-        one = _Pass(self, iter(self._loader), progress, counts_waits=prefetcher is None)
-        self._passes = [*(each for each in self._passes if each() is not None), weakref.ref(one)]
+            self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.number, 0))
+        begun = _TorchPass(iter(self._loader), progress, self, counts_waits=prefetcher is None)
+        self._passes = [*(known for known in self._passes if known() is not None), weakref.ref(begun)]
         self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
-        self._progress, self._resume, self._next = progress, None, progress.epoch + 1
-        return one
+        self._progress, self._resume, self._next = progress, None, progress.number + 1
+        return begun
 
-    def finished(self, progress: _Progress) -> None:
-        """Record a finished iteration."""
+    def finished(self, progress: Any) -> None:
+        """Record an iteration that is exhausted."""
         if self._progress is progress:
             self._progress = None
 
@@ -151,7 +143,7 @@ class IterableRunner:
             of_dataset = copy.deepcopy(dataset.state_dict())
         return {
             "version": STATE_VERSION,
-            "epoch": progress.epoch,
+            "epoch": progress.number,
             "seed": self.seed,
             "order": self._describe(),
             "batches": max(progress.first, progress.taken),
@@ -161,11 +153,11 @@ class IterableRunner:
         }
 
     def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
-        """The state at `position`."""
+        """Return the state at `position`."""
         return position
 
     def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch delivered to the training loop."""
+        """Return the state after the last batch delivered to the training loop."""
         prefetcher = None if self._prefetcher is None else self._prefetcher()
         if prefetcher is not None and prefetcher.ahead:
             return prefetcher.state_dict()  # type: ignore[no-any-return]
@@ -176,8 +168,9 @@ class IterableRunner:
         check_state(state, self._describe())
         if state["dataset_epoch"] is not None:
             self.set_epoch(state["dataset_epoch"])
-        epoch, batches, of_dataset = state["epoch"], state["batches"], state["dataset"]
-        self._resume = _Progress(epoch, batches, 0 if of_dataset is None else batches, of_dataset)
+        batches, of_dataset = state["batches"], state["dataset"]
+        taken = 0 if of_dataset is None else batches
+        self._resume = _Progress(state["epoch"], batches, taken, of_dataset)
         self._progress = self._prefetcher = None
 
     def _describe(self) -> dict[str, Any]:
@@ -190,7 +183,7 @@ class IterableRunner:
         self.counts["wait_seconds"] += seconds
 
     def stats(self) -> LoaderStats:
-        """The statistics of the loader since its creation."""
+        """Return the statistics of the loader since its creation."""
         return LoaderStats(**self.counts)
 
     def close(self) -> None:
@@ -199,41 +192,40 @@ class IterableRunner:
         self._torchs = None
 
     def _end_passes(self, *, stop_workers: bool) -> None:
-        for one in [one for each in self._passes if (one := each()) is not None]:
-            one.close(stop_workers=stop_workers)
+        for one in [one for known in self._passes if (one := known()) is not None]:
+            stop = getattr(one.batches, "_shutdown_workers", None)
+            one.close()
+            if stop_workers and stop is not None and one.is_here:  # an exception may keep the iterator alive
+                stop()
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iterations."""
         return {**vars(self), "_torchs": None, "_progress": None, "_prefetcher": None, "_passes": []}
 
 
-class _Pass(Iterator[Any]):
+class _TorchPass(EpochPass):
     """One pass over torch's loader.
 
     Args:
-        runner: started it.
-        batches: iterator of torch's loader.
-        progress: of the pass, updated here. Batches that were delivered before it are dropped.
+        batches: iterator of torch's loader. Batches that were delivered before the pass are dropped.
+        progress: of the pass, updated here.
+        epochs: started it.
         counts_waits: count the waits for batches.
     """
 
-    def __init__(
-        self, runner: IterableRunner, batches: Iterator[Any], progress: _Progress, *, counts_waits: bool
-    ) -> None:
-        self._runner, self._progress, self._counts_waits = runner, progress, counts_waits
-        self._batches: Iterator[Any] | None = batches
-        self._owner = Owner()
+    def __init__(self, batches: Iterator[Any], progress: Any, epochs: IterableEpochs, *, counts_waits: bool) -> None:
+        super().__init__(progress, epochs.counts, epochs)
+        self.batches, self._epochs, self._counts_waits = batches, epochs, counts_waits
 
-    def __next__(self) -> Any:
-        if self._batches is None:
+    def _take(self) -> tuple[Any, Any]:
+        if self.closed:
             raise iteration_over(OVER)
-        begun, counts, progress = time.monotonic(), self._runner.counts, self._progress
+        begun, counts, progress = time.monotonic(), self.counts, self.progress
         while True:
             try:
-                batch = next(self._batches)
+                batch = next(self.batches)
             except StopIteration:
-                self._batches = iter(())
-                self._runner.finished(progress)
+                self._epochs.finished(progress)
                 raise
             except Exception:  # torch's loader continues with the following batch
                 progress.taken += 1
@@ -244,12 +236,7 @@ class _Pass(Iterator[Any]):
         counts["batches"] += 1
         if self._counts_waits:
             counts["wait_seconds"] += time.monotonic() - begun
-        return batch
+        return batch, None
 
-    def close(self, *, stop_workers: bool) -> None:
-        """End this pass. Idempotent."""
-        if self._owner.is_here:
-            shut_down = getattr(self._batches, "_shutdown_workers", None)
-            self._batches = None
-            if stop_workers and shut_down is not None:  # an exception may keep the iterator alive
-                shut_down()
+    def _stop(self) -> None:
+        self.batches = iter(())

@@ -1,4 +1,4 @@
-"""The final conversion of batches before delivery: ids and weights, pinned memory."""
+"""What a loader delivers: a batch, or a `Batch` with ids and weights, in pinned memory if asked for."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from typing import Any, Generic, NamedTuple
 
 import torch
 
-from stallfree.sampling.epoch_source import Ids
+from stallfree.loader.messages import Ids
 from stallfree.typevars import BatchT_co
+
+Deliver = Callable[[Any, Ids], Any]
 
 
 class Batch(NamedTuple, Generic[BatchT_co]):
@@ -33,13 +35,8 @@ class Batch(NamedTuple, Generic[BatchT_co]):
     weights: torch.Tensor | Any  # Any: users of an ImportanceSampler need not check for None
 
 
-def delivery(
-    *,
-    with_ids: bool,
-    weigh: Callable[[Ids], torch.Tensor] | None,
-    pin: bool,
-) -> Callable[[Any, Ids], Any] | None:
-    """The function that converts a batch and its ids to the delivered object; None if that is the batch itself.
+def delivery(*, with_ids: bool, weigh: Callable[[Ids], torch.Tensor] | None, pin: bool) -> Deliver | None:
+    """Return the function that converts a batch and its ids to the delivered object; None if that is the batch itself.
 
     Args:
         with_ids: return a `Batch`.
@@ -59,7 +56,7 @@ def delivery(
 
 
 def pinned(data: Any) -> Any:
-    """`data`, with its tensors in pinned memory."""
+    """Return `data` with its tensors in pinned memory."""
     from torch.utils.data._utils.pin_memory import pin_memory
 
     return pin_memory(data)

@@ -1,4 +1,4 @@
-"""The `repr` of loaders, and the attributes that other libraries inspect."""
+"""The attributes of a loader that other code reads or sets: its samplers, its arguments, and its `repr`."""
 
 from __future__ import annotations
 
@@ -14,9 +14,49 @@ from torch.utils.data import (
     default_convert,
 )
 
-from stallfree.sampling.epoch_source import Ids
-from stallfree.sampling.order import Order
-from stallfree.sampling.ranks import rank_and_count
+from stallfree.datasets.epoch_source import Ids
+from stallfree.datasets.ranks import rank_and_count
+from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_functions, check_numbers
+from stallfree.loader.order import Order
+
+FIXED = frozenset(
+    {
+        *("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "persistent_workers"),
+        *("seed", "with_ids", "on_error", "staging", "device", "cache", "capacity", "transform", "event_log"),
+        *("ranks", "workers"),
+    }
+)
+"""Arguments whose attributes may not be set."""
+
+SETTABLE = (
+    *("dataset", "sampler", "batch_sampler"),  # in subclasses that repeat a sampler
+    *("collate_fn", "generator", "multiprocessing_context", "num_workers", "pin_memory", "prefetch_factor", "timeout"),
+    "worker_init_fn",
+)
+"""Attributes that apply from the next iteration on if they are set."""
+
+
+def options_of(loader: Any, *, single: bool) -> dict[str, Any]:
+    """The arguments of `Options` that follow from attributes of `loader` which may be set."""
+    workers, context = loader.num_workers, loader.multiprocessing_context
+    return {
+        "dataset": loader.dataset,
+        "collate": own_collate(loader.collate_fn, single=single),
+        "workers": workers,
+        "ahead": (loader.prefetch_factor or 2) * max(1, workers),
+        "worker_init": loader.worker_init_fn,
+        "seconds": loader.timeout or WAIT_SECONDS,
+        **({} if context is None else {"context": context}),
+    }
+
+
+def check_settable(loader: Any, *, single: bool) -> None:
+    """Raise `InputError` for invalid attributes of `loader`, and replace None by defaults."""
+    check_numbers(loader.num_workers, None, loader.timeout, loader.prefetch_factor, False)
+    check_functions(loader.collate_fn, loader.worker_init_fn, "raise")
+    if loader.collate_fn is None:
+        vars(loader)["collate_fn"] = default_convert if single else default_collate
+    vars(loader)["num_workers"] = as_int(loader.num_workers)
 
 
 def own_collate(collate_fn: Callable[[Any], Any], *, single: bool) -> Callable[[Any], Any] | None:
@@ -43,18 +83,18 @@ NextIds = Callable[[Order, int | None], Ids]
 """Begins an epoch of an order, by default the next one, and returns its ids."""
 
 
-def shown_samplers(loader: Any, runner: Any, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
+def shown_samplers(loader: Any, epochs: Any, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
     """The public `sampler` and `batch_sampler` of a loader with these arguments.
 
     Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
     They also iterate over them, to skip the first batches of an epoch.
     """
     if sampler is None:
-        order: Any = getattr(runner.source, "order", runner.source)  # of a window
+        order: Any = getattr(epochs.source, "order", epochs.source)  # of a window
         if getattr(order, "ranks", None) is not None:
-            sampler = DealtSampler(loader.dataset, order, runner.next_ids)
+            sampler = DealtSampler(loader.dataset, order, epochs.next_ids)
         elif isinstance(order, Order) and loader.shuffle:
-            sampler = ShuffledSampler(loader.dataset, loader.generator, order, runner.next_ids)
+            sampler = ShuffledSampler(loader.dataset, loader.generator, order, epochs.next_ids)
         elif loader.shuffle:
             sampler = RandomSampler(loader.dataset, generator=loader.generator)
         else:

@@ -18,16 +18,16 @@ from pathlib import Path
 
 import torch
 
-from stallfree.batches.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.ipc.channel import ERROR, Connection, Message, Server, pack
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Parent
 from stallfree.ipc.remote import pack_error
-from stallfree.sampling.order import Order
+from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
+from stallfree.loader.order import Order
+from stallfree.loader.pool import Options, WorkerPool, new_counts
 from stallfree.shared.link import Hello, Kind, unpack_hello
 from stallfree.shared.schedule import Grant, Schedule
-from stallfree.workers.worker_pool import Options, WorkerPool, new_counts
 
 _SLOTS_PER_MEMBER = 4
 """Slots per member beyond the batches in flight: the batches that it may hold, and one being sent to it."""

@@ -28,10 +28,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.batches.ring import slot_bytes
 from stallfree.errors import BatchError
 from stallfree.ipc.channel import Connection, Message, pack
 from stallfree.ipc.forked import Owner, prepare_for_forks
+from stallfree.loader.ring import slot_bytes
 from stallfree.platform import fcntl
 
 Bytes = npt.NDArray[np.uint8]

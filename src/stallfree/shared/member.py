@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from stallfree.batches.messages import EMPTY, FAILED, NOTHING, PRIVATE, READY, Ids, Result, unpack_result
 from stallfree.errors import InputError, WorkerError, group_timeout
 from stallfree.ipc.channel import Message, pack
 from stallfree.ipc.remote import unpack_error
+from stallfree.loader.messages import EMPTY, FAILED, NOTHING, PRIVATE, READY, Ids, Result, unpack_result
 from stallfree.loader.output import Batch, pinned
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.codec import read_own_record

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.batches.messages import Ids
+from stallfree.datasets.ranks import Ranks
 from stallfree.errors import collate_output
-from stallfree.sampling.order import Order
-from stallfree.sampling.ranks import Ranks
+from stallfree.loader.messages import Ids
+from stallfree.loader.order import Order
 
 
 @dataclass(frozen=True)

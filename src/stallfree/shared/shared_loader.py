@@ -13,7 +13,9 @@ from typing import Any, Generic, Self
 
 from torch.utils.data import default_collate
 
-from stallfree.batches.reader import reader_of
+from stallfree.datasets.epoch_source import SourceSetup
+from stallfree.datasets.ranks import find_ranks, job_name
+from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
     InputError,
@@ -25,13 +27,12 @@ from stallfree.errors import (
 )
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of
+from stallfree.loader.order import Order
+from stallfree.loader.pool import Options, new_counts
 from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
-from stallfree.sampling.epoch_source import SourceSetup
-from stallfree.sampling.order import Order
-from stallfree.sampling.ranks import find_ranks, job_name
 from stallfree.shared.coordinator import Setup
 from stallfree.shared.group import Group, Terms
 from stallfree.shared.link import NEWCOMER, Hello
@@ -40,7 +41,6 @@ from stallfree.shared.rebatching import Rebatching, rebatching_of
 from stallfree.stats import SharedStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
-from stallfree.workers.worker_pool import Options, new_counts
 
 _STATE_VERSION = 2
 

@@ -1,1 +1,0 @@
-"""Batches: reads samples, prepares them, and collates them into a buffer."""

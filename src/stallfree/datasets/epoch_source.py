@@ -1,0 +1,202 @@
+"""The protocol of epoch sources, which decide the samples of each epoch.
+
+A loader calls `EpochSource.begin` and iterates over the batches of the returned `EpochPlan`. Sources are the loader's
+order, a sampler, a moving window or an importance plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from stallfree.errors import argument_conflict, state_format
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Position:
+    """The position in an epoch, as stored in the state of a loader.
+
+    Attributes:
+        batches: number of delivered batches.
+        rest: the ids of the remaining batches; None if (seed, epoch) determines them, or if their sampler is endless.
+        repeats: for each of these, how often its ids have come before in the epoch; None: never.
+        dealt: the place in the order from which its batches are counted, and the number of ranks ("start", "ranks").
+    """
+
+    batches: int = 0
+    rest: list[list[int]] | None = None
+    dealt: dict[str, int] | None = None
+    repeats: list[int] | None = None
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class EpochPlan:
+    """One epoch, or the rest of it.
+
+    Attributes:
+        batches: the ids of each batch, in order.
+        first: number of the first of these batches in the epoch.
+        skip: number of leading `batches` to leave out.
+        dealt: see `Position`.
+        on_delivered: called with the ids of each delivered batch; returns their weights. None: no weights.
+        end: called when the iteration has ended. Idempotent.
+    """
+
+    batches: Iterator[Ids]
+    first: int = 0
+    dealt: dict[str, int] | None = None
+    on_delivered: Callable[[Ids], torch.Tensor] | None = None
+    end: Callable[[], None] = _nothing
+    skip: int = 0
+
+
+class EpochSource(Protocol):
+    """Decides the samples of each epoch and their order.
+
+    A data set with a method `epoch_source(setup)` creates the source itself: see `sampling.sources`.
+    """
+
+    planned: bool = False
+    """Whether (seed, epoch) determines the order, so that a state needs no ids."""
+
+    @property
+    def knows_ranks(self) -> bool:
+        """Whether each rank is known to have its own part of the samples."""
+        return True
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the next epoch, if the user does not set it."""
+        ...
+
+    def num_batches(self, epoch: int) -> int:
+        """The number of batches of an epoch. Raises `TypeError` if it is not known."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """The properties that two loaders must share for a position to be valid in both."""
+        ...
+
+    def check_ranks(self) -> None:
+        """Warn if there are several ranks and each has all samples."""
+        return
+
+    def set_seed(self, seed: int) -> None:
+        """Set the seed of the loader. Called after `begin` and before the first batch is taken."""
+        return
+
+    def set_epoch(self, epoch: int) -> None:
+        """The user or a state has set the number of the next epoch."""
+        return
+
+    def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        """Begin an epoch, or resume one at a saved position."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """Entries of the loader's state in addition to the position."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the loader's `state`. Raises `InputError` if entries are missing."""
+        return
+
+    def close(self) -> None:
+        """Stop the processes that the source has started. It may begin another epoch afterwards."""
+        return
+
+
+@runtime_checkable
+class TakesLosses(Protocol):
+    """An epoch source that depends on the losses of the samples."""
+
+    def update(self, ids: Any, losses: Any) -> None:
+        """Receive the losses of delivered samples."""
+
+    def stats(self) -> Any:
+        """Counts of the cache requests."""
+
+
+def takes_losses(source: EpochSource, method: str) -> TakesLosses:
+    """`source`, if it takes losses. Raises `InputError` for others, with the name of the loader's method."""
+    if not isinstance(source, TakesLosses):
+        raise argument_conflict(
+            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+        )
+    return source
+
+
+@dataclass(frozen=True)
+class SourceSetup:
+    """The arguments of an epoch source: those of a loader, and its shared objects.
+
+    Attributes:
+        samples: number of samples of the data set.
+        batch_size: samples per batch; None for single samples.
+        shuffle, sampler, batch_sampler, drop_last, ranks: as passed to the loader.
+        seed: of the loader; None before it is drawn.
+        seed_of_data: whether the seed is that of the data set.
+        counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
+        reader: reads the samples.
+        caches: returns whether the loader has made a cache for these samples.
+        context: `multiprocessing` context.
+        counts: of the loader, by the names of `LoaderStats`.
+        order: makes the loader's own order from a setup, for a source that is an order with something beside it.
+    """
+
+    samples: int
+    batch_size: int | None
+    shuffle: bool
+    sampler: Any = None
+    batch_sampler: Any = None
+    drop_last: bool = False
+    ranks: tuple[int, int] | str | None = None
+    seed: int | None = None
+    seed_of_data: bool = False
+    counter: Any = None
+    reader: Any = None
+    caches: Callable[[], bool] = bool
+    context: Any = None
+    counts: Mapping[str, Any] = field(default_factory=dict)
+    order: Callable[[SourceSetup], EpochSource] | None = None
+
+    def make_order(self, **changes: Any) -> EpochSource:
+        """Return the order that the loader would have without the object that asks, with `changes` of this setup."""
+        assert self.order is not None
+        return self.order(replace(self, **changes))
+
+    @property
+    def size(self) -> int:
+        """Samples per batch."""
+        return self.batch_size or 1
+
+    def num_batches(self, samples: int) -> int:
+        """The number of batches for this number of samples."""
+        return samples // self.size if self.drop_last else -(-samples // self.size)
+
+
+def plans_epochs(sampler: Any) -> bool:
+    """Whether a sampler plans whole epochs itself, as an `ImportanceSampler` does."""
+    return getattr(sampler, "plans_epochs", False) is True
+
+
+def check_state(state: Any, version: int, *names: str) -> None:
+    """Raise `InputError` unless `state` is a dict of this version with these entries."""
+    given = state.get("version") if isinstance(state, dict) else None
+    if given != version:
+        raise state_format(
+            f"the state has version {given!r}, expected {version}: give what state_dict() of this release returned"
+        )
+    if missing := set(names) - state.keys():
+        raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")

@@ -1,0 +1,274 @@
+"""The first look at a data set and its pipeline: some samples, made twice in a child process."""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from stallfree.cache.layout import plan_layout
+from stallfree.datasets.reader import plain_beneath
+from stallfree.errors import (
+    CapacityError,
+    CodecError,
+    InputError,
+    dataset_random,
+    text_of,
+    value_unstorable,
+)
+from stallfree.ipc.forked import call_in_child
+from stallfree.notes import note_sample
+from stallfree.pipeline.classify.determinism import Split, declared, divide, named, warn_of_doubt
+from stallfree.pipeline.classify.names import random_name
+from stallfree.pipeline.classify.outcomes import (
+    SOURCE,
+    Found,
+    States,
+    StepError,
+    Trust,
+    earliest,
+    make_twice,
+    spread,
+)
+from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.generators import find_generators
+from stallfree.pipeline.marks import drew, mark_of
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.values import pickled, private
+from stallfree.sources.mapped import MapSource
+from stallfree.units import format_size
+
+LOOKS = 8
+"""Samples of the first look, spread over the data set."""
+
+_LEAST, _SECONDS = 2, 1.0
+"""After `_LEAST` samples a look ends when it took so long."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A sample of the first look.
+
+    Attributes:
+        id: of the sample.
+        record: as it was fetched. A `CodecError` in its place, or in that of `prepared`, says why it cannot be stored.
+        prepared: the output of the deterministic steps.
+    """
+
+    id: int
+    record: Any
+    prepared: Any
+
+    def __reduce__(self) -> Any:
+        prepared = None if self.prepared is self.record else _packed(self.prepared)
+        return _sample_of, (self.id, _packed(self.record), prepared)
+
+
+def _packed(value: Any) -> bytes:
+    """Return the pickle of a value, or of the `CodecError` that says why it cannot be stored."""
+    try:
+        return pickled(value)
+    except Exception as problem:
+        error = value_unstorable(text_of(problem))
+    try:
+        encode(value, allow_pickle=True)
+    except CodecError as refused:
+        error = refused
+    except RecursionError:
+        pass
+    return pickle.dumps(error)
+
+
+def _sample_of(id: int, record: bytes, prepared: bytes | None) -> Sample:
+    values = [_unpacked(data) for data in (record, prepared) if data is not None]
+    return Sample(id, values[0], values[-1])
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        return value_unstorable(f"its pickle cannot be loaded: {text_of(error)}")
+
+
+@dataclass(frozen=True)
+class FirstLook:
+    """Some samples, and how the pipeline splits.
+
+    Attributes:
+        samples: samples spread over the data set; at least one.
+        parts: of the pipeline.
+    """
+
+    samples: list[Sample]
+    parts: Split
+
+    @property
+    def first(self) -> Sample:
+        """The sample that stands for all."""
+        return self.samples[0]
+
+    def values(self, *, prepared: bool) -> dict[int, Any]:
+        """Return the cached values by id, of samples that can be stored, in this form.
+
+        Raises `CodecError` if the first one cannot be stored.
+        """
+        values = {sample.id: sample.prepared if prepared else sample.record for sample in self.samples}
+        if isinstance(values[self.first.id], CodecError):
+            raise values[self.first.id]
+        return {id: value for id, value in values.items() if not isinstance(value, CodecError)}
+
+
+def look(source: Source, steps: Compose) -> FirstLook:
+    """Make some samples spread over a data set twice, to see which part of the pipeline may be cached.
+
+    This happens in a child process, so that what the data set opens is not shared with processes forked later. A plain
+    data set is also fetched twice. Raises the error of the first of these samples if all fail, `InputError` for a data
+    set with random samples.
+    """
+    plain = plain_beneath(source)
+    origin = source if plain is None else plain.dataset
+    if mark_of(origin):
+        raise dataset_random(f"{_name(origin)} is marked as random; {_FREEZE}")
+    if mark_of(origin) is None and drew(origin):
+        raise _refused(origin, "its samples proved random while a cache was filled", certain=True)
+    found, samples = call_in_child(partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}")
+    if found is not None and found.at == SOURCE:
+        raise _refused(origin, found.why, certain=found.certain)
+    warn_of_doubt(steps.transforms, found)
+    return FirstLook(samples, divide(tuple(steps), found))
+
+
+def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -> tuple[Found | None, list[Sample]]:
+    """Return what is random, and the samples, in a child process. Raises the first error if all fail."""
+    origin = source if plain is None else plain.dataset
+    checked = steps[: declared(steps)]
+    trust = [*map(Trust.of, (origin, *checked))]
+    names = None if plain is None or trust[0].outputs else random_name(origin)
+    found = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
+    states = States(find_generators([*checked, origin]))
+    records: list[tuple[int, Any]] = []
+    problem, began = None, time.monotonic()
+    for id in spread(len(source), LOOKS):
+        if len(records) >= _LEAST and time.monotonic() - began > _SECONDS:
+            break
+        fetch = _Fetch(source, id)
+        try:
+            _, differs = make_twice(
+                fetch,
+                None if plain is None else partial(source.fetch, id),
+                checked if found is None else checked[: found.at + 1],
+                trust,
+                states,
+            )
+        except StepError as failed:
+            if problem is None:
+                problem = failed.error
+                note_sample(problem, source, id, "fetching" if failed.at == SOURCE else "preparing")
+            continue
+        records.append((id, fetch.record))
+        if differs is not None and differs.at == SOURCE:
+            differs = replace(differs, why=f"{differs.why} at sample {id}")
+        found = earliest(found, differs)
+    if problem is not None and not records:
+        raise problem
+    if found is not None and found.at == SOURCE:
+        return found, []
+    before = divide(steps, found).deterministic
+    return found, [Sample(id, record, before(private(record)) if len(before) else record) for id, record in records]
+
+
+class _Fetch:
+    """Fetches a sample, and keeps the record."""
+
+    def __init__(self, source: Source, id: int) -> None:
+        self._source, self._id = source, id
+        self.record: Any = None
+
+    def __call__(self) -> Any:
+        self.record = private(self._source.fetch(self._id))
+        return self.record
+
+
+_FREEZE = (
+    "a cache would freeze its augmentation. Give form='files', which caches the files that it opens, not the result; "
+    "or make the data set without its random transforms and give them as CachedDataset(..., transform=...); or give "
+    "stallfree.cut(dataset, 'transform') if an attribute holds them"
+)
+_INSIST = "if its samples are always the same, say so with stallfree.mark_deterministic(dataset)"
+
+
+def reason_in(error: InputError) -> str:
+    """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
+    why, found, _ = text_of(error).partition(f"{_FREEZE}")
+    return why.removesuffix("otherwise ").removesuffix("; ").removesuffix(f"; {_INSIST}") if found else ""
+
+
+def _refused(origin: object, why: str, *, certain: bool) -> InputError:
+    what = "gives random samples" if certain else "may give random samples"
+    if certain:
+        return dataset_random(f"{_name(origin)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
+    return dataset_random(f"{_name(origin)} {what}: {why}; {_INSIST}; otherwise {_FREEZE}")
+
+
+def _name(origin: object) -> str:
+    return type(origin).__name__
+
+
+def choose_form(
+    form: str, first: FirstLook, samples: int, capacity: int, *, scored: bool, on_disk: bool
+) -> tuple[str, str]:
+    """Return the form to cache, "fetched" or "prepared", and the line that explains it."""
+    if form != "auto":
+        return form, f"caching samples as {form}, as asked"
+    if len(first.parts.deterministic) == 0:
+        return "fetched", "caching samples as fetched: no deterministic step comes first"
+    fetched = _room(first.first.record, samples, capacity, scored, on_disk)
+    prepared = _room(first.first.prepared, samples, capacity, scored, on_disk)
+    if prepared is None or fetched is None:
+        chosen, other = ("fetched", "prepared") if prepared is None else ("prepared", "fetched")
+        return chosen, f"caching samples as {chosen}: {other} they cannot be stored"
+    chosen = "prepared" if prepared[1] or prepared[0] <= fetched[0] else "fetched"
+    return chosen, (
+        f"caching samples as {chosen}: prepared they take about {format_size(prepared[0])} "
+        f"({'all fit' if prepared[1] else 'not all fit'}), as fetched {format_size(fetched[0])} "
+        f"({'all fit' if fetched[1] else 'not all fit'}), and there are {format_size(capacity)}"
+    )
+
+
+def example_for(values: Sequence[Any]) -> Any:
+    """Return an example for the layout of a cache of samples like `values`.
+
+    If their sizes differ, it is bytes as long as the longest record; so they are for encoded pictures, whose size
+    varies by its nature.
+    """
+    with suppress(CodecError, RecursionError):
+        structure, _ = encode(values[0], allow_pickle=True)
+        if structure.fixed and structure.has_views:
+            forms = [encode(value, allow_pickle=True) for value in values]
+            if any(other is not structure for other, _ in forms):
+                return bytes(max(record_size(*form) for form in forms))
+    return values[0]
+
+
+def _room(value: Any, samples: int, capacity: int, scored: bool, on_disk: bool) -> tuple[int, bool] | None:
+    """Bytes that all samples take if they are like `value`, and whether all fit; None if it cannot be stored."""
+    if isinstance(value, CodecError):
+        return None
+    try:
+        structure, arrays = encode(value, allow_pickle=True)
+    except (CodecError, RecursionError):
+        return None
+    size = record_size(structure, arrays)
+    layout = {"fingerprint": "", "policy": "", "scored": scored, "on_disk": on_disk}
+    try:
+        meta = plan_layout(samples, capacity, structure=structure, typical=size, **layout)  # type: ignore[arg-type]
+    except CapacityError:
+        return samples * size, False
+    blocks = 1 if meta.common else -(-size // meta.block)
+    return samples * size, samples * blocks <= (1.0 if meta.common else 0.98) * meta.num_blocks

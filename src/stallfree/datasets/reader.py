@@ -1,0 +1,363 @@
+"""`Reader`: ids in, samples out. Fetches ahead in threads, and stores what the cache lacks.
+
+A batch is made in two parts: `start` begins its fetches and does not wait; `finish` makes its samples (see `samples`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.samples import BatchRows, SampleBatch, Samples
+from stallfree.datasets.split import Reclassified, TransformSplit
+from stallfree.errors import StallfreeError, batch_timeout, object_closed
+from stallfree.ipc.fetch_threads import FetchThreads
+from stallfree.notes import raisable
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.in_place import works_in_place
+from stallfree.pipeline.marks import drew
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import Drew, Randomness
+from stallfree.pipeline.settings import Settings, warn_of_changes
+from stallfree.pipeline.values import payload_bytes
+from stallfree.sources.mapped import MapSource, SubsetSource, as_source
+
+Ids = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+IO_THREADS = 8
+"""Concurrent fetches of one process. They wait for storage, so there may be more of them than cores."""
+
+
+@dataclass
+class Pending:
+    """A batch whose fetches have been started.
+
+    Attributes:
+        ids: ids of its samples.
+        fetches: fetches from the source, by id. Some are added when the tier reports a miss.
+        asked: ids that the tier was asked for, and what it returned.
+        uncached: the number of uncached steps of the samples that it was asked for.
+        pool: threads that fetch, or None.
+        deadline: time (`time.monotonic`) until which fetches may take; None: no limit.
+    """
+
+    ids: Ids
+    fetches: dict[int, Future[Any]] = field(default_factory=dict)
+    asked: list[tuple[Ids, Future[list[Any]]]] = field(default_factory=list)
+    uncached: int = 0
+    pool: Executor | None = None
+    deadline: float | None = None
+
+    def cancel(self) -> None:
+        """Cancel the fetches that have not begun."""
+        for future in [*self.fetches.values(), *(future for _, future in self.asked)]:
+            future.cancel()
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for a fetch. Raises its error, `CancelledError`, and `WaitError` after the deadline."""
+        if self.deadline is None or future.done():
+            return future.result()
+        try:
+            return future.result(max(0.0, self.deadline - time.monotonic()))
+        except FutureTimeout:
+            if future.done():  # the error is the data set's own
+                raise
+            raise batch_timeout(
+                f"storage did not give the samples {self.ids.tolist()} in time. Give a larger timeout if it takes so "
+                "long"
+            ) from None
+
+
+class Reader:
+    """Makes the samples of one data set. Only one thread of a process may call `finish` at a time.
+
+    Args:
+        source: source of the records.
+        cache: cache of the outputs of `deterministic`, with its tier; or None.
+        deterministic: steps applied to a record before it is cached.
+        rest: steps applied to a cached value each time it is read.
+        steps: all steps in the order that the user gave, which determines the seeds of their generators;
+            `deterministic` and `rest` if None.
+
+    Attributes:
+        split: the steps before and after the cache. It changes when a step turns out to be random.
+        settings: attributes of the data set and its steps, to notice changes.
+        single: batches are single samples, for which `__getitems__` is not called.
+        caches: whether samples are stored.
+        plain: whether a cached value is the finished sample.
+        in_place: whether all steps after the cache can write into the rows of a batch.
+        threads: whether threads fetch the records.
+        direct: whether the preparing thread indexes the data set: nothing is started ahead.
+        seeds: whether generators are seeded before the steps after the cache.
+        seeds_fetch: whether they are seeded before a fetch, since the source may draw random numbers.
+    """
+
+    single = makes_batches = False  # `__getitems__` returns batches, and not lists of samples
+
+    def __init__(
+        self,
+        source: Source,
+        cache: SampleCache | None,
+        deterministic: Compose,
+        rest: Compose,
+        *,
+        steps: Compose | None = None,
+    ) -> None:
+        self.source, self.cache = source, cache
+        self.io_threads = IO_THREADS
+        plain = plain_beneath(source)
+        self._dataset = None if plain is None else plain.dataset
+        self.split = TransformSplit(source, cache, source if plain is None else self._dataset, deterministic, rest)
+        watched = cache is not None or type(source) is not MapSource
+        self.settings = Settings(source, *deterministic, *rest) if watched else Settings()
+        self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
+        self._pool: Executor | None = None
+        self._pid = -1
+        self._ended = ""
+        self._adopt_split()
+
+    def _adopt_split(self) -> None:
+        """Determine what follows from the split: what is cached, seeded, and fetched by threads."""
+        split = self.split
+        self._uncached, self.deterministic, self.rest = split.uncached, split.deterministic, split.rest
+        steps = self.rest.transforms
+        self.caches = self.cache is not None and split.caches
+        self.plain = self.caches and not steps
+        self.in_place = bool(steps) and all(map(works_in_place, steps))
+        # Without a cache, a plain data set may augment its samples itself, so it is indexed in the thread that is
+        # seeded. The same holds for a source that one thread reads, or whose `fetch` was observed to draw.
+        threads = bool(getattr(self.source, "threads", True))
+        may_draw = drew(split.origin) or (self.cache is None and not threads)
+        dataset = self.source if self._dataset is None and may_draw else self._dataset
+        self.seeds_fetch = dataset is not None and not self.caches
+        self.threads = threads and not self.seeds_fetch
+        self.direct = not self.caches and not self.threads
+        drawing: Callable[[Any], Any] | None = self.rest if steps else None
+        if self.seeds_fetch:
+            drawing = _Drawing(dataset, self.rest)
+        self.seeds = drawing is not None
+        self._drawing = drawing
+        self._randomness: Randomness | None = None
+
+    @property
+    def randomness(self) -> Randomness:
+        """Seeds the random draws. Its generators are searched for on first use, in the data set too."""
+        if self._randomness is None:
+            self._randomness = Randomness(self._drawing, [self._dataset, *self._pipeline], lazy=True)
+        return self._randomness
+
+    @property
+    def current(self) -> bool:
+        """Whether the cached values are outputs of this reader's `deterministic` steps."""
+        return self.caches and self.cache is not None and self.cache.uncached_steps == self.split.uncached
+
+    # -- fetches ------------------------------------------------------------------------------------------------------
+
+    def start(self, ids: Ids) -> Pending:
+        """Start to fetch `ids` without waiting. Raises `InputError` after `end`."""
+        self.check()
+        pending = Pending(ids)
+        if self.cache is not None and self.caches:
+            resident = self.cache.resident(ids)
+            if not resident.all():
+                self._request(ids[~resident], pending)
+        elif self.threads:
+            self.fetch(ids.tolist(), pending)
+        return pending
+
+    def _request(self, ids: Ids, pending: Pending) -> None:
+        """Start to ask the tier for `ids`, and to fetch those that it does not hold."""
+        tier = None if self.cache is None else self.cache.tier
+        if tier is None:
+            self.fetch(ids.tolist(), pending)
+            return
+        ids, pool = np.array(list(dict.fromkeys(ids.tolist())), np.int64), self._pool_of(pending)
+        pending.uncached = self.split.uncached
+        with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
+            for part in tier.parts(ids):
+                pending.asked.append((part, pool.submit(self.ask, part, pending)))
+
+    def ask(self, ids: Ids, pending: Pending) -> list[Any]:
+        """Return what the tier holds of the distinct `ids`, and start to fetch the others."""
+        assert self.cache is not None
+        values: list[Any] = self.cache.tier.get_many(ids, pending.uncached)
+        self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
+        return values
+
+    def fetch(self, ids: Sequence[int], pending: Pending) -> None:
+        """Start fetches of `ids` in threads, unless they are started already."""
+        if self.threads and len(ids):
+            pool = self._pool_of(pending)
+            with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
+                for id in ids:
+                    if id not in pending.fetches:
+                        pending.fetches[id] = pool.submit(self.source.fetch, id)
+
+    def _pool_of(self, pending: Pending) -> Executor:
+        """Return the threads of a batch; they stay the same if the reader is closed meanwhile."""
+        if pending.pool is None:
+            if self._pool is None or self._pid != os.getpid():
+                self._pool, self._pid = FetchThreads(self.io_threads), os.getpid()
+            pending.pool = self._pool
+        return pending.pool
+
+    def _cancel(self, pending: Pending) -> None:
+        """Cancel fetches; those that have begun are still counted."""
+        for _, future in pending.asked:
+            future.cancel()
+        for future in list(pending.fetches.values()):
+            if not future.cancel() and self.cache is not None:
+                future.add_done_callback(partial(_count_unused, self.cache))
+        pending.fetches.clear()
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+
+    def finish(
+        self,
+        pending: Pending,
+        seed: int,
+        epoch: int | Sequence[int],
+        *,
+        skip: bool,
+        buffer: BatchRows | None = None,
+    ) -> Samples:
+        """Return the samples of a batch that was started.
+
+        Args:
+            pending: the started fetches.
+            seed: seed of the random draws.
+            epoch: epoch of the random draws, or one per sample.
+            skip: skip samples that fail to be fetched or prepared.
+            buffer: rows to prepare the samples in, only for a reader that is `in_place`. If all samples fit into it,
+                `values` is empty.
+
+        The caller owns the values; the values of one batch may share memory. Raises the error of the first
+        sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.
+        """
+        self.check()
+        ids = pending.ids
+        epochs = [epoch] * len(ids) if isinstance(epoch, int) else epoch
+        while True:
+            self.follow()
+            try:
+                with self.randomness:
+                    return SampleBatch(self, pending, seed, epochs, skip, buffer).make()
+            except StopIteration as error:
+                raise raisable(error) from error
+            except (Reclassified, Drew):  # repeat the batch without the random step's cached output, or with seeds
+                if buffer is not None:
+                    buffer.restart()
+                    self.follow()
+                    buffer = buffer if self.in_place else None
+            finally:
+                self._cancel(pending)
+            pending = Pending(ids, deadline=pending.deadline)
+
+    def fill(self, ids: Ids) -> int:
+        """Fetch, prepare and store the samples of `ids` that the cache lacks; returns how many failed."""
+        self.check()
+        while True:
+            self.follow()
+            pending = self.start(ids)
+            try:
+                return SampleBatch(self, pending, 0, [0] * len(ids), True).fill()
+            except Reclassified:
+                continue
+            finally:
+                self._cancel(pending)
+
+    def store(self, ids: list[int], values: list[Any]) -> None:
+        """Store outputs of `deterministic` in the cache and in its tier. Raises `CodecError`."""
+        if self.cache is not None and self.caches and ids:
+            self.cache.put_many(ids, values, uncached=self.split.uncached)
+            if self.cache.tier is not None:
+                self.cache.tier.put_many(np.array(ids, np.int64), values, self.split.uncached)
+
+    def follow(self) -> None:
+        """Adopt a split that changed here or in another process that shares the cache."""
+        self.split.follow()
+        if self._uncached != self.split.uncached:
+            self._adopt_split()
+
+    def check_settings(self) -> None:
+        """Warn of attributes of the data set and its steps that changed after samples were cached."""
+        if self.cache is not None:
+            warn_of_changes(self.settings)
+
+    # -- life cycle ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise `InputError` after `end`."""
+        if self._ended:
+            raise object_closed(self._ended)
+
+    def close(self) -> None:
+        """Stop the fetching threads after their active fetches, within some seconds. They restart on demand."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown()
+
+    def end(self, why: str) -> None:
+        """Close permanently: `start` and `finish` raise `InputError(why)` from now on."""
+        self._ended = why
+        self.close()
+
+    def __copy__(self) -> Reader:
+        """Return a reader of the same cache with separate threads and a separate split."""
+        other = object.__new__(type(self))
+        other.__dict__.update(self.__dict__, split=copy.copy(self.split), _pool=None, _pid=-1)
+        return other
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_pool": None, "_pid": -1}
+
+
+def _count_unused(cache: SampleCache, future: Future[Any]) -> None:
+    """Count a fetch whose record was not used."""
+    if not future.cancelled() and future.exception() is None:
+        with contextlib.suppress(StallfreeError, ValueError):  # the cache may be closed already
+            cache.count_fetch(1, payload_bytes(future.result()))
+
+
+class _Drawing:
+    """A plain data set and its steps as one callable, which is searched for generators."""
+
+    def __init__(self, dataset: Any, steps: Compose) -> None:
+        self.dataset, self.steps = dataset, steps
+
+    def __call__(self, id: int) -> Any:
+        return self.steps(self.dataset[id])
+
+
+def plain_beneath(source: Source) -> MapSource | None:
+    """Return the plain data set from which `source` reads its samples; None if there is none."""
+    inner: Any = source
+    while isinstance(inner, SubsetSource) or getattr(type(inner), "passes_through", False):
+        inner = inner.source
+    return inner if isinstance(inner, MapSource) else None
+
+
+def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
+    """Return the reader of a stallfree data set; for any other data set, a reader without a cache.
+
+    Without `divide`, it indexes a data set of torchvision or Hugging Face instead of applying its transform itself.
+    """
+    reader = getattr(dataset, "reader", None)
+    if isinstance(reader, Reader):
+        return reader
+    source = as_source(dataset, divide=divide)
+    return Reader(source, None, Compose([]), source.pipeline)

@@ -1,0 +1,401 @@
+"""Makes the samples of one batch: reads hits, fetches and stores misses, and applies the steps after the cache.
+
+A batch is made again from its start if a cached step proves random meanwhile (`Reclassified`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from stallfree.cache.records import MISS, Borrowed
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.split import Reclassified
+from stallfree.errors import CodecError, WaitError
+from stallfree.notes import note_sample, note_samples, raisable
+from stallfree.pipeline.in_place import Out
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.values import as_cached, payload_bytes, private
+from stallfree.sources.mapped import MapSource
+
+if TYPE_CHECKING:
+    from stallfree.datasets.reader import Pending, Reader
+
+
+class BatchRows(Protocol):
+    """The rows of a batch, in which samples are prepared one after the other. See `loader.collate.BatchBuffer`."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all samples have been written."""
+
+    def row(self) -> Out:
+        """Return the rows that the next sample may write to."""
+
+    def put(self, sample: Any) -> bool:
+        """Write the next sample, unless it is in its row already; returns False if the rows accept no more."""
+
+    def next(self) -> None:
+        """Confirm the sample that was put, and continue with the next row."""
+
+    def restart(self) -> None:
+        """Discard all samples."""
+
+    def copied(self) -> list[Any]:
+        """Return copies of the confirmed samples; the rows accept no more."""
+
+
+@dataclass
+class Samples:
+    """The samples of a batch, with their statistics.
+
+    Attributes:
+        ids: ids of the samples, without the skipped ones.
+        values: the samples; empty if they are in the rows of the batch.
+        hits, misses: number of samples that were in the cache, and that were not.
+        storage_bytes: bytes fetched from the source.
+        fetch_seconds: seconds spent waiting for fetches.
+        skipped: errors of the skipped samples.
+        whole: whether `values` is a batch of any type, which the data set made.
+    """
+
+    ids: list[int] = field(default_factory=list)
+    values: list[Any] = field(default_factory=list)
+    hits: int = 0
+    misses: int = 0
+    storage_bytes: int = 0
+    fetch_seconds: float = 0.0
+    skipped: list[Exception] = field(default_factory=list)
+    whole: bool = False
+
+    def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:
+        """Add the error of sample `id`, which is being handled, to `skipped`; without `skip`, raise it again."""
+        note_sample(error, source, id, doing)
+        if not skip:
+            raise
+        self.skipped.append(raisable(error))
+
+
+class SampleBatch:
+    """Makes the samples of one batch. Used once.
+
+    Args:
+        reader: of the data set.
+        pending: the fetches that were started.
+        seed, epochs: seed of the random draws, and the epoch of each sample.
+        skip: skip samples that fail.
+        buffer: rows in which the samples are prepared, or None.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        pending: Pending,
+        seed: int,
+        epochs: Sequence[int],
+        skip: bool,
+        buffer: BatchRows | None = None,
+    ) -> None:
+        self.reader, self.pending, self.seed, self.epochs = reader, pending, seed, epochs
+        self.skip, self.buffer, self._reads = skip, buffer, 0
+        self.ids: list[int] = pending.ids.tolist()
+        self.samples = Samples()
+        self._values: list[Any] = []
+        self._borrowed: Borrowed | None = None
+        self._failed: dict[int, Exception] = {}
+        self._made: set[int] = set()  # positions of values that are not views of the cache
+
+    def make(self) -> Samples:
+        """Make the samples. Raises `Reclassified` and the error of a sample; see `Reader.finish`."""
+        if self.reader.direct:
+            return self._index()
+        missing = self._read()
+        if missing:
+            self._fill(missing)
+        if self.buffer is None:
+            self._prepare()
+        else:
+            self._prepare_in_place(self.buffer)
+        return self.samples
+
+    def fill(self) -> int:
+        """Fetch and store the samples that the cache lacks; returns how many failed."""
+        self._fill(self._read())
+        return len(self.samples.skipped)
+
+    # -- hits ---------------------------------------------------------------------------------------------------------
+
+    def _read(self) -> Sequence[int]:
+        """Read the samples that the cache has; returns the positions of the missing ones."""
+        reader, cache, samples = self.reader, self.reader.cache, self.samples
+        self._values = [MISS] * len(self.ids)
+        missing: Sequence[int] = range(len(self.ids))
+        if cache is not None and reader.current:
+            if self.buffer is not None:
+                self._borrowed = cache.borrow(self.pending.ids)
+            self._values = cache.get_many(self.pending.ids) if self._borrowed is None else self._borrowed.values
+            missing = [at for at, value in enumerate(self._values) if value is MISS]
+            self._made.update(missing)
+            if missing and cache.tier is not None:
+                self._take_from_tier(cache, missing)
+                missing = [at for at in missing if self._values[at] is MISS]
+            if cache.uncached_steps != reader.split.uncached:  # the values may be outputs of another split
+                raise Reclassified
+        samples.hits, samples.misses = len(self.ids) - len(missing), len(missing)
+        return missing
+
+    def _take_from_tier(self, cache: SampleCache, missing: Sequence[int]) -> None:
+        """Put what the tier holds in place of `MISS`, and store it in memory."""
+        reader, pending, answers = self.reader, self.pending, dict[int, Any]()
+        if pending.uncached != reader.split.uncached:  # they were made with a step that has proved random since
+            pending.asked, pending.uncached = [], reader.split.uncached
+        for ids, future in pending.asked:
+            with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
+                values = pending.result(future)
+                answers.update(zip(ids.tolist(), values, strict=True))
+        first = {self.ids[at]: at for at in reversed(missing)}
+        unasked = np.array([id for id in first if id not in answers], np.int64)  # evicted since the start
+        if len(unasked):
+            answers.update(zip(unasked.tolist(), reader.ask(unasked, pending), strict=True))
+        hits = {id: value for id in first if (value := answers[id]) is not MISS}
+        if not hits:
+            return
+        positions = [at for at in missing if self.ids[at] in hits]
+        cache.count_tier(len(positions), 0)
+        if not cache.full:
+            cache.put_many(list(hits), list(hits.values()), uncached=reader.split.uncached)
+        for at in positions:
+            value = hits[self.ids[at]]
+            self._values[at] = value if at == first[self.ids[at]] else private(value)
+
+    # -- misses -------------------------------------------------------------------------------------------------------
+
+    def _fill(self, missing: Sequence[int]) -> None:
+        """Fetch the samples at the positions `missing`, apply the steps before the cache, and store them.
+
+        Samples that fail stay `MISS`.
+        """
+        reader, split, cache, samples = self.reader, self.reader.split, self.reader.cache, self.samples
+        first: dict[int, int] = {}
+        for at in missing:
+            first.setdefault(self.ids[at], at)
+        if len(first) > 1 or self.pending.deadline is not None:
+            reader.fetch(list(first), self.pending)  # those that were evicted since the start
+        before, self._reads = samples.storage_bytes, 0
+        failure: Exception | None = None
+        states = split.watch() if reader.caches else None
+        try:
+            for id, at in first.items():
+                try:
+                    value = self._make_one(id)
+                except (Reclassified, WaitError):
+                    raise
+                except Exception as error:
+                    if not self.skip:
+                        failure = error
+                        break
+                    self._failed[id] = raisable(error)
+                    samples.skipped.append(self._failed[id])
+                else:
+                    self._values[at] = as_cached(value) if reader.caches else value
+            if states is not None and states.moved():
+                split.confirm(list(first))
+        finally:
+            if cache is not None and self._reads:
+                cache.count_fetch(self._reads, samples.storage_bytes - before)
+        if cache is not None:
+            self._store({id: self._values[at] for id, at in first.items() if self._values[at] is not MISS})
+        if failure is not None:
+            raise failure
+        for at in missing:  # ids that occur twice in the batch
+            origin = first[self.ids[at]]
+            if at == origin:
+                continue
+            if self._values[origin] is MISS:
+                samples.skipped.append(self._failed[self.ids[at]])
+            else:
+                self._values[at] = private(self._values[origin])
+
+    def _make_one(self, id: int) -> Any:
+        """Return sample `id` as the cache holds it."""
+        reader, samples, doing, started = self.reader, self.samples, "fetching", time.perf_counter()
+        try:
+            try:
+                record = self._fetched(id, self.pending.fetches.pop(id, None))
+            finally:
+                samples.fetch_seconds += time.perf_counter() - started
+            samples.storage_bytes += payload_bytes(record)
+            self._reads += 1
+            doing = "preparing"
+            if reader.cache is not None:
+                record = private(record)  # the source may keep a reference
+            if reader.caches and reader.split.takes_look():
+                return reader.split.make_twice(record, id, reader.deterministic.transforms)
+            return reader.deterministic(record)
+        except (Reclassified, WaitError):
+            raise
+        except Exception as error:
+            note_sample(error, reader.source, id, doing)
+            raise
+
+    def _fetched(self, id: int, future: Future[Any] | None) -> Any:
+        if future is not None:
+            with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
+                return self.pending.result(future)
+        return self.reader.source.fetch(id)
+
+    def _store(self, values: dict[int, Any]) -> None:
+        """Store new samples. Raises `CodecError` with the id of the one that cannot be stored."""
+        try:
+            self.reader.store([*values], [*values.values()])
+        except CodecError:
+            for id, value in values.items():
+                try:
+                    self.reader.store([id], [value])
+                except CodecError as error:
+                    note_sample(error, self.reader.source, id, "storing")
+                    raise
+
+    # -- the steps after the cache ------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Apply the remaining steps to all values."""
+        reader, samples, steps = self.reader, self.samples, self.reader.rest
+        if not steps.transforms and not samples.skipped:
+            samples.ids, samples.values = self.ids, self._values
+            return
+        for id, value, epoch in zip(self.ids, self._values, self.epochs, strict=True):
+            if value is MISS:
+                continue
+            try:
+                if reader.seeds:
+                    reader.randomness.seed(self.seed, epoch, id)
+                samples.values.append(steps(value))
+                samples.ids.append(id)
+            except Exception as error:
+                samples.add_failure(error, reader.source, id, "preparing", skip=self.skip)
+
+    def _prepare_in_place(self, buffer: BatchRows) -> None:
+        """Prepare the samples in the rows, directly from the memory of the cache and without copies."""
+        for at in range(len(self.ids)):
+            if not self._prepare_row(at, buffer):  # overwritten by another process meanwhile
+                self._fetch_again(at)
+                self._prepare_row(at, buffer)
+        if not buffer.whole:
+            self.samples.values[:0] = buffer.copied()
+
+    def _prepare_row(self, at: int, buffer: BatchRows) -> bool:
+        """Prepare one sample. Returns False if its record was overwritten during the read; then do it again."""
+        reader, value, id, problem, written = self.reader, self._values[at], self.ids[at], None, False
+        if value is MISS:
+            return True
+        try:
+            if reader.seeds:
+                reader.randomness.seed(self.seed, self.epochs[at], id)
+            sample = reader.rest.into(value, buffer.row())
+            written = buffer.put(sample)
+            if not written:
+                sample = private(sample)
+        except Exception as error:
+            problem = error
+        if self._borrowed is not None and at not in self._made and not self._borrowed.unchanged(at):
+            return False
+        if problem is not None:
+            self.samples.add_failure(problem, reader.source, id, "preparing", skip=self.skip)
+            return True
+        if written:
+            buffer.next()
+        else:
+            self.samples.values.append(sample)
+        self.samples.ids.append(id)
+        return True
+
+    def _fetch_again(self, at: int) -> None:
+        assert self.reader.cache is not None
+        self.reader.cache.count_changed(1)
+        self._values[at] = MISS
+        self._made.add(at)
+        self.samples.hits -= 1
+        self.samples.misses += 1
+        self._fill([at])
+
+    # -- without a cache and without threads --------------------------------------------------------------------------
+
+    def _index(self) -> Samples:
+        """Index the data set in this thread. `storage_bytes` are estimated from the first sample.
+
+        Calls `__getitems__` with all ids, as torch's loader does. If it returns samples that draw random numbers, these
+        are made one by one: then they are a function of each id.
+        """
+        source, steps = self.reader.source, self.reader.rest.transforms
+        samples = self._index_all(source) if type(source) is MapSource and not self.skip and not steps else None
+        if samples is None:
+            samples = self._index_each()
+        samples.misses = len(self.ids)
+        with contextlib.suppress(RecursionError):  # a sample that contains itself
+            if samples.whole:
+                samples.storage_bytes = payload_bytes(samples.values)
+            elif samples.values:
+                samples.storage_bytes = payload_bytes(samples.values[0]) * len(samples.values)
+        return samples
+
+    def _index_all(self, source: MapSource) -> Samples | None:
+        """Return the samples, or the batch that `__getitems__` made of them; None if each is to be made by itself."""
+        reader, randomness, ids = self.reader, self.reader.randomness, self.ids
+        several = None if reader.single else getattr(source.dataset, "__getitems__", None)
+        if several is None:
+            if randomness.draws is not False:
+                return None
+            return Samples(ids, index_plainly(source.dataset, source, ids))
+        if randomness.draws is True and not reader.makes_batches:
+            return None
+        randomness.seed(self.seed, self.epochs[0], ids[0])
+        try:
+            values = several(ids)
+        except Exception as error:
+            note_samples(error, ids, "fetching")
+            raise
+        reader.makes_batches = reader.makes_batches or not isinstance(values, list) or len(values) != len(ids)
+        if reader.makes_batches:
+            return Samples(ids, values, whole=True)
+        return None if randomness.moved() else Samples(ids, values)
+
+    def _index_each(self) -> Samples:
+        samples, reader, source, steps = self.samples, self.reader, self.reader.source, self.reader.rest
+        randomness, seed = reader.randomness, self.seed
+        get = partial(operator.getitem, source.dataset) if type(source) is MapSource else source.fetch
+        for id, epoch in zip(self.ids, self.epochs, strict=True):
+            doing = "fetching"
+            try:
+                if reader.seeds_fetch:
+                    randomness.seed(seed, epoch, id)
+                value = get(id)
+                if steps.transforms:
+                    doing = "preparing"
+                    if reader.seeds:
+                        randomness.seed(seed, epoch, id)
+                    value = steps(value)
+            except Exception as error:
+                samples.add_failure(error, source, id, doing, skip=self.skip)
+            else:
+                samples.ids.append(id)
+                samples.values.append(value)
+        return samples
+
+
+def index_plainly(dataset: Any, source: Source, ids: list[int]) -> list[Any]:
+    """Return `[dataset[id] for id in ids]`. An error has a note with the sample."""
+    left = iter(ids)
+    try:
+        return [dataset[id] for id in left]
+    except Exception as error:
+        note_sample(error, source, ids[-1 - operator.length_hint(left)], "fetching")
+        raise

@@ -1,0 +1,1 @@
+"""Importance sampling: plans drawn from losses, served preferably from the cache, and packages of samples."""

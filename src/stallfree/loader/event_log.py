@@ -1,0 +1,85 @@
+"""The event log of a loader, in the format of `stallfree.events`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from pathlib import Path
+
+from stallfree.errors import file_unwritable
+from stallfree.loader.messages import GATHERER, Result
+from stallfree.platform import OPEN
+
+_LINES = 4096
+"""Maximum number of buffered lines."""
+
+log = logging.getLogger("stallfree")
+
+
+class EventLog:
+    """Writes events, in seconds since the creation of the log, on the clock that all processes of a host share.
+
+    Args:
+        path: of the file, which is created or overwritten immediately.
+
+    Raises `InputError` if it cannot be written.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            self._path = Path(path).absolute()
+            self._path.write_bytes(b"")
+        except (OSError, TypeError, ValueError) as error:
+            raise file_unwritable(f"event_log={path!r} cannot be written: {error}. Give the path of a file") from error
+        self._begun = time.monotonic()
+        self._lines: list[str] = []
+        self._owner = os.getpid()
+
+    def prepared(self, result: Result, epoch: int) -> None:
+        """Log a batch from a worker, a gather thread, or the training process in place of one."""
+        start, number = result.started, result.number
+        if not start:
+            return  # it failed
+        fetched = start + result.fetch_seconds
+        end = fetched + result.prep_seconds
+        if result.worker == GATHERER:
+            self._add(start, end, "gather", "gather", number, epoch)
+            return
+        actor = f"loader {result.worker}"
+        if result.fetch_seconds:
+            self._add(start, fetched, actor, "fetch", number, epoch)
+        self._add(fetched, end, actor, "prep", number, epoch)
+
+    def built(self, start: float, end: float, number: int, epoch: int) -> None:
+        """Log a batch that the training process built on request."""
+        self._add(start, end, "loader 0", "prep", number, epoch)
+
+    def computed(self, start: float, number: int, epoch: int) -> None:
+        """Log the step of the training loop on batch `number`, from `start` until now."""
+        self._add(start, time.monotonic(), "device", "compute", number, epoch)
+
+    def _add(self, start: float, end: float, actor: str, what: str, batch: int, epoch: int) -> None:
+        self._lines.append(
+            f'{{"start": {start - self._begun:.6f}, "end": {end - self._begun:.6f}, "actor": "{actor}", '
+            f'"what": "{what}", "batch": {batch}, "epoch": {epoch}}}\n'
+        )
+        if len(self._lines) >= _LINES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the buffered lines. A full disk stops the log with a warning, but not the training."""
+        lines, self._lines = self._lines, []
+        if not lines or os.getpid() != self._owner:
+            return
+        try:
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN, 0o666)
+            try:
+                rest = memoryview("".join(lines).encode())
+                while len(rest):
+                    rest = rest[os.write(fd, rest) :]
+            finally:
+                os.close(fd)
+        except OSError as error:
+            log.warning("the log of events %s ends here, it cannot be written: %s", self._path, error)
+            self._owner = -1

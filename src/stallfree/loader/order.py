@@ -1,0 +1,264 @@
+"""Orders of samples: the loader's own, a function of (seed, epoch), and that of a sampler or batch sampler."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
+from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
+from stallfree.datasets.plan import make_plan
+from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
+from stallfree.errors import IdError, StallfreeWarning, sampler_output
+from stallfree.frames import users_level
+
+_set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
+"""The last epoch that a loader set in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
+
+_BY_USER = -1
+
+_SAME_ON_ALL_RANKS = (RandomSampler, SequentialSampler)
+"""Samplers of torch that give every rank every sample. Samplers of users may depend on the rank."""
+
+
+def _length_of(reader: Any) -> int:
+    """The present number of samples of the data set; 0 if it is not known."""
+    return 0 if reader is None else len(reader.source)
+
+
+class _Counted(EpochSource):
+    """Counts epochs: per loader, or with a `counter` for all loaders that share it."""
+
+    def __init__(self, setup: SourceSetup) -> None:
+        self._setup = setup
+        self._next = 0
+        self._length = _length_of(setup.reader)
+
+    @property
+    def next_epoch(self) -> int:
+        counter = self._setup.counter
+        return self._next if counter is None else max(self._next, counter.next_epoch)
+
+    def _follow_length(self) -> None:
+        """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
+        setup, reader, before = self._setup, self._setup.reader, self._length
+        self._length = _length_of(reader)
+        if self._length == before:
+            return
+        if reader.cache is None and not setup.caches() and self._length > 0:
+            self._setup = replace(setup, samples=self._length)
+            return
+        warnings.warn(
+            f"the data set has {self._length} samples now and had {before}; the loader keeps to those that it had when "
+            "it was made: make a new CachedDataset and DataLoader",
+            StallfreeWarning,
+            stacklevel=users_level(),
+        )
+
+    def _count(self, epoch: int) -> None:
+        self._next = epoch + 1
+        if self._setup.counter is not None:
+            self._setup.counter.next_epoch = epoch + 1
+
+
+class Order(_Counted):
+    """All samples of a data set, in order or shuffled by (seed, epoch), and partitioned among the ranks.
+
+    Attributes:
+        seed: may be set later, before the first batch.
+        ranks: as given.
+    """
+
+    planned: bool = True
+
+    def __init__(self, setup: SourceSetup) -> None:
+        super().__init__(setup)
+        self.seed, self.ranks = setup.seed, setup.ranks
+
+    def __len__(self) -> int:
+        return self._setup.num_batches(self.samples)
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether it depends on the seed."""
+        return self._setup.shuffle
+
+    @property
+    def samples(self) -> int:
+        """Number of samples of this rank in a whole epoch."""
+        self._follow_length()
+        return share(self._setup.samples, rank_and_count(self.ranks)[1], drop_last=self._setup.drop_last)
+
+    @property
+    def knows_ranks(self) -> bool:
+        return self.ranks is not None
+
+    def num_batches(self, epoch: int) -> int:
+        return len(self)
+
+    def describe(self) -> dict[str, Any]:
+        setup = self._setup
+        names = ("samples", "shuffle", "drop_last")
+        return {"batch_size": setup.size, **{name: getattr(setup, name) for name in names}}
+
+    def check_ranks(self) -> None:
+        if not self.knows_ranks:
+            warn_of_ranks(sampler=False)
+
+    def set_seed(self, seed: int) -> None:
+        self.seed = seed
+
+    def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        self._follow_length()
+        first, dealt = self._place(resume or Position())
+        self._count(epoch)
+        return EpochPlan(self.batches(epoch, first, dealt["start"]), first, dealt)
+
+    def _place(self, left: Position) -> tuple[int, dict[str, int]]:
+        """The first batch, and the partition of the rest of the order.
+
+        If the number of ranks has changed, the samples that no rank has received are partitioned again.
+        """
+        before = left.dealt or {"start": 0, "ranks": 1}
+        count = rank_and_count(self.ranks)[1]
+        if count == before["ranks"]:
+            return left.batches, before
+        done = before["start"] + left.batches * self._setup.size * before["ranks"]
+        return 0, {"start": min(done, self._setup.samples), "ranks": count}
+
+    def ids(self, epoch: int, start: int = 0) -> Ids:
+        """The samples of this rank if the order is partitioned from place `start` on."""
+        setup = self._setup
+        plan = make_plan(setup.samples, shuffle=setup.shuffle, seed=self.seed or 0, epoch=epoch)
+        return deal(plan.ids[start:], *rank_and_count(self.ranks), drop_last=setup.drop_last)
+
+    def batches(self, epoch: int, first: int, start: int = 0) -> Iterator[Ids]:
+        """The ids of each batch of an epoch, from batch `first` on; `start`: see `ids`."""
+        assert self.seed is not None
+        ids, size = self.ids(epoch, start), self._setup.size
+        for at in range(first * size, self._setup.num_batches(len(ids)) * size, size):
+            yield ids[at : at + size]
+
+
+class SamplerOrder(_Counted):
+    """The order of a sampler, which yields ids, or of a batch sampler, which yields lists of ids."""
+
+    def __init__(self, setup: SourceSetup) -> None:
+        super().__init__(setup)
+        given = setup.batch_sampler if setup.sampler is None else setup.sampler
+        self._parts = (given, getattr(given, "sampler", None))
+        self._distributed = next((part for part in self._parts if isinstance(part, DistributedSampler)), None)
+
+    @property
+    def knows_ranks(self) -> bool:
+        return self._setup.ranks is not None or not any(map(_is_same_on_all_ranks, self._parts))
+
+    @property
+    def next_epoch(self) -> int:
+        """The number of the next epoch. A `DistributedSampler`, which shuffles by its epoch, has its own.
+
+        Loaders increment that epoch unless the user sets it.
+        """
+        sampler = self._distributed
+        if sampler is None:
+            return super().next_epoch
+        own = sampler not in _set or _set_by_user(sampler)
+        return max(super().next_epoch, sampler.epoch if own else sampler.epoch + 1)
+
+    def num_batches(self, epoch: int) -> int:
+        setup = self._setup
+        return len(setup.batch_sampler) if setup.sampler is None else setup.num_batches(len(setup.sampler))
+
+    def describe(self) -> dict[str, Any]:
+        return {"samples": self._setup.samples}
+
+    def check_ranks(self) -> None:
+        if not self.knows_ranks:
+            warn_of_ranks(sampler=True)
+
+    def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
+        self._count(epoch)
+        self._follow_length()
+        if resume is not None and resume.rest is not None:
+            return EpochPlan((np.asarray(ids, np.int64) for ids in resume.rest), resume.batches)
+        if self._distributed is not None and not _set_by_user(self._distributed):
+            self._distributed.set_epoch(epoch)
+            _set[self._distributed] = epoch
+        setup = self._setup
+        given = setup.batch_sampler
+        if setup.sampler is not None:  # single ids are drawn from its iterator, which torch's loader creates at once
+            given = self._chunks(iter(setup.sampler) if setup.batch_size is None else setup.sampler)
+        first = 0 if resume is None else resume.batches  # of an endless sampler
+        return EpochPlan(map(self._checked, given), first, skip=first)
+
+    def _chunks(self, sampler: Iterable[Any]) -> Iterator[list[Any]]:
+        ids, size = iter(sampler), self._setup.size
+        while len(chunk := list(islice(ids, size))) == size:
+            yield chunk
+        if chunk and not self._setup.drop_last:
+            yield chunk
+
+    def _checked(self, ids: Any) -> Ids:
+        """Ids as an array; negative ids count from the end, as in a list."""
+        given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
+        array, samples = np.asarray(given), self._setup.samples
+        if array.shape == (0,):
+            return np.empty(0, np.int64)  # `collate_fn` decides, as under torch
+        if array.ndim != 1 or array.dtype.kind not in "iu":
+            raise sampler_output(
+                f"the sampler gave {repr(ids)[:200]}: ids of samples must be integers, in a list for each batch"
+            )
+        if isinstance(given, list) and array.dtype == np.int64 and array.view(np.uint64).max() < samples:
+            return array  # no negative id, which would be a large one
+        bad = array[(array < -samples) | (array >= samples)]
+        if len(bad):
+            raise IdError(
+                f"the sampler gave the id {bad[0]}, and the data set has the ids 0 to {samples - 1}: "
+                "give a sampler made for this data set",
+                page="sampler-output",
+            )
+        array = array.astype(np.int64)
+        return np.where(array < 0, array + samples, array)
+
+
+def _is_same_on_all_ranks(sampler: Any) -> bool:
+    return type(sampler) in _SAME_ON_ALL_RANKS or getattr(type(sampler), "same_on_all_ranks", False) is True
+
+
+def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
+    if sampler.epoch != _set.get(sampler, 0):
+        _set[sampler] = _BY_USER
+    return _set.get(sampler) == _BY_USER
+
+
+def _listed(ids: Any) -> Any:
+    """`ids` as a list, or unchanged if it is not iterable."""
+    return list(ids) if hasattr(ids, "__iter__") or hasattr(ids, "__getitem__") else ids
+
+
+def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
+    """Return what `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
+    return _own(dataset, setup) or order_of(setup)
+
+
+def _own(bringer: Any, setup: SourceSetup) -> EpochSource | None:
+    """Return the source that a data set or a sampler brings itself."""
+    if not callable(getattr(type(bringer), "epoch_source", None)):
+        return None
+    source: EpochSource = bringer.epoch_source(setup)
+    return source
+
+
+def order_of(setup: SourceSetup) -> EpochSource:
+    """Return the source that the sampler brings, or that of a sampler or batch sampler, or the loader's own order."""
+    own = _own(setup.sampler, setup)
+    if own is not None:
+        return own
+    return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)

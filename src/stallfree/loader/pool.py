@@ -1,0 +1,248 @@
+"""The executors of a loader, and the ring of slots that they fill.
+
+`submit` passes a task to one executor: gather threads if all its samples can be gathered, else worker processes, Ray
+workers or the training process. `poll` returns the results, whose batches are in slots of the ring.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from multiprocessing.context import BaseContext
+from typing import Any
+
+from stallfree.datasets.reader import Reader
+from stallfree.loader.batch import BatchBuilder
+from stallfree.loader.collate import Collate
+from stallfree.loader.event_log import EventLog
+from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess
+from stallfree.loader.messages import NO_SLOT, Result, Task
+from stallfree.loader.processes import WorkerProcesses, WorkerSetup, wait
+from stallfree.loader.ring import Ring
+from stallfree.platform import cpu_count, shares_memory
+from stallfree.stats import LoaderStats
+
+KEPT = 3
+"""Slots beyond those in flight: batches that the training loop may keep before it gets copies."""
+
+GATHERERS = 2
+"""Maximum gather threads, if there are as many workers, whose part they do: two saturate the memory bandwidth."""
+
+Counts = dict[str, Any]
+
+
+NO_COUNTS: Mapping[str, Any] = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
+"""All counts of `LoaderStats`, zero."""
+
+
+def new_counts() -> Counts:
+    """Return a copy of `NO_COUNTS`."""
+    return dict(NO_COUNTS)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments of a pool.
+
+    Attributes:
+        reader: reads and prepares samples.
+        dataset: the data set as passed by the user.
+        collate: the user's `collate_fn`, or None for torch's default.
+        single: whether a batch is one sample, converted and not collated.
+        seed: seed of the random draws.
+        skip: whether samples that fail are left out.
+        workers: number of worker processes.
+        ahead: batches in flight, without those of Ray workers.
+        context: multiprocessing context that starts the workers.
+        worker_init: called in each worker with its number, or None.
+        seconds: maximum wait for a batch.
+        staging: bytes of the ring, or None for the default.
+        log: the event log, or None.
+        remote: `RayWorkers` beside the worker processes, which make their executor; or None.
+        group: the group over hosts that shares the Ray workers, or None.
+    """
+
+    reader: Reader
+    dataset: Any
+    collate: Collate | None
+    single: bool
+    seed: int
+    skip: bool
+    workers: int
+    ahead: int
+    context: BaseContext
+    worker_init: Callable[[int], None] | None
+    seconds: float
+    staging: int | None
+    log: EventLog | None
+    remote: Any = None
+    group: Any = None
+
+
+class WorkerPool:
+    """The executors of a loader and their ring. Stopped when closed or freed.
+
+    A pool lasts for one epoch or, with persistent workers, for many.
+
+    Args:
+        options: arguments of the pool.
+        base_seed: of the workers' generators.
+        counts: incremented by the pool.
+        slots: of the ring; None: those in flight, and three that may be kept.
+
+    Attributes:
+        ring: the slots. Created on first use: batches of the training process itself need none.
+        counts_waits: whether waits are those of the training loop; else of a prefetcher.
+        token: number of the present iteration.
+        ahead: maximum batches in flight.
+        closed: whether the pool is closed.
+    """
+
+    def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
+        self.seconds, self.counts, self.log = options.seconds, counts, options.log
+        self.warned_of_size, self.counts_waits, self.token = False, True, 0
+        _ = options.reader.randomness  # the search for generators, once instead of for each epoch
+        # A copy with separate threads: closing them must not affect another loader of the same data set.
+        reader = copy.copy(options.reader)
+        remote = options.remote
+        most = options.ahead + (0 if remote is None else remote.most_ahead)
+        self.ring = Ring(slots or most + KEPT, options.staging)
+        self.builder = BatchBuilder(
+            reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
+        )
+        self._threads: GatherThreads | None = None
+        self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
+        self.ahead, self.closed = options.ahead, False
+        self._remote: Any = None
+        self._main: Executor = TrainingProcess(self.builder, options.seconds)
+        if not shares_memory():
+            if options.workers:
+                _warn_of_workers(options.workers)
+        elif options.workers or remote is not None:
+            workers = options.workers + (0 if remote is None else remote.most)
+            setup = WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
+            if remote is None:
+                self._main = WorkerProcesses(setup, options.context, options.workers)
+            else:
+                numbers = options.workers, options.ahead
+                self._main = self._remote = remote.executor(setup, options.context, *numbers, options.group, counts)
+                self.ahead = self._remote.ahead
+        self._executors: list[Executor] = [self._main]
+        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
+        if reader.cache is not None:
+            reader.cache.populate()
+
+    def begin(self) -> int:
+        """Begin an iteration, which ends older ones; return its token."""
+        self.token += 1
+        for executor in self._executors:
+            executor.forget(self.token)
+        return self.token
+
+    def note_settings(self) -> None:
+        """Take changes of the data set as its own, if it has made samples in this process."""
+        if isinstance(self._main, TrainingProcess):
+            self.builder.reader.settings.note()
+
+    @property
+    def room(self) -> bool:
+        """Whether a slot is free for one more batch."""
+        return self.ring.free > (0 if self._threads is None else self._threads.slots_to_take)
+
+    def submit(self, task: Task, *, gather: bool) -> None:
+        """Submit a task to an executor; with `gather`, to one that gathers from the cache."""
+        executor = self._main
+        if gather:
+            if self._threads is None:
+                self._threads = GatherThreads(self.builder, self.ring, self._most_threads)
+                self._executors.append(self._threads)
+            executor = self._threads
+        elif executor.needs_slot and task.slot == NO_SLOT:
+            slot = self.ring.take()
+            task.slot = NO_SLOT if slot is None else slot
+        executor.submit(task)
+
+    def poll(self, number: int | None = None) -> list[Result]:
+        """Return the available results. Results of older iterations are dropped, and their slots freed.
+
+        `number` is the awaited batch, which the training process builds now if it has the task.
+        """
+        results = []
+        for executor in reversed(self._executors):
+            for result in executor.poll(number):
+                if result.token >= self.token:
+                    results.append(result)
+                else:
+                    self.ring.give(result.slot)
+        if self._remote is not None:
+            self.ahead = self._remote.ahead
+        if self._main.replaced:
+            self.counts["workers_replaced"] += self._main.replaced
+            self._main.replaced = 0
+        return results
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a result, for one second at most; then check the workers."""
+        if not self.prepare_wait() and not wait(self.descriptors, min(seconds, 1.0)):
+            self.check()
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:
+        """The descriptors to wait for, with events of `poll`."""
+        descriptors: list[tuple[int, int]] = []
+        for executor in self._executors:
+            descriptors += executor.descriptors
+        return descriptors
+
+    def prepare_wait(self) -> bool:
+        """Signal results from now on. Returns whether one is already available, so that no wait is needed."""
+        available = False
+        for executor in self._executors:
+            available = available or (bool(executor.descriptors) and executor.prepare_wait())
+        return available
+
+    def check(self) -> None:
+        """Check for workers that died or hang."""
+        for executor in self._executors:
+            executor.check()
+
+    @property
+    def stuck(self) -> bool:
+        """Whether its workers hang at their start, so that another process should start them."""
+        return self._main.stuck
+
+    def describe(self, task: Task) -> str:
+        """Return the process or thread that has this task, for messages."""
+        return next(filter(None, (executor.describe(task) for executor in self._executors)), "no executor")
+
+    def close(self) -> None:
+        """Stop threads and workers, and remove the ring. Kept batches stay valid. Idempotent."""
+        self.closed = True
+        self._end()
+
+
+@lru_cache(maxsize=1)
+def _warn_of_workers(workers: int) -> None:
+    warnings.warn(
+        f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
+        "num_workers=0 says the same without this warning",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:
+    if os.getpid() != owner:
+        return  # a forked child: the workers and the ring belong to its parent
+    counts["staging_bytes"] = ring.bytes
+    with contextlib.ExitStack() as ending:
+        ending.callback(ring.close)
+        ending.callback(reader.close)
+        for executor in executors:
+            ending.callback(executor.close)

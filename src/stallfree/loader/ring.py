@@ -1,0 +1,354 @@
+"""The staging ring: reusable slots of shared memory that hold ready batches.
+
+Each slot is a file that grows to the largest batch written to it, so batch sizes need not be known in advance. Only the
+process that iterates assigns slots. A batch leases its slot: the slot is free when the last tensor over it is freed.
+
+A forked child shares the memory of the slots. Slots that are leased at a fork are therefore not filled again: once
+free, each is replaced by a new one, and its memory is freed with the last process that maps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import secrets
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.errors import StorageError
+from stallfree.ipc.folders import SharedFolder, default_root, sweep
+from stallfree.ipc.forked import prepare_for_forks
+from stallfree.loader.messages import NO_SLOT
+from stallfree.platform import OPEN, allocate, shares_memory
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class Slots:
+    """The slots as seen by one process. Picklable; each process maps a slot on first use.
+
+    Args:
+        make: creates the folder of the slots.
+        limit: largest size of a slot in bytes, or None.
+
+    Attributes:
+        pin: pins memory for a device and returns the function that unpins it; set in the process that iterates.
+        derived: objects that depend on the memory of a slot; deleted when the slot is mapped again.
+    """
+
+    def __init__(self, make: Callable[[], Path], limit: int | None) -> None:
+        self._make = make
+        self._folder: Path | None = None
+        self.limit = limit
+        self.pin: Callable[[Bytes], Callable[[], object]] | None = None
+        self._pinned: dict[int, Callable[[], object]] = {}
+        self._maps: dict[int, mmap.mmap] = {}
+        self.derived: dict[int, Any] = {}
+
+    def reserve(self, slot: int, size: int) -> Bytes | None:
+        """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
+        if slot == NO_SLOT:
+            return None
+        there = self._maps.get(slot)
+        if there is None or len(there) < size:
+            if self.limit is not None and size > self.limit:
+                return None
+            there = self._grow(slot, size) if shares_memory() else self._keep(slot, mmap.mmap(-1, _pages(size)))
+            if there is None:
+                return None
+        return np.frombuffer(there, np.uint8)
+
+    def view(self, slot: int, size: int) -> Bytes:
+        """Return the memory of `slot` as a new array, to which a lease can be tied.
+
+        Raises `StorageError` if the slot has fewer than `size` bytes.
+        """
+        there = self._maps.get(slot)
+        if there is None or len(there) < size:
+            there = self._map(slot)
+            if len(there) < size:
+                raise StorageError(
+                    f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced",
+                    page="record-malformed",
+                )
+        return np.frombuffer(there, np.uint8)
+
+    def _grow(self, slot: int, size: int) -> mmap.mmap | None:
+        fd = os.open(self._file(slot), os.O_RDWR | os.O_CREAT | OPEN, 0o600)
+        try:
+            have = os.fstat(fd).st_size
+            if have < size:
+                wanted = _pages(size + size // 8)
+                if self.limit is not None:
+                    wanted = min(wanted, max(_pages(size), self.limit))
+                try:
+                    allocate(fd, 0, wanted)
+                except OSError:
+                    with contextlib.suppress(OSError):
+                        os.ftruncate(fd, have)
+                    return None
+        finally:
+            os.close(fd)
+        return self._map(slot)
+
+    def _map(self, slot: int) -> mmap.mmap:
+        fd = os.open(self._file(slot), os.O_RDWR | OPEN)
+        try:
+            there = mmap.mmap(fd, 0)
+        finally:
+            os.close(fd)
+        return self._keep(slot, there)
+
+    def _keep(self, slot: int, there: mmap.mmap) -> mmap.mmap:
+        if slot not in self._maps and shares_memory():
+            for known in list(self._maps):
+                if not self._file(known).exists():  # discarded by the process that iterates
+                    self.forget(known)
+        self._unpin(slot)
+        self._maps[slot] = there
+        self.derived.pop(slot, None)
+        if self.pin is not None:
+            self._pinned[slot] = self.pin(np.frombuffer(there, np.uint8))
+        return there
+
+    def _unpin(self, slot: int) -> None:
+        unpin = self._pinned.pop(slot, None)
+        if unpin is not None:
+            unpin()
+
+    def forget(self, slot: int) -> None:
+        """Unmap a slot. The memory of a batch that is still held stays mapped until it is freed."""
+        self._unpin(slot)
+        self._maps.pop(slot, None)
+        self.derived.pop(slot, None)
+
+    def discard(self, slot: int) -> None:
+        """Unmap a slot and remove its file. Other processes unmap it when they map another slot."""
+        self.forget(slot)
+        if self._folder is not None:
+            self._file(slot).unlink(missing_ok=True)
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the slots, created on first use."""
+        if self._folder is None:
+            self._folder = self._make()
+        return self._folder
+
+    def _file(self, slot: int) -> Path:
+        return self.folder / f"slot-{slot}"
+
+    def release(self, slot: int) -> None:
+        """Return the memory of a free slot to the system.
+
+        The file and all mappings remain, so that `restore` can allocate the memory again.
+        """
+        if shares_memory():
+            with contextlib.suppress(FileNotFoundError):  # never filled
+                (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
+        else:
+            self.forget(slot)
+
+    def restore(self, slot: int) -> bool:
+        """Allocate the memory of a released slot again. Returns False if there is no room."""
+        if not shares_memory():
+            return True
+        try:
+            fd = os.open(self._file(slot), os.O_RDWR | OPEN)
+        except FileNotFoundError:
+            return True
+        try:
+            allocate(fd, 0, os.fstat(fd).st_size)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return True
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes mapped by this process."""
+        return sum(map(len, self._maps.values()))
+
+    def close(self) -> None:
+        """Unmap the slots. The memory of batches that are still held stays mapped until they are freed."""
+        for slot in list(self._pinned):
+            self._unpin(slot)
+        self._folder = None
+        self._maps.clear()
+        self.derived.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "derived": {}}
+
+
+class _Lease(weakref.ref[Bytes]):
+    """The lease of a slot, which ends with the memory that it refers to."""
+
+    slot: int
+
+
+class Ring:
+    """Assigns `count` slots to batches. Used only in the process that submits the tasks.
+
+    Args:
+        count: number of slots.
+        capacity: bytes for all slots together; None means no limit.
+    """
+
+    def __init__(self, count: int, capacity: int | None) -> None:
+        self._folder: SharedFolder | None = None
+        self._making = threading.RLock()  # the garbage collector may close the ring in any thread, at any point
+        self._closed = False
+        self.count = count
+        self._numbers = itertools.count(count)  # of further slots
+        self._released: list[int] = []  # slots without memory
+        self._surplus = 0
+        self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
+        self._free: deque[int] = deque(range(count))
+        self._leases: dict[int, _Lease] = {}
+        self._ended: deque[_Lease] = deque()  # their slots are free
+        self._forked: set[int] = set()  # slots that were leased at a fork
+        prepare_for_forks(self)
+
+    def _make(self) -> Path:
+        with self._making:
+            if self._folder is None and not self._closed:
+                sweep(default_root())  # folders left by killed processes
+                self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+            if self._closed:
+                self.clear()
+            if self._folder is None:
+                raise StorageError("the staging ring is closed", page="iteration-over")
+            return self._folder.path
+
+    def take(self) -> int | None:
+        """Return the free slot that was used last (CPU caches may still hold it), or None. Thread-safe."""
+        if self._closed:
+            return None
+        if self._folder is None and shares_memory():  # create it before workers are forked
+            _ = self.slots.folder
+        self._end_leases()
+        try:
+            slot = self._free.pop()
+        except IndexError:
+            return None
+        if slot not in self._forked:
+            return slot
+        self.slots.discard(slot)
+        self._forked.discard(slot)
+        return next(self._numbers)
+
+    def give(self, slot: int) -> None:
+        """Mark a slot as free; `NO_SLOT` is ignored. Thread-safe, also in finalisers."""
+        if slot == NO_SLOT:
+            return
+        if self._surplus:
+            self._surplus -= 1
+            self._release(slot)
+        else:
+            self._free.append(slot)
+
+    def resize(self, count: int) -> None:
+        """Set the number of slots; surplus slots are released once free. Not for rings with `lease` or `pin`."""
+        while self.count < count:
+            self.count += 1
+            if self._surplus:
+                self._surplus -= 1
+            else:
+                self._free.append(self._another())
+        while self.count > count:
+            self.count -= 1
+            slot = self._free.popleft() if self._free else None
+            if slot is None:
+                self._surplus += 1
+            else:
+                self._release(slot)
+
+    def _release(self, slot: int) -> None:
+        self.slots.release(slot)
+        self._released.append(slot)
+
+    def _another(self) -> int:
+        """Return a released slot if its memory can be allocated again, otherwise a new one."""
+        if self._released and self.slots.restore(self._released[-1]):
+            return self._released.pop()
+        return next(self._numbers)
+
+    @property
+    def free(self) -> int:
+        """Number of free slots."""
+        self._end_leases()
+        return len(self._free)
+
+    @property
+    def leased(self) -> int:
+        """Number of slots leased to live tensors."""
+        self._end_leases()
+        return len(self._leases)
+
+    def lease(self, slot: int, size: int, most: int) -> Bytes | None:
+        """Return the memory of `slot`, which is free again when this array and its views are freed.
+
+        That happens in any thread. No Python code runs there: an interrupt during it would be lost. Returns None if
+        `most` slots are leased already.
+        """
+        self._end_leases()
+        if len(self._leases) >= most:
+            return None
+        memory = self.slots.view(slot, size)
+        lease = self._leases[slot] = _Lease(memory, self._ended.append)
+        lease.slot = slot
+        return memory
+
+    def _end_leases(self) -> None:
+        while self._ended:
+            with contextlib.suppress(IndexError):  # another thread took it
+                slot = self._ended.popleft().slot
+                del self._leases[slot]
+                self._free.append(slot)
+
+    def before_fork(self) -> None:
+        """See `Lender`."""
+        self._end_leases()
+        self._forked.update(list(self._leases))
+
+    @property
+    def bytes(self) -> int:
+        """Memory of all slots in bytes."""
+        if not shares_memory():
+            return self.slots.bytes
+        return 0 if self._folder is None else slot_bytes(self._folder.path)
+
+    def clear(self) -> None:
+        """Remove the files. Batches that are still held stay valid."""
+        with self._making:
+            self.slots.close()
+            folder, self._folder = self._folder, None
+        if folder is not None:
+            folder.close()
+
+    def close(self) -> None:
+        """Remove the files; no slot can be taken afterwards. Idempotent."""
+        self._closed = True
+        self.clear()
+
+
+def slot_bytes(folder: Path) -> int:
+    """Return the memory of the slots in `folder` in bytes; 0 if the folder cannot be read."""
+    with contextlib.suppress(OSError):
+        return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
+    return 0
+
+
+def _pages(size: int) -> int:
+    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -1,1 +1,0 @@
-"""Executors, which build batches: the training process, gather threads and worker processes."""

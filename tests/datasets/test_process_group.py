@@ -1,0 +1,176 @@
+"""Ranks that only their process group knows, as `torch.multiprocessing.spawn` starts them: they are one job."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed
+
+import stallfree as sf
+from children import Child
+from smart_data import Rows, ids_of
+from stallfree.datasets import ranks as module
+
+RANKS = 3
+VARIABLES = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
+
+
+def join(rank: int, folder: Path, ranks: int = RANKS) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=ranks)
+
+
+def in_ranks(folder: Path, run: Callable[[int], Any]) -> list[Any]:
+    """What `run(rank)` gives in each rank, fit for JSON. The ranks know neither each other nor their number."""
+
+    def main(rank: int) -> None:
+        torch.set_num_threads(1)
+        torch.manual_seed(rank)
+        for variable in VARIABLES:
+            os.environ.pop(variable, None)
+        (folder / f"{rank}.json").write_text(json.dumps(run(rank)))
+
+    children = [Child(main, rank) for rank in range(RANKS)]
+    assert [child.wait() for child in children] == [0] * RANKS
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
+
+
+def train(kind: str, **options: Any) -> list[list[int]]:
+    """The ids of this rank in four epochs."""
+    epochs = []
+    with sf.SmartCacheDataset(Rows(24), cache_num=12, replace_rate=0.25, on_late="wait", **options) as data:
+        sampler = data.rank_sampler()
+        loader = LOADERS[kind](data, batch_size=2, sampler=sampler)
+        for epoch in range(4):
+            sampler.set_epoch(epoch)
+            batches = iter(loader)
+            ids = ids_of([next(batches)])
+            distributed.barrier()  # all ranks have begun the epoch
+            ids += ids_of(batches)
+            distributed.barrier()
+            epochs.append(ids)
+    return epochs
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_the_ranks_of_a_process_group_split_one_window(kind: str, tmp_path: Path) -> None:
+    def run(rank: int) -> Any:
+        join(rank, tmp_path)
+        return train(kind)
+
+    seen: set[int] = set()
+    for parts in zip(*in_ranks(tmp_path, run), strict=True):
+        assert [len(part) for part in parts] == [4] * RANKS
+        window = {id for part in parts for id in part}
+        assert len(window) == 12
+        seen |= window
+    assert len(seen) == 12 + 3 * 3
+
+
+def test_a_window_or_sampler_from_before_the_group_is_refused(tmp_path: Path) -> None:
+    """Such a window is one for each rank, and such a sampler gives each rank all samples."""
+
+    def run(rank: int) -> None:
+        with (
+            sf.SmartCacheDataset(Rows(24), cache_num=12) as own,
+            sf.SmartCacheDataset(Rows(24), cache_num=12, name="given", seed=1) as named,
+        ):
+            early = named.rank_sampler()
+            assert len(early) == 12
+            join(rank, tmp_path)
+            with pytest.raises(
+                sf.InputError, match=r"no job was known when the data set was made: make it after init_p"
+            ):
+                own.rank_sampler()
+            with pytest.raises(sf.InputError, match=r"sampler was made before the process group, and gives each rank"):
+                list(sf.DataLoader(named, batch_size=4, sampler=early))
+            assert len(named.rank_sampler()) == 4
+            distributed.barrier()
+
+    in_ranks(tmp_path, run)
+
+
+def test_each_host_has_its_own_ranks(tmp_path: Path) -> None:
+    """Two of three ranks are on one host, as far as they can see. Each host has its part of the data."""
+
+    def run(rank: int) -> Any:
+        module._this_host = lambda: f"host {rank // 2}"
+        join(rank, tmp_path)
+        with (
+            sf.SmartCacheDataset(Rows(24), cache_num=12) as data,
+            pytest.raises(sf.InputError, match=r"run on 2 hosts.*give hosts=\(number of this host, 2\)"),
+        ):
+            data.rank_sampler()
+        with sf.SmartCacheDataset(Rows(24), cache_num=12, hosts=(rank // 2, 2), seed=1) as data:
+            sampler = data.rank_sampler()
+            distributed.barrier()
+            return sampler.num_replicas, sampler.rank
+
+    assert in_ranks(tmp_path, run) == [[2, 0], [2, 1], [1, 0]]
+
+
+class Numbers:
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, id: int) -> int:
+        return id
+
+
+def test_the_ranks_of_a_process_group_are_one_job_of_a_cache(tmp_path: Path) -> None:
+    """With importance, the first rank of a host alone publishes what the job keeps, and its residents rotate."""
+
+    def run(rank: int) -> Any:
+        warnings.simplefilter("error")
+        join(rank, tmp_path)
+        with sf.CachedDataset(Numbers(), capacity="1MiB", policy="importance", name="one-job") as data:
+            assert data.cache is not None
+            sampler = sf.ImportanceSampler(40, cache=data.cache)
+            with sf.DataLoader(data, 4, sampler=sampler) as loader:
+                served = []
+                for _ in range(3):
+                    for batch in loader:
+                        served += batch.ids.tolist()
+                        loader.update(batch.ids, batch.ids.float())
+                distributed.barrier()
+                jobs = [file.name for file in (data.cache.path / "importance").iterdir() if file.name != "lock"]
+                distributed.barrier()
+        return served, jobs
+
+    found = in_ranks(tmp_path, run)
+    assert all(jobs == ["job-1"] for _, jobs in found)
+    assert sorted(id for served, _ in found for id in served) == sorted(3 * list(range(40)))
+
+
+def spawned(rank: int, folder: str, environment: bool) -> None:
+    for variable in VARIABLES:
+        if not (environment and variable.startswith("MASTER")):
+            os.environ.pop(variable, None)
+    join(rank, Path(folder), 2)
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(train("stallfree")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [False, True])
+def test_under_torch_multiprocessing_spawn(environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "4799")
+    torch.multiprocessing.spawn(spawned, (str(tmp_path), environment), nprocs=2)
+    parts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for one, other in zip(*parts, strict=True):
+        assert len({*one, *other}) == len(one) + len(other) == 12

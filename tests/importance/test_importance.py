@@ -1,0 +1,364 @@
+"""What plans promise: no bias, the storage operations that were asked for, nobody unseen for long, the top losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import stallfree as sf
+from importance_tools import (
+    REAL_CACHES,
+    Array,
+    Drifting,
+    Kept,
+    Residents,
+    Served,
+    Task,
+    chances_of,
+    knowing,
+    z_score,
+)
+from stallfree.importance.plans.probabilities import ranks, shares
+from stallfree.importance.plans.sampling_plans import Draw, Known, draw_plan
+from warm import Interpreter
+
+STATIC: dict[str, dict[str, Any]] = {
+    "no cache": {},
+    "half of the operations": {"target_io": 0.5},
+    "low floor": {"target_io": 0.2, "p_min": 0.02},
+    "infobatch": {"plan": "infobatch"},
+    "infobatch, most left out": {"plan": "infobatch", "prune": 0.8},
+}
+
+
+def epoch_of(rule: Any, task: Task, resident: Array, seed: int) -> Draw:
+    count = len(task.losses)
+    known = Known(task.losses, np.zeros(count, np.int32), resident)
+    return draw_plan(rule, known, seed, 1)
+
+
+def estimates(draws: list[Draw], task: Task, *, power: float = 1.0) -> tuple[list[float], list[Array]]:
+    """Of each draw, the sum of the weights and the weighted sum of the gradients; the weights to some power."""
+    weights = [np.float64(draw.plan.weights) ** power for draw in draws]
+    sums = [float(each.sum()) for each in weights]
+    return sums, [each @ task.gradients[draw.plan.ids] for each, draw in zip(weights, draws, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("name", "some"),
+    [
+        ("no cache", "nobody"),
+        ("low floor", "the unimportant"),
+        ("infobatch", "any"),
+        pytest.param("half of the operations", "any", marks=pytest.mark.slow),
+        pytest.param("infobatch, most left out", "the unimportant", marks=pytest.mark.slow),
+    ],
+)
+def test_the_expected_gradient_is_the_full_one(name: str, some: str) -> None:
+    """Whoever is resident; and the test notices weights that are tempered."""
+    task = Task(150)
+    full = task.gradients.sum(axis=0)
+    order = {"nobody": [], "any": np.argsort(task.gradients[:, 0]), "the unimportant": np.argsort(task.losses)}[some]
+    cache = Residents(150, order[:60])
+    sampler = sf.ImportanceSampler(150, cache=cache, **STATIC[name])
+    draws = [epoch_of(sampler.rule, task, cache.there, seed) for seed in range(300)]
+    sums, gradients = estimates(draws, task)
+    assert z_score(sums, 150) < 4
+    assert z_score(gradients, full) < 4
+    sums, gradients = estimates(draws, task, power=0.8)
+    assert z_score(sums, 150) > 12
+    assert z_score(gradients, full) > 6
+
+
+def rotated(folder: Path, task: Task, seed: int, *, noise: bool) -> tuple[list[float], Array]:
+    """Sums of weights and weighted gradients of the epochs of a run on a cache whose residents rotate."""
+    count, rng = len(task.losses), np.random.default_rng([seed, 1])
+    cache = Kept(folder, count, count * 2 // 5, "importance")
+    sampler = sf.ImportanceSampler(count, cache=cache, seed=seed)
+    served, sums, gradients = Served(sampler, 32), [], []
+    before = cache.resident(np.arange(count))
+    for epoch in range(6):
+        weights = np.zeros(count)
+        for ids, each in served.epoch(epoch):
+            cache.use(ids)
+            weights[ids] = each
+            losses = task.losses[ids]
+            sampler.update(ids, losses * rng.exponential(size=len(ids)) if noise else losses)
+        weights *= count / np.count_nonzero(weights)  # as they were before they were normalized
+        sums.append(weights.sum())
+        gradients.append(weights @ task.gradients)
+        now = cache.resident(np.arange(count))
+        assert epoch == 0 or (now & ~before).sum() > 20  # they do rotate
+        before = now
+    return sums[2:], np.mean(gradients[2:], axis=0)
+
+
+def test_the_expected_gradient_where_residents_rotate(tmp_path: Path) -> None:
+    task = Task(256)
+    full = task.gradients.sum(axis=0)
+    runs = [rotated(tmp_path / str(seed), task, seed, noise=False) for seed in range(30)]
+    assert z_score([np.mean(sums) for sums, _ in runs], 256) < 4
+    gradients = np.array([gradient for _, gradient in runs])
+    assert z_score(gradients, full) < 4
+    assert np.linalg.norm(gradients.mean(axis=0) - full) < 0.02 * np.linalg.norm(full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("noise", "most"), [(False, 0.005), (True, 0.015)])
+def test_the_expected_gradient_where_residents_rotate_in_many_runs(tmp_path: Path, noise: bool, most: float) -> None:
+    """Losses that are mostly noise leave a bias of about a percent; see docs/decisions/importance.md."""
+    task = Task(640)
+    full = task.gradients.sum(axis=0)
+    runs = [rotated(tmp_path / str(seed), task, seed, noise=noise) for seed in range(500)]
+    off = np.mean([gradient for _, gradient in runs], axis=0) - full
+    assert np.linalg.norm(off) < most * np.linalg.norm(full)
+
+
+share = st.floats(0.01, 1)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 80), share, share, st.floats(0, 1), st.booleans(), st.integers(0, 2**32))
+def test_probabilities_are_what_the_weights_say_and_above_the_floor(
+    count: int, target: float, floor: float, held: float, rotating: bool, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    cache = Residents(count, np.flatnonzero(rng.random(count) < held), given=rotating)
+    sampler = sf.ImportanceSampler(count, target_io=target, p_min=min(floor, target), cache=cache, seed=seed)
+    losses = rng.exponential(size=count).astype(np.float32)
+    chances = chances_of(knowing(sampler, losses), 1)
+    assert chances.min() >= min(floor, target)
+    assert chances.max() <= 1
+    plan = sampler.plan(1)
+    assert len(set(plan.ids.tolist())) == len(plan.ids)
+    assert plan.weights is not None
+    by = shares(chances, ranks(losses)) if rotating else chances
+    assert plan.weights == pytest.approx(1 / by[plan.ids])
+    assert set(np.flatnonzero(cache.there).tolist()) <= set(plan.ids.tolist())
+    missing = count - int(cache.there.sum())
+    assert abs((~cache.there[plan.ids]).sum() - missing * target) <= 1 + missing * 2e-3
+
+
+@pytest.mark.parametrize("rotating", [False, True])
+def test_who_is_sure_to_be_drawn_is_no_l_sample(rotating: bool) -> None:
+    """Neither residents nor those who are due; where residents rotate their weights are those of others too."""
+    cache = Residents(2560, range(0, 2560, 8), given=rotating)
+    sampler = knowing(sf.ImportanceSampler(2560, cache=cache, max_age=3), np.arange(2560))
+    for epoch in (1, 2, 3, 4):
+        chances = chances_of(sampler, epoch)
+        low = sampler.begin(epoch, 8).draw.low
+        assert low.tolist() == (chances < 0.5).tolist()
+        assert not low[cache.there].any()
+        assert low.sum() > 500
+        assert epoch < 3 or (chances == 1).sum() > 500  # some are due
+
+
+@pytest.mark.parametrize("policy", REAL_CACHES)
+@pytest.mark.parametrize(("target", "held"), [(0.25, 0.8), (0.5, 0.4)])
+def test_storage_operations_are_those_asked_for(tmp_path: Path, policy: str, target: float, held: float) -> None:
+    """And never more than MinIO costs under the full plan."""
+    count, rng = 1000, np.random.default_rng(1)
+    cache = Kept(tmp_path / "cache", count, int(held * count), policy)
+    sampler = sf.ImportanceSampler(count, cache=cache, target_io=target)
+    served, missing = Served(sampler, 100), round((1 - held) * count)
+    for epoch in range(6):
+        before = cache.fetched
+        for ids, _ in served.epoch(epoch):
+            cache.use(ids)
+            sampler.update(ids, rng.exponential(size=len(ids)) * (1 + ids))
+        if epoch > 0:
+            assert cache.fetched - before == pytest.approx(target * missing, rel=0.02)
+            assert cache.fetched - before <= missing
+
+
+@pytest.mark.parametrize(
+    ("policy", "arguments"),
+    [
+        ("importance", {"plan": "icache", "full_every": 3}),
+        ("minio", {"plan": "infobatch", "num_epochs": 8}),
+        ("importance", {"plan": "full"}),
+        ("minio", {"target_io": 1}),
+    ],
+    ids=str,
+)
+def test_never_more_operations_than_minio_on_the_full_plan(
+    tmp_path: Path, policy: str, arguments: dict[str, Any]
+) -> None:
+    count = 600
+    for held in (0.2, 0.8):
+        rng = np.random.default_rng(1)
+        cache = Kept(tmp_path / str(held), count, int(held * count), policy)
+        sampler = sf.ImportanceSampler(count, cache=cache, **arguments)
+        served, operations = Served(sampler, 50), []
+        for epoch in range(9):
+            before = cache.fetched
+            for ids, _ in served.epoch(epoch):
+                cache.use(ids)
+                sampler.update(ids, rng.exponential(size=len(ids)) * (1 + ids))
+            operations.append(cache.fetched - before)
+        assert operations[0] == count
+        assert max(operations[1:]) <= round((1 - held) * count)
+
+
+arguments = st.fixed_dictionaries(
+    {
+        "plan": st.sampled_from(["unbiased", "icache", "infobatch", "full"]),
+        "on_miss": st.sampled_from(["swap", "substitute", "fetch"]),
+        "max_age": st.integers(1, 4),
+        "warm_up": st.integers(0, 2),
+        "seed": st.integers(0, 2**32),
+        "target_io": st.sampled_from([0.1, 0.5]),
+    }
+)
+quiet = settings(max_examples=20, suppress_health_check=list(HealthCheck))
+
+
+def check_that_nobody_waits_for_long(given: dict[str, Any], scored: bool, batch_size: int, late: int) -> None:
+    """By a ledger of who was really served."""
+    count, rng = 40, np.random.default_rng(given["seed"])
+    if given["on_miss"] == "substitute" and given["plan"] in ("unbiased", "infobatch"):
+        given = {**given, "on_miss": "swap"}
+    cache = Drifting(count, given["seed"], given=scored)
+    sampler = sf.ImportanceSampler(count, cache=cache, beta=2, prune=0.9, **given)
+    served, last = Served(sampler, batch_size, late=late), np.full(count, -1)
+    for epoch in range(3 * given["max_age"] + 3):
+        for ids, _ in served.epoch(epoch):
+            last[ids] = epoch
+            losses = (1.0 + ids) ** 3 * rng.exponential(size=len(ids))
+            losses[rng.random(len(ids)) < 0.02] = rng.choice([np.nan, np.inf, 0.0])
+            sampler.update(ids, losses)
+        assert epoch - last.min() < given["max_age"], "somebody was left out that often in a row"
+
+
+runs = (arguments, st.booleans(), st.integers(1, 20), st.integers(0, 4))
+
+
+@pytest.mark.filterwarnings("ignore:update was given NaN")
+@quiet
+@given(*runs)
+def test_nobody_is_unseen_for_long(given: dict[str, Any], scored: bool, batch_size: int, late: int) -> None:
+    check_that_nobody_waits_for_long(given, scored, batch_size, late)
+
+
+@pytest.mark.slow
+@settings(quiet, max_examples=600)
+@given(*runs)
+def test_nobody_is_unseen_for_long_in_many_runs(
+    given: dict[str, Any], scored: bool, batch_size: int, late: int
+) -> None:
+    check_that_nobody_waits_for_long(given, scored, batch_size, late)
+
+
+@pytest.mark.filterwarnings("ignore:update was given NaN")
+def test_the_highest_losses_are_selected() -> None:
+    """The top percent of the losses, in each epoch; a diverged one and an unknown one count as highest."""
+    count = 5000
+    rng = np.random.default_rng(0)
+    size = rng.exponential(size=count)
+    sampler = knowing(sf.ImportanceSampler(count, plan="icache", seed=0), np.where(np.arange(count) == 7, np.nan, size))
+    for epoch in range(1, 8):
+        known = np.nan_to_num(sampler.losses.last, nan=np.inf)
+        ids = sampler.plan(epoch).ids
+        assert 0.15 * count < len(ids) < 0.6 * count
+        top = np.argsort(known)[-count // 100 :]
+        assert np.isin(top, ids).mean() > 0.9
+        assert np.isin(top[-5:], ids).all()
+        assert 7 in ids
+        for some in np.array_split(ids, 20):
+            losses = size[some] * rng.exponential(size=len(some)) * 0.9**epoch
+            sampler.update(some, np.where(some == 7, np.nan, losses))
+
+
+def test_selection_goes_by_the_share_of_losses_below() -> None:
+    """Jiang et al.: with losses 1 to 1,000 that were all seen, the one of rank r is drawn with (r / 1,000) ** beta."""
+    sampler = knowing(sf.ImportanceSampler(1000, plan="icache", beta=2), np.arange(1000))
+    chances = chances_of(sampler, 1)
+    assert chances == pytest.approx((np.arange(1, 1001) / 1000) ** 2)
+    assert sampler.begin(1, 8).draw.low.tolist() == (chances < 0.5).tolist()
+    assert len(sampler.plan(1).ids) == pytest.approx(1000 / 3, abs=2)
+    assert sampler.plan(1).weights is None
+
+
+def test_infobatch_draws_all_while_nothing_is_known() -> None:
+    sampler = sf.ImportanceSampler(100, plan="infobatch", warm_up=0)
+    assert sorted(sampler.plan(0).ids.tolist()) == list(range(100))
+    assert set(sampler.plan(0).weights.tolist()) == {1.0}
+    sampler.update(np.arange(50), np.arange(50))
+    assert chances_of(sampler, 1).tolist() == [0.5] * 25 + [1.0] * 75  # below the mean of the known ones, 24.5
+    plan = sampler.plan(1)
+    assert len(plan.ids) in (87, 88)
+    assert plan.weights is not None
+    of_each = dict(zip(plan.ids.tolist(), plan.weights.tolist(), strict=True))
+    assert all(weight == (2.0 if id < 25 else 1.0) for id, weight in of_each.items())
+
+
+@pytest.mark.parametrize(
+    ("given", "full"),
+    [
+        ({}, {0}),
+        ({"warm_up": 3}, {0, 1, 2}),
+        ({"plan": "icache", "full_every": 4}, {0, 4, 8, 12}),
+        ({"plan": "infobatch", "num_epochs": 16}, {0, 14, 15}),
+        ({"plan": "infobatch", "num_epochs": 9}, {0, *range(7, 16)}),
+        ({"plan": "infobatch"}, {0}),
+        ({"num_epochs": 4}, {0}),
+        ({"plan": "full"}, set(range(16))),
+    ],
+    ids=str,
+)
+def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
+    sampler = knowing(sf.ImportanceSampler(200, max_age=99, **given), np.arange(200))
+    assert {epoch for epoch in range(16) if len(sampler.plan(epoch).ids) == 200} == full
+    weights = sampler.plan(min(full)).weights
+    assert weights is None or set(weights.tolist()) == {1.0}
+
+
+def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known(interpreter: Interpreter) -> None:
+    code = (
+        "import numpy as np; import stallfree as sf\n"
+        "from stallfree.importance.plans.sampling_plans import Known, draw_plan\n"
+        "losses = np.random.default_rng(5).exponential(size=500).astype(np.float32)\n"
+        "known = Known(losses, np.arange(500, dtype=np.int32) % 9, np.arange(500) % 3 == 0)\n"
+        "for plan in ('unbiased', 'icache', 'infobatch', 'full'):\n"
+        "    for seed, epoch in ((0, 3), (-5, 3), (2**64 - 1, 4)):\n"
+        "        drawn = draw_plan(sf.ImportanceSampler(500, plan=plan).rule, known, seed, epoch).plan\n"
+        "        print(drawn.epoch, drawn.ids.tolist(), None if drawn.weights is None else drawn.weights.tolist())\n"
+    )
+    here: list[str] = []
+    exec(code.replace("print(", "tell("), {"tell": lambda *parts: here.append(" ".join(map(str, parts)))})
+    assert interpreter.run(code).out.splitlines() == here
+    assert len(set(here)) == 12
+
+
+@pytest.mark.parametrize("plan", ["unbiased", "infobatch", "icache"])
+def test_weights_of_batches(plan: str) -> None:
+    sampler = knowing(sf.ImportanceSampler(330, plan=plan), 1.1 ** np.arange(330))
+    served = Served(sampler, 20)
+    batches = list(served.epoch(1))
+    drawn = sampler.plan(1)
+    raw = np.ones(len(drawn.ids)) if drawn.weights is None else drawn.weights
+    of = dict(zip(drawn.ids.tolist(), raw.tolist(), strict=True))
+    assert sorted(id for ids, _ in batches for id in ids.tolist()) == sorted(of)
+    for ids, weights in batches:
+        assert weights.dtype == np.float32
+        expected = np.array([of[id] for id in ids.tolist()])
+        if plan != "icache":
+            expected *= len(drawn.ids) / 330
+        assert weights == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("plan", "count"), [("unbiased", 1), ("unbiased", 2), ("icache", 3), ("infobatch", 1)])
+def test_few_samples(plan: str, count: int) -> None:
+    sampler = sf.ImportanceSampler(count, plan=plan, warm_up=0, max_age=3)
+    served, seen = Served(sampler, 2), []
+    for epoch in range(9):
+        ids = [id for ids, _ in served.epoch(epoch) for id in ids.tolist()]
+        sampler.update(np.array(ids, int), np.ones(len(ids)))
+        assert len(set(ids)) == len(ids) <= count
+        seen += ids
+    assert set(seen) == set(range(count))

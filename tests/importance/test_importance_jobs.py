@@ -1,0 +1,233 @@
+"""Jobs that share what samples are worth: processes that join, end, are killed and fork."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from children import Child, Holder
+from stallfree.importance.plans import jobs as module
+from stallfree.importance.plans.jobs import THRESHOLD, Jobs
+from stallfree.ipc.locks import FileLock
+
+N = 5
+ONE = [0.0, 0.25, 0.5, 0.75, 1.0]
+TWO = [1.0, 1.0, 0.5, 0.0, 0.0]
+
+
+def files(folder: Path) -> list[str]:
+    """What the jobs have in the folder of their cache."""
+    assert os.listdir(folder) == ["importance"]
+    return sorted(name for name in os.listdir(folder / "importance") if name != "lock")
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Jobs]:
+    job = Jobs(tmp_path, N)
+    yield job
+    job.close()
+
+
+def another(folder: Path, importance: Any, benefit: float) -> Holder:
+    """A process that is a job."""
+
+    def begin() -> Callable[[], None]:
+        job = Jobs(folder, N)
+        job.publish(importance, benefit)
+        return job.close
+
+    return Holder(begin)
+
+
+@contextmanager
+def one_warning(match: str) -> Iterator[None]:
+    """The body warns once, and of that."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    assert [warning.category for warning in caught] == [RuntimeWarning]
+    assert re.search(match, str(caught[0].message))
+    assert caught[0].filename == __file__
+
+
+def check(job: Jobs, expected: Any, live: int) -> None:
+    worth, count = job.combined()
+    assert (worth.dtype, worth.shape, count) == (np.float64, (N,), live)
+    np.testing.assert_array_equal(worth, np.asarray(expected, float))
+
+
+def test_one_job_and_what_it_told_last_counts(job: Jobs, tmp_path: Path) -> None:
+    job.publish(np.array(ONE), 2)
+    check(job, 2 * np.array(ONE), 1)
+    job.publish(TWO, 1.0)
+    check(job, TWO, 1)
+    assert files(tmp_path) == ["job-1"]
+    file = tmp_path / "importance" / "job-1"
+    assert file.stat().st_size - 4 * N < 64
+    assert file.stat().st_mode & 0o777 == 0o600
+    job.close()
+    job.close()
+    assert files(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("benefits", "expected"),
+    [
+        ((2.0, 3.0), [3.0, 3.5, 2.5, 1.5, 2.0]),
+        ((THRESHOLD, 1.49), [1.5 * value for value in ONE]),
+        ((1.0, 4.0), [4 * value for value in TWO]),
+        ((1.0, 0.5), [0.5, 0.75, 0.75, 0.75, 1.0]),  # nobody gains enough: all count
+    ],
+)
+def test_the_sum_is_over_those_who_gain_enough(
+    job: Jobs, tmp_path: Path, benefits: tuple[float, float], expected: list[float]
+) -> None:
+    job.publish(ONE, benefits[0])
+    other = another(tmp_path, TWO, benefits[1])
+    check(job, expected, 2)
+    other.end()
+    check(job, benefits[0] * np.array(ONE), 1)
+    assert files(tmp_path) == ["job-1"]
+
+
+def test_a_job_that_is_killed_leaves_the_sum_whoever_looks(job: Jobs, tmp_path: Path) -> None:
+    holders = [another(tmp_path, TWO, 2.0) for _ in range(3)]
+    job.publish(ONE, 2.0)
+    check(job, 2 * np.array(ONE) + 6 * np.array(TWO), 4)
+    holders[1].kill()
+    (tmp_path / "importance" / "new-2").write_bytes(b"half")  # as if it had died in the midst of it
+    (tmp_path / "importance" / "of another").touch()
+
+    def look() -> None:  # one that has never published
+        with_others = Jobs(tmp_path, N)
+        check(with_others, 2 * np.array(ONE) + 4 * np.array(TWO), 3)
+        with_others.close()
+
+    assert Child(look).wait() == 0
+    assert files(tmp_path) == ["job-1", "job-3", "job-4", "of another"]
+    check(job, 2 * np.array(ONE) + 4 * np.array(TWO), 3)
+    fourth = another(tmp_path, ONE, 2.0)  # has the place that is free
+    assert files(tmp_path) == ["job-1", "job-2", "job-3", "job-4", "of another"]
+    check(job, 4 * np.array(ONE) + 4 * np.array(TWO), 4)
+    for holder in (holders[0], holders[2], fourth):
+        holder.kill()
+    check(job, 2 * np.array(ONE), 1)
+    assert files(tmp_path) == ["job-4", "of another"]
+
+
+def test_who_takes_the_place_of_a_dead_job_does_not_inherit_its_file(
+    job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    another(tmp_path, TWO, 2.0).kill()
+    assert files(tmp_path) == ["job-1"]
+
+    def look_and_fail(new: Path, name: Path) -> None:
+        looking = Jobs(tmp_path, N)
+        check(looking, np.zeros(N), 0)
+        looking.close()
+        assert (new.name, name.name) == ("new-1", "job-1")
+        raise OSError("no more inodes")
+
+    monkeypatch.setattr(module.os, "replace", look_and_fail)
+    with one_warning("no more inodes"):
+        job.publish(ONE, 2.0)
+    assert files(tmp_path) == []
+
+
+def test_a_forked_child_is_not_the_job(job: Jobs, tmp_path: Path) -> None:
+    job.publish(ONE, 2.0)
+
+    def leave() -> None:
+        check(job, 2 * np.array(ONE), 1)
+        job.close()
+
+    def publish() -> None:
+        job.publish(TWO, 2.0)
+        check(job, 2 * np.array(ONE) + 2 * np.array(TWO), 2)
+        job.publish(TWO, 3.0)
+        assert files(tmp_path) == ["job-1", "job-2"]
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    assert Child(leave).wait() == 0
+    check(job, 2 * np.array(ONE), 1)
+    assert Child(publish).wait() == -signal.SIGKILL
+    check(job, 2 * np.array(ONE), 1)
+    assert files(tmp_path) == ["job-1"]
+
+
+def test_nobody_reads_half_of_what_is_written(tmp_path: Path) -> None:
+    count = 100_000
+
+    def write(value: float) -> None:
+        job = Jobs(tmp_path, count)
+        while True:
+            job.publish(np.full(count, value), 2.0)
+            job.publish(np.zeros(count), 5.0)
+
+    writers = [Child(write, value) for value in (0.25, 0.5)]
+    reader = Jobs(tmp_path, count)
+    seen, looks = set(), 0
+    while looks < 100 or len(seen) < 3:
+        worth, _ = reader.combined()
+        assert worth.min() == worth.max()
+        seen.add(worth[0])
+        looks += 1
+    for writer in writers:
+        writer.kill()
+    assert seen <= {0.0, 0.5, 1.0, 1.5}  # and never 0.25 or 0.5 with the benefit of 5 that belongs to 0
+    assert reader.combined()[1] == 0
+    assert files(tmp_path) == []
+    reader.close()
+
+
+def test_a_full_file_system_is_one_warning_and_the_job_goes_by_its_own(tmp_path: Path) -> None:
+    other = another(tmp_path, TWO, 2.0)
+
+    def run() -> None:
+        job = Jobs(tmp_path, N)
+        job.publish(TWO, 2.0)
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (30, hard))
+        with one_warning("File too large.*its own losses alone"):
+            job.publish(ONE, 3.0)
+            job.publish(ONE, 3.0)
+            check(job, 3 * np.array(ONE), 1)
+        assert files(tmp_path) == ["job-1"]  # what it had told before counts no more
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        job.publish(ONE, 3.0)
+        check(job, 3 * np.array(ONE) + 2 * np.array(TWO), 2)
+        job.close()
+
+    assert Child(run).wait() == 0
+    other.end()
+
+
+def test_a_lock_that_is_not_free(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(job, np.zeros(N), 0)
+    monkeypatch.setattr(module, "LOCK_SECONDS", 0.01)
+
+    def begin() -> Callable[[], None]:
+        held = FileLock(tmp_path / "importance" / "lock").hold(1, "test")
+        held.__enter__()
+        return lambda: held.__exit__(None, None, None)
+
+    holder = Holder(begin)
+    with pytest.warns(RuntimeWarning, match="another process .* held"):
+        check(job, np.zeros(N), 0)
+    job.publish(ONE, 2.0)
+    check(job, 2 * np.array(ONE), 1)
+    assert files(tmp_path) == []
+    holder.kill()
+    check(job, 2 * np.array(ONE), 1)
+    job.publish(ONE, 2.0)
+    assert files(tmp_path) == ["job-1"]

@@ -1,0 +1,301 @@
+"""Losses come in by id, in order, from any device, and the training loop never waits for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import stallfree as sf
+from importance_tools import chances_of, knowing
+from stallfree.importance.plans import losses as module
+from stallfree.importance.plans.losses import Losses
+from stallfree.importance.plans.states import pack, unpack
+
+to_host = module._to_host
+
+Device = torch.device("meta")
+
+
+class Event:
+    """Something that a device does. Nobody may wait for it but where `allowed`."""
+
+    allowed = False
+
+    def __init__(self, copies: list[Any]) -> None:
+        self.copies = copies
+        self.done = self.recorded = False
+
+    def record(self, stream: object) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        assert self.recorded
+        return self.done
+
+    def synchronize(self) -> None:
+        assert Event.allowed, "somebody waits for the device"
+        self.finish()
+
+    def finish(self) -> None:
+        """The copies arrive."""
+        for host, values in self.copies:
+            host.copy_(values)
+        self.done = True
+
+
+def where(tensor: torch.Tensor) -> int:
+    """The memory of a tensor on the device."""
+    return tensor.untyped_storage()._cdata
+
+
+class Copies:
+    """A device of which a test decides what it has done. Its tensors have no values: those are kept here."""
+
+    def __init__(self) -> None:
+        self.values: dict[int, torch.Tensor] = {}
+        self.kept: list[torch.Tensor] = []
+        self.waiting: list[Any] = []
+        self.events: list[Event] = []
+
+    def put(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the device."""
+        there = torch.empty(len(values), dtype=dtype, device=Device)
+        self.values[where(there)] = torch.as_tensor(values, dtype=dtype)
+        self.kept.append(there)
+        return there
+
+    def to_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.device.type == "cpu":
+            return to_host(tensor)
+        host = torch.full(tensor.shape, -1, dtype=tensor.dtype)  # nothing has arrived yet
+        self.waiting.append((host, self.values[where(tensor)]))
+        return host
+
+    @property
+    def module(self) -> SimpleNamespace:
+        """What `torch.get_device_module` gives."""
+        return SimpleNamespace(Event=self.event, current_stream=lambda device: None)
+
+    def event(self) -> Event:
+        copies, self.waiting = self.waiting, []
+        self.events.append(Event(copies))
+        return self.events[-1]
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Copies:
+    copies = Copies()
+    monkeypatch.setattr(module, "_to_host", copies.to_host)
+    monkeypatch.setattr(
+        torch,
+        "get_device_module",
+        lambda device: SimpleNamespace(Event=copies.event, current_stream=lambda device: None),
+    )
+    monkeypatch.setattr(Event, "allowed", False)
+    return copies
+
+
+def test_update_does_not_wait_for_the_device(device: Copies) -> None:
+    sampler = sf.ImportanceSampler(100, plan="icache")
+    for step in range(10):
+        ids = device.put(range(10 * step, 10 * step + 10), torch.int64)
+        sampler.update(ids, device.put([float(step)] * 10, torch.float32))
+    assert len(device.events) == 10
+    assert np.isinf(sampler.losses.last).all()
+    device.events[0].finish()
+    device.events[2].finish()  # is taken in after the second one, which is still on its way
+    sampler.update(torch.arange(90, 95), torch.full((5,), 77.0))  # on the CPU, and has to queue up all the same
+    assert np.isfinite(sampler.losses.last).sum() == 10
+    Event.allowed = True
+    sampler.plan(0)
+    assert sampler.losses.last.tolist() == [float(id // 10) for id in range(90)] + [77.0] * 5 + [9.0] * 5
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("ids_too", [False, True])
+def test_update_on_a_gpu(ids_too: bool) -> None:
+    """CUDA itself says whether something waits."""
+    sampler = sf.ImportanceSampler(6400)
+    told = torch.rand(6400)
+    parts = [(ids.cuda() if ids_too else ids, told[ids].cuda()) for ids in torch.arange(6400).split(64)]
+    sampler.update(*parts[0])
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for ids, losses in parts:
+            sampler.update(ids, losses)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    sampler.plan(0)
+    assert sampler.losses.last.tolist() == told.tolist()
+
+
+def test_the_last_loss_of_a_sample_counts_in_the_order_of_the_steps(device: Copies) -> None:
+    losses = Losses(4)
+    losses.add(device.put([0, 1], torch.int64), device.put([1.0, 1.0], torch.float32))
+    losses.add([1, 2], [2.0, 2.0])
+    losses.add(torch.tensor([2, 3]), device.put([3.0, 3.0], torch.float32))
+    device.events[1].finish()
+    losses.collect(wait=False)
+    assert np.isinf(losses.last).all()
+    device.events[0].finish()
+    losses.collect(wait=False)
+    assert losses.last.tolist() == [1.0, 2.0, 3.0, 3.0]
+
+
+def test_ids_that_are_changed_after_update(device: Copies) -> None:
+    losses, ids = Losses(10), torch.arange(3)
+    losses.add(ids, device.put([1.0, 2.0, 3.0], torch.float32))
+    ids += 5
+    device.events[0].finish()
+    losses.collect(wait=False)
+    assert losses.last[:4].tolist() == [1.0, 2.0, 3.0, np.inf]
+
+
+def test_a_wrong_id_on_the_device_is_found_later_and_harms_nothing_else(device: Copies) -> None:
+    losses = Losses(5)
+    losses.add(device.put([1, 5], torch.int64), device.put([1.0, 1.0], torch.float32))
+    losses.add(device.put([2], torch.int64), device.put([2.0], torch.float32))
+    for event in device.events:
+        event.finish()
+    with pytest.raises(sf.InputError, match="the id 5: ids are 0 to 4"):
+        losses.collect()
+    losses.collect()
+    assert losses.last[2] == 2.0
+    assert np.isinf(losses.last[[0, 1, 3, 4]]).all()
+
+
+def test_a_state_has_what_is_still_under_way(device: Copies) -> None:
+    sampler = sf.ImportanceSampler(20)
+    sampler.update(device.put(range(20), torch.int64), device.put([3.0] * 20, torch.float32))
+    Event.allowed = True
+    other = sf.ImportanceSampler(20)
+    other.load_state_dict(sampler.state_dict())
+    assert set(other.losses.last.tolist()) == {3.0}
+
+
+@pytest.mark.filterwarnings("ignore:update was given NaN")
+@given(st.lists(st.tuples(st.integers(0, 9), st.floats(width=32)), max_size=30), st.integers(1, 5))
+def test_the_table_holds_the_last_loss_of_each(told: list[tuple[int, float]], size: int) -> None:
+    losses, model = Losses(10), [np.inf] * 10
+    for at in range(0, len(told), size):
+        ids, values = zip(*told[at : at + size], strict=True)
+        losses.add(list(ids), list(values))
+        for id, value in zip(ids, values, strict=True):
+            model[id] = value if np.isfinite(value) else model[id]
+    assert losses.last.tolist() == model
+    assert losses.fresh.tolist() == [
+        any(id == other and np.isfinite(value) for id, value in told) for other in range(10)
+    ]
+
+
+KINDS: dict[str, Callable[[list[float]], Any]] = {
+    "float32": lambda values: torch.tensor(values),
+    "float16": lambda values: torch.tensor(values, dtype=torch.float16),
+    "bfloat16": lambda values: torch.tensor(values, dtype=torch.bfloat16),
+    "float64": lambda values: torch.tensor(values, dtype=torch.float64),
+    "with a gradient": lambda values: torch.tensor(values, requires_grad=True) * 1,
+    "whole numbers": lambda values: torch.tensor(values).long(),
+    "numpy": lambda values: np.array(values),
+    "numpy, float16": lambda values: np.array(values, np.float16),
+    "numpy, backwards": lambda values: np.array(values[::-1])[::-1],
+    "numpy, read-only": lambda values: np.broadcast_to(np.array(values), len(values)),
+    "list": list,
+    "tuple": tuple,
+    "tensors": lambda values: [torch.tensor(value, requires_grad=True) for value in values],
+    "a part of a tensor": lambda values: torch.tensor([values, values]).T[:, 0],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_of_any_kind(kind: str) -> None:
+    sampler = sf.ImportanceSampler(6)
+    values = [4.0, 2.0, 7.0]
+    sampler.update(torch.tensor([5, 0, 3]), KINDS[kind](values))
+    assert sampler.losses.last.tolist() == [2.0, np.inf, np.inf, 7.0, np.inf, 4.0]
+    assert sampler.losses.last.dtype == np.float32
+
+
+@pytest.mark.parametrize(
+    "ids",
+    [[2, 1], (2, 1), np.array([2, 1]), np.array([2, 1], np.uint8), np.array([2, 1], np.int16), torch.tensor([2, 1]),
+     torch.tensor([2, 1], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.uint8), np.array([1, 2])[::-1]],
+    ids=lambda ids: f"{type(ids).__name__} {getattr(ids, 'dtype', '')}",
+)  # fmt: skip
+def test_ids_of_any_kind(ids: Any) -> None:
+    sampler = sf.ImportanceSampler(3)
+    sampler.update(ids, [5.0, 6.0])
+    assert sampler.losses.last.tolist() == [np.inf, 6.0, 5.0]
+
+
+@pytest.mark.filterwarnings("ignore:update was given NaN")
+def test_what_has_always_diverged_counts_as_unknown() -> None:
+    values = np.arange(100.0)
+    values[[3, 4, 5]] = np.nan, np.inf, -np.inf
+    sampler = knowing(sf.ImportanceSampler(100, plan="icache", beta=3), values)
+    assert {3, 4, 5} <= set(sampler.plan(1).ids.tolist())
+    assert chances_of(sampler, 1)[[3, 4, 5, 98, 99]] == pytest.approx(1, abs=0.04)
+    for plan in ("unbiased", "infobatch"):
+        found = knowing(sf.ImportanceSampler(100, plan=plan), values).plan(1)
+        assert np.isfinite(found.weights).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "losses", "said"),
+    [
+        ([0, 1], [1.0], r"ids of shape \(2,\) .* losses of shape \(1,\) .*: give Batch.ids and one loss for each"),
+        ([0, 1], 1.0, r"losses of shape \(\)"),
+        ([[0], [1]], [[1.0], [2.0]], r"ids of shape \(2, 1\)"),
+        ([0, 1], [[1.0], [2.0]], r"losses of shape \(2, 1\)"),
+        ([0.0, 1.0], [1.0, 2.0], "float64"),
+        ([True, False], [1.0, 2.0], "bool"),
+        ([0], [1j], "complex"),
+        (["a"], [1.0], "ids that are no numbers"),
+        ([0], ["x"], "losses that are no numbers"),
+        ([0], None, "losses that are no numbers"),
+        ([0, 1], [[1.0], [1.0, 2.0]], "losses that are no numbers"),
+        ([10], [1.0], "the id 10: ids are 0 to 9. Give Batch.ids"),
+        ([3, -1], [1.0, 1.0], "the id -1: ids are 0 to 9. Give Batch.ids"),
+        (torch.tensor([2**40]), torch.ones(1), f"the id {2**40}"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_told(ids: Any, losses: Any, said: str) -> None:
+    sampler = sf.ImportanceSampler(10)
+    with pytest.raises(sf.InputError, match=said):
+        sampler.update(ids, losses)
+    assert np.isinf(sampler.losses.last).all()
+
+
+def test_arrays_as_text() -> None:
+    for array in (np.arange(5), np.empty(0, np.float32), np.array([np.inf, -0.0], np.float32)):
+        assert unpack(pack(array), array.dtype).tobytes() == array.tobytes()
+    for wrong in ("x", "####", None, 7, pack(np.arange(3, dtype=np.uint8))):
+        with pytest.raises(sf.InputError, match="the state is damaged"):
+            unpack(wrong, np.int64)
+
+
+@pytest.mark.parametrize("bad", [np.nan, -np.inf, np.inf])
+def test_a_loss_that_is_no_number_is_left_out(bad: float) -> None:
+    """A step in half precision may overflow: the sample keeps the loss it had, and training goes on."""
+    sampler = sf.ImportanceSampler(6, plan="icache")
+    sampler.update(np.arange(6), np.arange(6.0))
+    before = sampler.losses.last.copy()
+    with pytest.warns(sf.StallfreeWarning, match=r"NaN or infinite losses, first those of the samples 2: these"):
+        sampler.update([1, 2, 3], [7.0, bad, 9.0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sampler.update([2], [bad])
+    assert sampler.losses.last[2] == before[2]
+    assert np.isfinite(sampler.losses.last).all()
+    assert sampler.losses.last[3] > sampler.losses.last[1] > 0
+    assert len(sampler.plan(1).ids) > 0

@@ -1,0 +1,229 @@
+"""The packager's process: exact counts, and whatever dies or hangs, training goes on and nothing is left behind."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from package_job import WANTED, Job, package_size
+
+from cache_tools import problems
+from children import Child
+from smart_data import until
+from stallfree import Compose, mark_deterministic
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.reader import Reader
+from stallfree.errors import InputError, StorageError
+from stallfree.importance import packager as packager_module
+from stallfree.importance.packages import LOW, MISSED, Field
+from stallfree.ipc.folders import default_root, sweep
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.close()
+
+
+def helpers() -> dict[str, Any]:
+    return {child.name: child for child in multiprocessing.active_children() if child.name.startswith("stallfree-")}
+
+
+def end_to_end(job: Job, method: str) -> None:
+    """95 samples: nine packages are written, and read as there is room for them. The counts are exact."""
+    packager = job.start(method=method)
+    job.flag(range(95))
+    job.flag(range(5), WANTED | MISSED)
+    job.shared.fields[Field.REGION] = 1
+    packager.wake()
+    until(lambda: packager.stats().packages_written == 9)
+    packed = set(job.fetched())
+    assert set(range(5)) <= packed
+    packager.wake()
+    until(lambda: len(job.resident()) == 10)
+    for region in (11, 30, 90):
+        job.shared.fields[Field.REGION] = region
+        until(lambda region=region: (packager.wake(), len(job.resident()) >= region)[1])
+    job.flag(range(100, 200))  # as soon as these are packed, all earlier changes have been seen
+    until(lambda: (packager.wake(), packager.stats().packages_written == 19)[1])
+    packager.close()
+    stats = packager.stats()
+    assert (stats.packages_read, stats.package_bytes_read) == (9, 9 * package_size(10))
+    assert stats.package_bytes_written == 19 * package_size(10)
+    assert stats.packages_dropped == 0
+    assert job.resident() == packed
+    assert len(job.fetched()) == len(set(job.fetched())) == 190 == job.cache.stats().storage_reads
+    values = job.cache.get_many(sorted(packed))
+    assert all((value[0] == id).all() for id, value in zip(sorted(packed), values, strict=True))
+    assert helpers() == {}
+    packager.wake()  # of no use any more, and no harm
+    assert helpers() == {}
+
+
+def test_everything_together(job: Job) -> None:
+    end_to_end(job, "fork")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+def test_everything_together_by(job: Job, method: str) -> None:
+    end_to_end(job, method)
+
+
+def test_a_killed_process_is_started_again_three_times(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    budget = 4 * package_size(10)
+    packager = job.start(budget=budget)
+    job.shared.fields[Field.REGION] = 200
+    for life in range(4):
+        job.flag(range(10 * life, 10 * life + 10))
+        until(lambda life=life: (packager.wake(), len(job.resident()) == 10 * life + 10)[1])
+        until(lambda life=life: packager.stats().packages_written == packager.stats().packages_read == life + 1)
+        assert caplog.records == []
+        helpers()["stallfree-pack"].kill()
+        until(lambda: helpers() == {})
+    job.flag(range(40, 60))
+    for _ in range(3):
+        packager.wake()
+    assert caplog.text.count("packaging is off: its process died 4 times, the last time it was ended by SIGKILL") == 1
+    assert len(caplog.records) == 1
+    until(lambda: helpers() == {})
+    packager.close()
+    stats = packager.stats()  # over all lives
+    assert (stats.packages_written, stats.packages_read, stats.samples_packed) == (4, 4, 40)
+    assert stats.package_bytes_written == budget  # exactly, though there were four budgets' worth of lives
+    assert len(job.fetched()) == 40
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_processes_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    """No sample is wrong, the budget is kept, and nothing is left. Each life begins without packages."""
+    monkeypatch.setattr(packager_module, "LIVES", 1000)
+    job = Job(tmp_path, 3000, capacity=200_000)
+    packager = job.start(budget=1000 * package_size(10))
+    job.shared.fields[Field.REGION] = 500
+    job.flag(slice(None))
+    rng = np.random.default_rng(seed)
+    for _ in range(150):
+        packager.wake()
+        time.sleep(rng.random() * 0.03)
+        alive = helpers()
+        if alive and rng.random() < 0.3:
+            alive["stallfree-pack"].kill()
+            until(lambda: helpers() == {})
+        there = sorted(job.resident())
+        for id, value in zip(there, job.cache.get_many(there), strict=True):
+            assert value is MISS or (value[0] == id).all()
+        served = rng.permutation(np.array(there, np.int64))[:100]
+        job.flag(served, LOW)
+        job.cache.set_scores(served, np.zeros(len(served)))
+    packager.close()
+    assert problems(job.cache) == []
+    stats = packager.stats()
+    assert stats.packages_dropped == 0
+    assert stats.packages_read > 20
+    assert stats.package_bytes_written <= 1000 * package_size(10)
+    assert list(job.folder.iterdir()) == []
+    job.close()
+
+
+def train_for_ever(folder: Path, report: int, method: str) -> None:
+    job = Job(folder)
+    packager = job.start(method=method)
+    job.flag(range(100))
+    packager.wake()
+    until(lambda: packager.stats().packages_written == 10)
+    heir = os.fork()  # lives on, and holds all that was open
+    if heir == 0:
+        signal.pause()
+    os.write(report, b" ".join(str(pid).encode() for pid in [heir, *[child.pid for child in helpers().values()]]))
+    signal.pause()
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_processes_die_with_the_trainer(tmp_path: Path, method: str) -> None:
+    read, write = os.pipe()
+    child = Child(train_for_ever, tmp_path, write, method)
+    heir, *pids = list(map(int, os.read(read, 1000).split()))
+    child.kill()
+    os.close(read)
+    os.close(write)
+    try:
+        assert len(pids) == 1
+        until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
+    finally:
+        os.kill(heir, signal.SIGKILL)
+    swept: list[str] = []
+    until(lambda: (swept.extend(sweep(default_root())), len(swept) == 1)[1])  # the cache
+
+
+def test_a_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waits for storage for ever."""
+    monkeypatch.setattr(packager_module, "_STOP_SECONDS", 0.2)
+    job = Job(tmp_path, gate=tmp_path / "never")
+    packager = job.start()
+    job.flag(range(100))
+    for _ in range(1000):
+        packager.wake()
+    job.close()
+    assert helpers() == {}
+
+
+def test_a_forked_child_leaves_the_processes_alone(job: Job) -> None:
+    packager = job.start()
+    packager.wake()
+
+    def work() -> None:
+        packager.wake()
+        packager.close()
+
+    assert Child(work).wait() == 0
+    assert len(helpers()) == 1
+    job.flag(range(10))
+    until(lambda: (packager.wake(), packager.stats().packages_written == 1)[1])
+
+
+def test_it_ends_when_nobody_has_it(job: Job) -> None:
+    job.start().wake()
+    assert len(helpers()) == 1
+    job.packager = None
+    until(lambda: helpers() == {})
+
+
+def test_what_cannot_be_sent_turns_packaging_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    job = Job(tmp_path, step=mark_deterministic(lambda sample: sample))
+    packager = job.start(method="spawn")
+    until(lambda: (packager.wake(), caplog.records)[1])
+    packager.wake()
+    assert caplog.text.count("packaging is off: its process cannot be started") == len(caplog.records) == 1
+    assert "lambda" in caplog.text
+    job.close()
+
+
+def test_arguments(job: Job, tmp_path: Path) -> None:
+    plain = SampleCache(200, capacity=1 << 20, fingerprint="rows", policy="minio")
+    for reader in (Reader(job.source, None, Compose([]), Compose([])),
+                   Reader(job.source, plain, Compose([]), Compose([]))):  # fmt: skip
+        job.reader = reader
+        with pytest.raises(InputError, match="policy='importance'"):
+            job.start()
+    plain.close()
+    job.reader = Reader(job.source, job.cache, Compose([]), Compose([]))
+    with pytest.raises(InputError, match="package_bytes=0"):
+        job.start(package_bytes=0)
+    with pytest.raises(InputError, match="write_budget='much'"):
+        job.start(budget="much")
+    (tmp_path / "file").touch()
+    job.folder = tmp_path / "file"
+    with pytest.raises(StorageError, match="Give another folder"):
+        job.start()

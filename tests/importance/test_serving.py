@@ -1,0 +1,231 @@
+"""In which order a plan is served: whatever the cache does meanwhile, who is served, and who was, is on the ledger."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from importance_tools import Array, Drifting, Residents
+from stallfree.importance.plans.serving import Serving
+
+COUNT = 60
+
+quick = settings(max_examples=40, suppress_health_check=list(HealthCheck))
+
+
+class Asked(Drifting):
+    """Remembers what it said last of each id, and what it was asked first since `begin`."""
+
+    def __init__(self, num_ids: int, seed: int, **arguments: Any) -> None:
+        super().__init__(num_ids, seed, **arguments)
+        self.said = np.zeros(num_ids, bool)
+        self.first: tuple[list[int], list[bool]] | None = None
+
+    def begin(self) -> None:
+        self.first = None
+
+    def resident(self, ids: Any) -> Array:
+        there = super().resident(ids)
+        self.said[ids] = there
+        if self.first is None:
+            self.first = np.asarray(ids).tolist(), there.tolist()
+        return there
+
+
+class Board:
+    """Writes down what it is told."""
+
+    def __init__(self) -> None:
+        self.is_served: list[int] = []
+        self.is_missed: list[int] = []
+
+    def served(self, ids: Array) -> None:
+        self.is_served += ids.tolist()
+
+    def missed(self, ids: Array) -> None:
+        self.is_missed += ids.tolist()
+
+
+@st.composite
+def epochs(draw: st.DrawFn) -> tuple[list[Array], Array, Asked, np.random.Generator]:
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    planned = rng.permutation(COUNT)[: draw(st.integers(0, COUNT))]
+    cuts = sorted(draw(st.lists(st.integers(0, len(planned)), max_size=12)))
+    batches = [batch for batch in np.split(planned, cuts) if len(batch)]
+    low = rng.random(COUNT) < draw(st.sampled_from([0.0, 0.3, 0.7, 1.0]))
+    share, change = draw(st.sampled_from([0.0, 0.2, 0.6, 1.0])), draw(st.sampled_from([0.0, 0.05, 1.0]))
+    return batches, low, Asked(COUNT, draw(st.integers(0, 2**32)), share=share, change=change), rng
+
+
+def check_batch(ids: list[int], low: Array, cache: Asked) -> int:
+    """Each of a batch was its turn, or stands for a missing L-sample and was resident; how many do the latter."""
+    assert cache.first is not None
+    turn = dict(zip(*cache.first, strict=True))
+    assert len(turn) == len(ids) == len(set(ids))
+    instead = [id for id in ids if id not in turn]
+    assert all(cache.said[id] and low[id] for id in instead)
+    gone = [id for id in turn if id not in ids]
+    assert all(low[id] and not turn[id] for id in gone)
+    return len(instead)
+
+
+@quick
+@given(epochs())
+def test_swap_serves_each_planned_sample_exactly_once(epoch: Any) -> None:
+    batches, low, cache, rng = epoch
+    board = Board()
+    serving, ledger, swaps = Serving(batches, low, cache, "swap", rng, board), [], 0
+    for planned, ids in zip(batches, serving, strict=True):
+        assert len(ids) == len(planned)
+        ledger += ids.tolist()
+        swaps += check_batch(ids.tolist(), low, cache)
+        cache.begin()
+    in_plan = [id for batch in batches for id in batch.tolist()]
+    assert sorted(ledger) == sorted(in_plan)
+    assert [id for id in ledger if not low[id]] == [id for id in in_plan if not low[id]]  # H-samples in their order
+    assert serving.swaps == swaps == len(board.is_missed)
+    assert serving.substitutions == 0
+    assert board.is_served == ledger
+    assert serving.high_requests == sum(not low[id] for id in in_plan)
+    assert serving.low_requests == sum(low[id] for id in in_plan)  # who was deferred twice, who came early not at all
+    assert serving.low_hits <= serving.low_requests
+    assert serving.high_hits <= serving.high_requests
+
+
+@quick
+@given(epochs(), st.integers(0, 30))
+def test_substitute_serves_any_unused_resident(epoch: Any, others: int) -> None:
+    batches, low, cache, rng = epoch
+    in_plan = {id for batch in batches for id in batch.tolist()}
+    elsewhere = np.array([id for id in range(COUNT) if id not in in_plan][:others], np.int64)
+    serving = Serving(batches, low, cache, "substitute", rng, None, elsewhere)
+    ledger: list[int] = []
+    substituted = 0
+    for planned, ids in zip(batches, serving, strict=True):
+        assert len(ids) == len(planned)
+        ledger += ids.tolist()
+        substituted += check_batch(ids.tolist(), low, cache)
+        cache.begin()
+    assert len(set(ledger)) == len(ledger) == len(in_plan)
+    assert serving.substitutions == substituted
+    assert serving.swaps == 0
+    assert {id for id in in_plan if not low[id]} <= set(ledger)
+    assert not set(ledger) & set(elsewhere.tolist())
+    assert len(set(ledger) - in_plan) <= substituted
+
+
+@quick
+@given(epochs())
+def test_fetch_serves_as_planned(epoch: Any) -> None:
+    batches, low, cache, rng = epoch
+    served = list(Serving(batches, low, cache, "fetch", rng))
+    assert [ids.tolist() for ids in served] == [ids.tolist() for ids in batches]
+
+
+@pytest.mark.parametrize("on_miss", ["swap", "substitute"])
+def test_by_hand(on_miss: str) -> None:
+    """0 to 3 are H-samples, of the L-samples 8 and 9 are resident, and so is 11, which is not in the plan."""
+    low = np.arange(12) >= 4
+    batches = [np.array(ids) for ids in ([0, 4, 5], [1, 6, 7], [2, 8, 9], [3, 10])]
+    serving = Serving(batches, low, Residents(12, [1, 8, 9, 11]), on_miss, np.random.default_rng(0))
+    served = [ids.tolist() for ids in serving]
+    assert [len(ids) for ids in served] == [3, 3, 3, 2]
+    assert served[0][0] == 0
+    if on_miss == "swap":
+        assert set(served[0][1:]) == {8, 9}
+        assert served[1:] == [[1, 6, 7], [2, 3, 10], [4, 5]]
+        assert serving.swaps == 2
+        assert serving.low_requests == 7  # 4 and 5 twice, 8 and 9 not at all, 6, 7 and 10
+    else:
+        assert served[0][1] == 11  # first whom the plan has no use for
+        assert served[0][2] in (8, 9)
+        assert served[1][0] == 1
+        assert {8, 9} <= {id for ids in served[:2] for id in ids}
+        assert serving.substitutions == 3
+        assert len({id for ids in served for id in ids} & {4, 5, 6, 7, 10}) == 4  # one is left out for 11
+    assert serving.high_requests == 4
+    assert serving.high_hits == 1
+
+
+def test_those_who_come_in_later_are_found() -> None:
+    cache, low = Residents(200), np.ones(200, bool)
+    serving = Serving([np.arange(at, at + 4) for at in range(0, 200, 4)], low, cache, "swap", np.random.default_rng(0))
+    ledger = []
+    for number, ids in enumerate(serving):
+        ledger += ids.tolist()
+        if number == 5:
+            assert serving.swaps == 0
+            cache.there[150:] = True
+    assert serving.swaps > 25
+    assert sorted(ledger) == list(range(200))
+
+
+def test_residents_that_are_gone_whenever_they_are_asked_for_again() -> None:
+    class Mocking(Residents):
+        asked = 0
+
+        def resident(self, ids: Any) -> Array:
+            self.asked += 1
+            assert self.asked < 1000, "does not come to an end"
+            return np.full(len(ids), self.asked % 2 == 0)
+
+    batches = [np.arange(10), np.arange(10, 20)]
+    for on_miss in ("swap", "substitute"):
+        serving = Serving(batches, np.ones(20, bool), Mocking(20), on_miss, np.random.default_rng(0))
+        assert sorted(np.concatenate(list(serving)).tolist()) == list(range(20))
+
+
+class Walk(RuleBasedStateMachine):
+    """Any changes between any two batches; a ledger, and the plan, say what may be served."""
+
+    @initialize(seed=st.integers(0, 2**32), size=st.integers(1, 7), on_miss=st.sampled_from(["swap", "substitute"]))
+    def begin(self, seed: int, size: int, on_miss: str) -> None:
+        rng = np.random.default_rng(seed)
+        self.planned = rng.permutation(COUNT)[: COUNT * 2 // 3]
+        self.low = rng.random(COUNT) < 0.7
+        self.batches = [self.planned[at : at + size] for at in range(0, len(self.planned), size)]
+        self.cache, self.on_miss = Residents(COUNT), on_miss
+        self.serving = Serving(self.batches, self.low, self.cache, on_miss, rng)
+        self.served = iter(self.serving)
+        self.ledger: list[int] = []
+        self.done = 0
+
+    @rule(ids=st.lists(st.integers(0, COUNT - 1)), there=st.booleans())
+    def change(self, ids: list[int], there: bool) -> None:
+        self.cache.there[ids] = there
+
+    @rule()
+    def next_batch(self) -> None:
+        if self.done == len(self.batches):
+            assert next(self.served, None) is None
+            return
+        ids = next(self.served)
+        assert len(ids) == len(self.batches[self.done])
+        self.done += 1
+        self.ledger += ids.tolist()
+
+    @invariant()
+    def nobody_twice(self) -> None:
+        if hasattr(self, "ledger"):
+            assert len(set(self.ledger)) == len(self.ledger)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        while self.done < len(self.batches):
+            self.next_batch()
+        self.nobody_twice()
+        assert len(self.ledger) == len(self.planned)
+        high = {id for id in self.planned.tolist() if not self.low[id]}
+        assert high <= set(self.ledger)
+        if self.on_miss == "swap":
+            assert set(self.ledger) == set(self.planned.tolist())
+
+
+TestWalk = Walk.TestCase
+TestWalk.settings = settings(max_examples=20, stateful_step_count=25)

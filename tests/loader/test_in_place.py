@@ -1,0 +1,262 @@
+"""Samples prepared in the rows of their batch, directly from the cache."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+import stallfree as sf
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.reader import Reader
+from stallfree.loader.collate import BatchBuffer
+from stallfree.pipeline.codec import encode, read_record
+from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.in_place import empty, in_place, works_in_place
+from stallfree.sources.base import BaseSource
+
+COUNT = 12
+SIDE = 24
+
+
+def picture(id: int) -> np.ndarray[Any, Any]:
+    """Return bytes whose size and content are a function of the id."""
+    rng = np.random.default_rng(id)
+    return rng.integers(0, 256, (30 + 3 * id, 60 - 2 * id, 3), np.uint8)
+
+
+def encoded(id: int) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(picture(id)).save(file, "JPEG")
+    return file.getvalue()
+
+
+class Pictures(BaseSource):
+    """Source of pairs (picture, encoded or not; label) that counts its fetches."""
+
+    def __init__(self, make: Callable[[int], Any], *steps: Any) -> None:
+        self.make, self.pipeline, self.reads = make, Compose(steps), 0
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def _record(self, id: int) -> Any:
+        self.reads += 1
+        return self.make(id), id
+
+    def _where(self, id: int) -> str:
+        return f"picture {id}"
+
+    def fingerprint(self) -> str:
+        return f"{self.make.__name__} {self.pipeline}"
+
+
+def on_picture(*steps: Any) -> list[Any]:
+    return [OnItem(0, step) for step in steps]
+
+
+@contextlib.contextmanager
+def reading(source: Pictures, **options: Any) -> Iterator[Reader]:
+    """Return a reader whose cache holds all records of `source` as fetched."""
+    with SampleCache(COUNT, capacity="4MiB", fingerprint="tested", **options) as cache:
+        reader = Reader(source, cache, Compose([]), source.pipeline)
+        reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=False)
+        yield reader
+        reader.close()
+
+
+def make_buffer(reader: Reader, count: int) -> tuple[BatchBuffer, np.ndarray[Any, Any]]:
+    """Return a buffer for samples like those of the reader, and its memory."""
+    memory = np.zeros(4 << 20, np.uint8)
+    first = reader.finish(reader.start(np.arange(1)), 0, 0, skip=False).values[0]
+    buffer = BatchBuffer(encode(first)[0], count, lambda size: memory[:size])
+    assert 0 < buffer.size <= memory.size
+    return buffer, memory
+
+
+LAST = [sf.vision.RandomResizedCrop(SIDE, flip=0.5), sf.vision.CenterCrop(SIDE), sf.vision.Resize((SIDE, SIDE))]
+OTHERS = [sf.vision.RandomHorizontalFlip(), sf.vision.ColorJitter(0.4, 0.4, 0.4), sf.vision.Resize((40, 30))]
+
+
+@settings(max_examples=8)
+@given(
+    before=st.lists(st.sampled_from(OTHERS), max_size=3),
+    last=st.sampled_from(LAST),
+    after=st.lists(st.sampled_from([*OTHERS[:2], *LAST[1:]]), max_size=3),
+    end=st.lists(st.just(sf.vision.ChannelsFirst()), max_size=1),
+    form=st.sampled_from(["fetched", "prepared"]),
+)
+def test_batches_are_those_that_torch_makes_of_the_samples(
+    before: list[Any], last: Any, after: list[Any], end: list[Any], form: Any
+) -> None:
+    steps = [sf.vision.RandomHorizontalFlip(0.5), *before, last, *after, *end]
+    source = Pictures(encoded, *on_picture(sf.DecodeImage(), *steps))
+    with sf.CachedDataset(source, capacity="8MiB", form=form, seed=3) as cached:
+        reader = cached.reader
+        assert reader.in_place
+        loader = sf.DataLoader(cached, batch_size=5, shuffle=True, seed=3)
+        for epoch in range(2):
+            for pictures, labels in loader:
+                pending = reader.start(labels.numpy())
+                values = reader.finish(pending, 3, epoch, skip=False).values
+                wanted, numbers = torch.utils.data.default_collate(values)
+                assert torch.equal(labels, numbers)
+                assert torch.equal(pictures, wanted)
+
+
+@pytest.mark.parametrize(("form", "workers"), [("fetched", 2), ("prepared", 0)])
+def test_decoding_into_the_batch(form: str, workers: int) -> None:
+    source = Pictures(encoded, *on_picture(sf.DecodeRandomResizedCrop(SIDE, flip=0.5), sf.vision.ColorJitter(0.2)))
+    with sf.CachedDataset(source, capacity="8MiB", form=form) as cached:
+        with sf.DataLoader(cached, batch_size=4, num_workers=workers, seed=7) as loader:
+            batches = [batch for _ in range(2) for batch in loader]
+        for at, (pictures, labels) in enumerate(batches):
+            values = cached.reader.finish(cached.reader.start(labels.numpy()), 7, at // 3, skip=False).values
+            assert torch.equal(pictures, torch.utils.data.default_collate(values)[0])
+
+
+def test_results_are_rows_and_nothing_is_copied_out_of_the_cache() -> None:
+    seen = []
+
+    @in_place
+    class Look:
+        def __call__(self, pixels: Any, out: Any = None) -> Any:
+            seen.append(pixels)
+            return pixels
+
+    steps = [Look(), sf.vision.RandomResizedCrop(SIDE), sf.vision.ColorJitter(0.5), sf.vision.RandomHorizontalFlip(1)]
+    source = Pictures(picture, *on_picture(*steps, Look()))
+    with reading(source) as reader:
+        buffer, memory = make_buffer(reader, COUNT)
+        seen.clear()
+        samples = reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=False, buffer=buffer)
+        assert buffer.whole
+        assert samples.values == []
+        assert samples.ids == list(range(COUNT))
+        for before, after in zip(seen[::2], seen[1::2], strict=True):
+            assert np.shares_memory(after, memory)
+            assert not before.flags.owndata
+        plain = reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=False).values
+        pictures, labels = read_record(memory, copy=True)
+        assert labels.tolist() == list(range(COUNT))
+        assert all((a.numpy() == b).all() for a, (b, _) in zip(pictures, plain, strict=True))
+        del seen[:], before, after
+
+
+def test_what_is_changed_while_it_is_read_comes_from_the_source() -> None:
+    caches: list[Any] = []
+
+    @in_place
+    class Disturbed:
+        """At the third call, another process replaces the record that is being read."""
+
+        calls = 0
+
+        def __call__(self, pixels: Any, out: Any = None) -> Any:
+            self.calls += 1
+            part = empty(out, (2, 2, 3))
+            if self.calls == 3 and caches:
+                caches[0].drop([2])
+                caches[0].put_many([2], [(np.zeros_like(pixels), 77)])
+                pixels = np.full_like(pixels, 9)  # as it would look by now
+            part[...] = pixels[:2, :2]
+            return part
+
+    step = Disturbed()
+    source = Pictures(picture, OnItem(0, step))
+    with reading(source) as reader:
+        assert isinstance(reader.cache, SampleCache)
+        buffer, memory = make_buffer(reader, 5)
+        caches.append(reader.cache)
+        step.calls, source.reads, before = 0, 0, reader.cache.stats()
+        samples = reader.finish(reader.start(np.arange(5)), 0, 0, skip=False, buffer=buffer)
+        pictures, labels = read_record(memory, copy=True)
+        assert labels.tolist() == [0, 1, 2, 3, 4]
+        assert [p[0, 0, 0] for p in pictures] == [picture(id)[0, 0, 0] for id in range(5)]
+        after = reader.cache.stats()
+        assert (samples.hits, samples.misses, source.reads) == (4, 1, 1)
+        assert (after.hits - before.hits, after.misses - before.misses) == (4, 1)
+        assert after.storage_reads - before.storage_reads == 1
+        caches.clear()
+
+
+@in_place
+class Named:
+    """Raises, or returns another structure, for some labels."""
+
+    def __init__(self, odd: dict[int, str]) -> None:
+        self.odd = odd
+
+    def __call__(self, sample: Any, out: Any = None) -> Any:
+        _, id = sample
+        what = self.odd.get(id, "")
+        if what == "fails":
+            raise ValueError("cannot be seen")
+        first = empty(out, (3, 4))
+        first[...] = id
+        second = empty(out, (3, 4))
+        second[...] = 100 + id
+        if what == "swapped":
+            return second, first, id
+        return (first, second, float(id)) if what == "other" else (first, second, id)
+
+
+@settings(max_examples=15)
+@given(st.dictionaries(st.integers(0, COUNT - 1), st.sampled_from(["fails", "other", "swapped"]), max_size=4))
+def test_samples_that_are_left_out_or_of_another_form(odd: dict[int, str]) -> None:
+    step = Named({})
+    with reading(Pictures(picture, step)) as reader:
+        buffer, memory = make_buffer(reader, COUNT)
+        step.odd = odd
+        samples = reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=True, buffer=buffer)
+        wanted = reader.finish(reader.start(np.arange(COUNT)), 0, 0, skip=True)
+        assert samples.ids == wanted.ids
+        assert [str(error) for error in samples.skipped] == [str(error) for error in wanted.skipped]
+        assert buffer.whole == (not {"fails", "other"} & set(odd.values()))
+        if buffer.whole:
+            found = list(zip(*(column.tolist() for column in read_record(memory, copy=True)), strict=True))
+        else:
+            memory[:] = 255  # it is written again
+            found = [(a.tolist(), b.tolist(), c) for a, b, c in samples.values]
+        assert found == [(a.tolist(), b.tolist(), c) for a, b, c in wanted.values]
+
+
+def test_which_steps_work_in_place() -> None:
+    class Mine(sf.vision.CenterCrop):
+        def __call__(self, picture: Any) -> Any:
+            self.last = picture
+            return super().__call__(picture)
+
+    assert works_in_place(sf.vision.CenterCrop(3))
+    assert works_in_place(OnItem(0, sf.vision.CenterCrop(3)))
+    assert not works_in_place(Mine(3))
+    assert not works_in_place(OnItem(0, OnItem(0, sf.vision.CenterCrop(3))))
+    assert not works_in_place(abs)
+    for steps, wanted in (([sf.vision.CenterCrop(3)], True), ([sf.vision.CenterCrop(3), abs], False), ([], False)):
+        source = Pictures(picture, *steps)
+        assert Reader(source, None, Compose([]), source.pipeline).in_place is wanted
+
+
+def test_a_step_of_the_user_may_keep_what_it_was_given() -> None:
+    kept: dict[int, Any] = {}
+
+    def keep(sample: Any) -> Any:
+        kept[sample[1]] = sample[0]
+        return sample
+
+    source = Pictures(picture, *on_picture(sf.vision.RandomResizedCrop(SIDE)), sf.mark_random(keep))
+    with sf.CachedDataset(source, capacity="4MiB") as cached, sf.DataLoader(cached, batch_size=3) as loader:
+        for _ in range(3):
+            kept.clear()
+            pairs = [pair for batch in loader for pair in zip(*batch, strict=True)]
+            seen = {int(label): picture.clone() for picture, label in pairs}
+            assert len(kept) == COUNT
+            assert all((kept[id] == seen[id].numpy()).all() for id in seen)

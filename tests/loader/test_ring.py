@@ -1,0 +1,458 @@
+"""The ring: a held batch is never overwritten, and every slot becomes free again."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import mmap
+import os
+import pickle
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+import stallfree as sf
+from children import Child
+from loader_data import Made, picture, pixels, same, zero_dim
+from stallfree.loader import ring as module
+from stallfree.loader.messages import NO_SLOT
+from stallfree.loader.pool import KEPT
+from stallfree.loader.ring import Ring
+from stallfree.shared.link import Views
+
+
+@pytest.fixture
+def ring() -> Iterator[Ring]:
+    made = Ring(4, None)
+    yield made
+    made.close()
+
+
+def fill(ring: Ring, slot: int, value: int, size: int = 100) -> None:
+    memory = ring.slots.reserve(slot, size)
+    assert memory is not None
+    memory[:size] = value
+
+
+def lend(ring: Ring, slot: int, size: int = 100) -> torch.Tensor:
+    """Return a tensor over the memory of a slot, which it leases."""
+    memory = ring.lease(slot, size, 100)
+    assert memory is not None
+    return torch.from_numpy(memory[:size])
+
+
+def test_slots_go_round(ring: Ring) -> None:
+    taken = [ring.take() for _ in range(5)]
+    assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2, 3]
+    assert taken[4] is None
+    assert ring.free == 0
+    ring.give(2)
+    ring.give(NO_SLOT)
+    assert ring.free == 1
+    assert ring.take() == 2
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda tensor: tensor,
+        lambda tensor: tensor[5:],
+        lambda tensor: tensor[3],
+        lambda tensor: tensor.view(10, 10).t(),
+        lambda tensor: tensor.view(torch.int32),
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.numpy()[5:9].reshape(2, 2),
+        lambda tensor: tensor.detach(),
+        lambda tensor: tensor.unbind(0),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: [memoryview(tensor.numpy())],
+        lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
+    ],
+)
+def test_a_slot_comes_back_with_the_last_view(ring: Ring, view: Any) -> None:
+    slot = ring.take()
+    assert slot is not None
+    fill(ring, slot, 7)
+    tensor = lend(ring, slot)
+    kept = view(tensor)
+    del tensor
+    assert ring.leased == 1
+    assert ring.free == 3
+    del kept
+    gc.collect()
+    assert ring.leased == 0
+    assert ring.free == 4
+
+
+def test_a_slot_grows(ring: Ring) -> None:
+    slot = ring.take()
+    assert slot is not None
+    fill(ring, slot, 1, 100)
+    small = lend(ring, slot)
+    fill(ring, slot, 2, 100_000)
+    assert len(ring.slots.view(slot, 100_000)) >= 100_000
+    assert ring.bytes >= 100_000
+    fill(ring, slot, 3, 50)  # it does not shrink
+    assert len(ring.slots.view(slot, 100_000)) >= 100_000
+    assert small[99] == 2
+
+
+def test_another_process_sees_what_was_written(ring: Ring) -> None:
+    """Like a worker, whose slots were pickled and map existing files."""
+    import pickle
+
+    slots = pickle.loads(pickle.dumps(ring.slots))
+    memory = slots.reserve(1, 5000)
+    memory[:5000] = 9
+    assert (ring.slots.view(1, 5000)[:5000] == 9).all()
+    with pytest.raises(sf.StorageError, match=r"slot 1 .* 10000000"):
+        ring.slots.view(1, 10_000_000)
+    slots.close()
+
+
+def test_a_ring_that_grows_and_shrinks_holds_no_more_than_its_slots(ring: Ring) -> None:
+    """The memory of the slots is bounded although a worker and a consumer map them and never unmap them."""
+    worker, consumer, size = pickle.loads(pickle.dumps(ring.slots)), Views(ring.slots.folder), 1 << 18
+    for value in range(8):
+        ring.resize(12)
+        slots = list(iter(ring.take, None))
+        assert len(slots) == 12
+        for slot in slots:
+            worker.reserve(slot, size)[:size] = value + slot
+            assert ring.slots.view(slot, size)[:size].tolist() == [(value + slot) % 256] * size
+            assert consumer.view(slot, size).tolist() == [(value + slot) % 256] * size
+        ring.resize(6)
+        for slot in slots:
+            ring.give(slot)
+        ring.resize(3)
+        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(ring.slots.folder) in line]
+        assert [line for line in maps if line.endswith("(deleted)")] == []
+        assert len(maps) <= 3 * 12
+        assert ring.bytes <= 3 * (size + size // 8 + mmap.PAGESIZE)
+        assert sum(file.stat().st_blocks * 512 for file in ring.slots.folder.glob("slot-*")) == ring.bytes
+    consumer.close()
+    worker.close()
+
+
+def test_a_slot_without_memory_is_not_used_again(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
+    for slot in list(iter(ring.take, None)):
+        fill(ring, slot, 1)
+        ring.give(slot)
+    ring.resize(2)
+
+    def full(fd: int, start: int, size: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module, "allocate", full)
+    ring.resize(4)
+    reserved = [ring.slots.reserve(slot, 100) for slot in iter(ring.take, None)]
+    assert [memory is not None for memory in reserved].count(True) == 2
+
+
+def test_no_room() -> None:
+    ring = Ring(4, 64 << 10)  # 16 KiB for each
+    assert ring.slots.reserve(0, 16 << 10) is not None
+    assert ring.slots.reserve(0, (16 << 10) + 1) is None
+    assert ring.slots.reserve(NO_SLOT, 10) is None
+    for slot in range(4):
+        ring.slots.reserve(slot, 9000)
+        ring.slots.reserve(slot, 15000)
+    assert ring.bytes <= 64 << 10
+    ring.close()
+
+
+def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
+    fill(ring, 0, 1, 100)
+    before = ring.bytes
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    assert ring.slots.reserve(0, 1 << 20) is None
+    assert ring.slots.reserve(1, 1 << 20) is None
+    assert ring.bytes == before
+    assert ring.slots.reserve(0, 100) is not None
+
+
+def test_memory_outlives_the_ring() -> None:
+    ring = Ring(2, None)
+    fill(ring, 0, 7)
+    kept = lend(ring, 0)
+    ring.close()
+    ring.close()
+    assert (kept == 7).all()
+    assert ring.bytes == 0
+    del ring
+    gc.collect()
+    assert (kept == 7).all()
+
+
+class RingModel(RuleBasedStateMachine):
+    """Compares a ring with a list of the values written to each held batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(5, None)
+        self.filling: list[tuple[int, int, int]] = []  # slot, value, size
+        self.kept: list[tuple[list[torch.Tensor], int]] = []  # views, value
+        self.counter = 0
+
+    @rule(size=st.sampled_from([1, 64, 5000, 100_000]))
+    def take_and_fill(self, size: int) -> None:
+        slot = self.ring.take()
+        if slot is None:
+            assert len(self.filling) + len(self.kept) == 5
+            return
+        self.counter = (self.counter + 1) % 251
+        fill(self.ring, slot, self.counter, size)
+        self.filling.append((slot, self.counter, size))
+
+    @precondition(lambda self: self.filling)
+    @rule(data=st.data())
+    def hand_out(self, data: st.DataObject) -> None:
+        slot, value, size = self.filling.pop(data.draw(st.integers(0, len(self.filling) - 1)))
+        tensor = lend(self.ring, slot, size)
+        self.kept.append(([tensor, tensor[size // 2 :]], value))
+
+    @precondition(lambda self: self.filling)
+    @rule()
+    def copy_out(self) -> None:
+        slot, value, size = self.filling.pop(0)
+        copy = self.ring.slots.view(slot, size)[:size].copy()
+        self.ring.give(slot)
+        assert (copy == value).all()
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data(), view=st.integers(0, 1))
+    def drop(self, data: st.DataObject, view: int) -> None:
+        at = data.draw(st.integers(0, len(self.kept) - 1))
+        views, _ = self.kept[at]
+        if len(views) == 1:
+            del self.kept[at]
+        else:
+            views.pop(view)
+
+    @invariant()
+    def what_is_kept_is_untouched(self) -> None:
+        for views, value in self.kept:
+            assert all((view == value).all() for view in views)
+
+    @invariant()
+    def no_slot_is_lost(self) -> None:
+        assert self.ring.leased == len(self.kept)
+        assert self.ring.free == 5 - len(self.kept) - len(self.filling)
+
+    def teardown(self) -> None:
+        self.kept.clear()
+        self.ring.close()
+
+
+TestRingModel = RingModel.TestCase
+TestRingModel.settings = settings(max_examples=8, stateful_step_count=30)
+
+
+class ResizedRing(RuleBasedStateMachine):
+    """Compares a ring whose size changes during use with the set of slots in use.
+
+    They are filled by a worker, which never unmaps a slot.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ring = Ring(3, None)
+        self.count = 3
+        self.used: dict[int, int] = {}  # slot -> what is in it
+        self.worker = pickle.loads(pickle.dumps(self.ring.slots))
+
+    @rule(value=st.integers(0, 250))
+    def take_and_fill(self, value: int) -> None:
+        slot = self.ring.take()
+        assert (slot is not None) == (len(self.used) < self.count)
+        if slot is not None:
+            assert slot not in self.used
+            self.worker.reserve(slot, 100)[:100] = value
+            self.used[slot] = value
+
+    @precondition(lambda self: self.used)
+    @rule(data=st.data())
+    def give(self, data: st.DataObject) -> None:
+        slot = data.draw(st.sampled_from(sorted(self.used)))
+        assert (self.ring.slots.view(slot, 100)[:100] == self.used.pop(slot)).all()
+        self.ring.give(slot)
+        self.ring.give(NO_SLOT)
+
+    @rule(count=st.integers(1, 7))
+    def resize(self, count: int) -> None:
+        self.ring.resize(count)
+        self.count = count
+
+    @invariant()
+    def as_many_as_there_are_to_be(self) -> None:
+        assert self.ring.count == self.count
+        assert self.ring.free == max(0, self.count - len(self.used))
+
+    @invariant()
+    def memory_is_given_back(self) -> None:
+        there = {int(path.name[5:]) for path in self.ring.slots.folder.glob("slot-*") if path.stat().st_blocks}
+        assert there >= self.used.keys()
+        assert len(there) <= max(self.count, len(self.used))
+
+    def teardown(self) -> None:
+        self.worker.close()
+        self.ring.close()
+
+
+TestResizedRing = ResizedRing.TestCase
+TestResizedRing.settings = settings(max_examples=8, stateful_step_count=30)
+
+
+# --- the ring of a loader ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("workers", "cached"), [(2, False), (0, True)])
+def test_all_batches_may_be_kept(workers: int, cached: bool) -> None:
+    base = Made(60, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0) as loader:
+        kept = [batch for _ in range(3) for batch in loader]
+        stats = loader.stats()
+        # As soon as three are on lease, the others are copies, and no slot waits for the loop.
+        if workers:  # without, batches are objects of the process itself, but for those that threads gather
+            assert stats.private_copies == stats.batches - KEPT
+    for number, (images, labels) in enumerate(kept):
+        ids = [4 * (number % 15) + k for k in range(4)]
+        assert labels.tolist() == ids
+        assert same(images, torch.stack([pixels(id) for id in ids]))
+    if cached:
+        dataset.close()
+
+
+def growing(id: int) -> torch.Tensor:
+    return torch.full((1 + 200 * id,), id)
+
+
+def test_batches_that_grow() -> None:
+    with sf.DataLoader(Made(40, growing), num_workers=2, persistent_workers=True) as loader:
+        for _ in range(2):
+            for id, batch in enumerate(loader):
+                assert same(batch, growing(id)[None])
+        assert loader.stats().private_copies == 0
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_staging_is_a_limit(cached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A ring with batches of 768 to 16 x 768 bytes, the larger of which do not fit."""
+    sizes = [1, 4, 16, 1, 16, 4, 16, 1]
+    ids = iter(range(1000))
+    batches = [[next(ids) for _ in range(size)] for size in sizes * 4]
+    base = Made(400, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    limit = (2 * 2 + KEPT) * 4096
+    with (
+        caplog.at_level(logging.WARNING, "stallfree"),
+        sf.DataLoader(dataset, batch_sampler=batches, num_workers=2, persistent_workers=True, staging=limit) as loader,
+    ):
+        for epoch in range(1, 3):
+            for (images, labels), expected in zip(loader, batches, strict=True):
+                assert labels.tolist() == expected
+                assert same(images, torch.stack([pixels(id) for id in expected]))
+                assert loader.stats().staging_bytes <= limit
+            assert loader.stats().private_copies == epoch * sum(size == 16 for size in sizes * 4)
+    if cached:
+        dataset.close()
+    told = [record.message for record in caplog.records if "staging" in record.message]
+    assert len(told) == 1
+    assert "no room in the staging ring (slots of 4.0 KiB)" in told[0]
+
+
+def test_staging_without_room_for_anything() -> None:
+    with sf.DataLoader(Made(10, zero_dim), 2, num_workers=1, staging=0) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+        assert loader.stats().staging_bytes == 0
+
+
+def test_large_batches_by_way_of_the_connection() -> None:
+    """Results larger than the kernel's buffers arrive while tasks are sent the other way."""
+    big = Made(12, lambda id: torch.full((1 << 18,), id, dtype=torch.float64))
+    with sf.DataLoader(big, num_workers=2, staging="64KiB", prefetch_factor=3) as loader:
+        assert [batch.unique().tolist() for batch in loader] == [[id] for id in range(12)]
+        next(iter(loader))  # and leave
+
+
+def test_a_forked_child_frees_nothing_and_ends_no_workers_here() -> None:
+    with sf.DataLoader(Made(100, picture), 4, num_workers=2, persistent_workers=True) as loader:
+        held = [iter(loader)]
+        batch = [next(held[0])]
+
+        def leave() -> None:
+            batch.clear()
+            loader.close()
+            held.clear()
+            gc.collect()
+
+        assert Child(leave).wait() == 0
+        assert len(list(held[0])) == 24
+        assert loader.stats().workers_replaced == 0
+        assert same(batch[0][0], torch.stack([pixels(id) for id in range(4)]))
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_forked_child_cannot_go_on_with_an_iteration(persistent: bool) -> None:
+    def next_in_child() -> None:
+        with pytest.raises(sf.StallfreeError, match=r"is that of process \d+, which was forked"):
+            next(batches)
+
+    with sf.DataLoader(Made(96, pixels), 4, num_workers=2, with_ids=True, persistent_workers=persistent) as loader:
+        batches = iter(loader)
+        seen = [next(batches) for _ in range(3)]
+        assert Child(next_in_child).wait() == 0
+        seen += batches
+        assert [batch.ids.tolist() for batch in seen] == [list(range(at, at + 4)) for at in range(0, 96, 4)]
+        assert all(torch.equal(batch.data, torch.stack([pixels(id) for id in batch.ids.tolist()])) for batch in seen)
+
+
+def test_a_ring_that_is_closed_while_a_thread_gathers_makes_no_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector may close the ring in the same thread, between any two lines."""
+    ring = Ring(2, None)
+    ring.close()
+    assert ring.take() is None
+    with pytest.raises(sf.StorageError, match="ring is closed"):
+        ring.slots.reserve(0, 100)
+    ring = Ring(2, None)
+    monkeypatch.setattr(module, "sweep", lambda _: ring.close())  # while the folder is made
+    with pytest.raises(sf.StorageError, match="ring is closed"):
+        ring.take()
+
+
+@pytest.mark.parametrize(("workers", "cached"), [(2, False), (0, True)])
+def test_no_code_runs_where_a_batch_is_freed(workers: int, cached: bool) -> None:
+    """Ctrl-C that comes while it runs would be lost: an exception in a callback of the collector is ignored."""
+    base = Made(60, picture)
+    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
+    called: list[str] = []
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call":
+            called.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    with sf.DataLoader(dataset, 4, num_workers=workers, persistent_workers=workers > 0) as loader:
+        list(loader)
+        for batch in loader:
+            pool = loader._epochs._living()[0]
+            assert pool.ring.leased == 1
+            sys.setprofile(note)
+            del batch
+            sys.setprofile(None)
+            assert pool.ring.leased == 0
+            del pool
+    assert called == []
+    if cached:
+        dataset.close()
