@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
     from stallfree.pipeline.compose import Compose, OnItem
-    from stallfree.ray.ray_workers import RayWorkers
+    from stallfree.ray.workers import RayWorkers
     from stallfree.shared.shared_loader import SharedLoader
     from stallfree.sources.cutting.cut import cut
     from stallfree.sources.decode import DecodeImage
@@ -83,7 +83,7 @@ _PLACES = {
     "sources.tar": "TarDataset",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
     "vision.crops": "DecodeRandomResizedCrop",
-    "ray.ray_workers": "RayWorkers",
+    "ray.workers": "RayWorkers",
 }
 """Where the public names are that come with their first use: all of them together take half a second to import."""
 

@@ -53,7 +53,7 @@ def check_arguments(given: Mapping[str, Any]) -> int | float | None:
     capacity = None
     if (cache, given["capacity"], given["transform"]) != (None, None, None):
         capacity = _auto_capacity(cache, given["capacity"], given["transform"], sampler)
-    check_remote(workers, cache)
+    check_remote(workers, cache, given["num_workers"])
     check_numbers(
         int(cache == "auto") if num_workers is None else num_workers,  # it chooses them
         given["batch_size"],
@@ -91,7 +91,7 @@ def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
 
 
-def check_remote(workers: Any, cache: Any) -> None:
+def check_remote(workers: Any, cache: Any, num_workers: Any) -> None:
     """Raise `InputError` unless `workers` are None, or make an executor, as `RayWorkers` do."""
     if workers is None:
         return
@@ -99,6 +99,8 @@ def check_remote(workers: Any, cache: Any) -> None:
         raise InputError(f"workers={workers!r:.80}: give RayWorkers(...), or num_workers=... for local workers")
     if cache is not None:
         raise argument_conflict("workers=RayWorkers(...) and cache='auto': give a CachedDataset in its place")
+    if num_workers:
+        raise argument_conflict(f"workers=RayWorkers(...) and num_workers={num_workers}: give one of them")
 
 
 def _check_sampling(given: Mapping[str, Any]) -> None:

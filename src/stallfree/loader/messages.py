@@ -30,7 +30,7 @@ GATHERER = -1
 NO_SLOT = -1
 """Slot of a task that has no slot, or not yet."""
 
-WORK, FORGET, RESIZE = 1, 2, 3
+WORK, FORGET = 1, 2
 READY, PRIVATE, WHOLE, FAILED, EMPTY, UNDONE = 1, 2, 3, 4, 5, 6
 
 NOTHING: Ids = np.empty(0, np.int64)
@@ -75,11 +75,6 @@ def unpack_task(data: bytes | bytearray) -> tuple[int, Task]:
 def forget_message(token: int) -> bytes:
     """Return the message that cancels the batches of iterations before `token`."""
     return Task(token, 0, 0, 0, NOTHING).pack(FORGET)
-
-
-def resize_message(workers: int) -> bytes:
-    """Return the message that sets the number of workers."""
-    return Task(workers, 0, 0, 0, NOTHING).pack(RESIZE)
 
 
 @dataclass(slots=True)

@@ -58,14 +58,13 @@ class Options:
         seed: seed of the random draws.
         skip: whether samples that fail are left out.
         workers: number of worker processes.
-        ahead: batches in flight, without those of Ray workers.
+        ahead: batches in flight.
         context: multiprocessing context that starts the workers.
         worker_init: called in each worker with its number, or None.
         seconds: maximum wait for a batch.
         staging: bytes of the ring, or None for the default.
         log: the event log, or None.
-        remote: `RayWorkers` beside the worker processes, which make their executor; or None.
-        group: the group over hosts that shares the Ray workers, or None.
+        remote: `RayWorkers` in place of worker processes, which make their executor; or None.
     """
 
     reader: Reader
@@ -82,7 +81,6 @@ class Options:
     staging: int | None
     log: EventLog | None
     remote: Any = None
-    group: Any = None
 
 
 class WorkerPool:
@@ -111,30 +109,27 @@ class WorkerPool:
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
         remote = options.remote
-        most = options.ahead + (0 if remote is None else remote.most_ahead)
-        self.ring = Ring(slots or most + KEPT, options.staging)
+        self.ahead, self.closed = options.ahead if remote is None else remote.ahead, False
+        self.ring = Ring(slots or self.ahead + KEPT, options.staging)
         self.builder = BatchBuilder(
             reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
         )
         self._threads: GatherThreads | None = None
         self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
-        self.ahead, self.closed = options.ahead, False
-        self._remote: Any = None
+        self._executors: list[Executor] = []
+        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
         if not shares_memory():
             if options.workers:
                 _warn_of_workers(options.workers)
         elif options.workers or remote is not None:
-            workers = options.workers + (0 if remote is None else remote.most)
+            workers = options.workers if remote is None else remote.num_workers
             setup = WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
             if remote is None:
-                self._main = WorkerProcesses(setup, options.context, options.workers)
+                self._main = WorkerProcesses(setup, options.context, workers)
             else:
-                numbers = options.workers, options.ahead
-                self._main = self._remote = remote.executor(setup, options.context, *numbers, options.group, counts)
-                self.ahead = self._remote.ahead
-        self._executors: list[Executor] = [self._main]
-        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
+                self._main = remote.executor(setup, self.ring.slots)
+        self._executors.append(self._main)
         if reader.cache is not None:
             reader.cache.populate()
 
@@ -180,8 +175,6 @@ class WorkerPool:
                     results.append(result)
                 else:
                     self.ring.give(result.slot)
-        if self._remote is not None:
-            self.ahead = self._remote.ahead
         if self._main.replaced:
             self.counts["workers_replaced"] += self._main.replaced
             self._main.replaced = 0

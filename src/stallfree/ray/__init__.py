@@ -1,1 +1,1 @@
-"""Workers on a Ray cluster."""
+"""Prep on a Ray cluster."""

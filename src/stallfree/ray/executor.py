@@ -1,0 +1,280 @@
+"""The executor of Ray workers: actors build batches, and one thread copies these into slots of the ring.
+
+    submit ─▶ actor.run ─▶ (head, memory) in Ray's object store ─▶ the thread ─▶ slot, `poll`
+
+Several tasks are under way per actor. A task stays with its actor until its batch has arrived: if the actor or its node
+is lost before, another actor gets the task, so each batch arrives once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import queue
+import select
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.sample_cache import SampleCache, attach_or_create
+from stallfree.errors import WorkerError, not_picklable, text_of
+from stallfree.ipc.process import find_unpicklable
+from stallfree.loader.batch import failure
+from stallfree.loader.executors import Executor
+from stallfree.loader.messages import PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
+from stallfree.loader.processes import LIVES, WorkerSetup, prepare_process, problem_of_init
+from stallfree.loader.ring import Slots
+from stallfree.ray.workers import AHEAD
+
+Bytes = npt.NDArray[np.uint8]
+
+_STOP_SECONDS = 5.0
+
+
+@dataclass
+class _Actor:
+    """An actor, and its tasks that have no result yet."""
+
+    handle: Any
+    tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
+
+
+class RayExecutor(Executor):
+    """Executor of Ray actors. A lost one is replaced, and its batches are repeated.
+
+    The result of a batch during which three actors were lost is a `WorkerError`.
+
+    Args:
+        count: number of actors.
+        resources: what each requires, by Ray's names.
+        setup: of the workers.
+        slots: of the ring.
+
+    Attributes:
+        replaced: number of actors that were lost.
+    """
+
+    needs_slot = True
+
+    def __init__(self, count: int, resources: Mapping[str, float], setup: WorkerSetup, slots: Slots) -> None:
+        self._ray, self.replaced = import_module("ray"), 0
+        packed = pack_setup(setup)
+        self._packed = self._ray.put(packed)
+        named = {"CPU": 1.0, **resources}
+        options = {"num_cpus": named.pop("CPU"), "num_gpus": named.pop("GPU", 0), "memory": named.pop("memory", None)}
+        self._class = self._ray.remote(RayWorker).options(
+            **{name: value for name, value in options.items() if value is not None},
+            resources=named,
+            max_concurrency=AHEAD,
+            max_restarts=0,
+        )
+        self._slots, self._wanted, self._deaths = slots, 0, dict[tuple[int, int], int]()
+        self._lock = threading.Lock()  # of `_actors`
+        self._actors = [self._start(number) for number in range(count)]
+        self._arrived: queue.SimpleQueue[tuple[_Actor, int, Task, Any] | None] = queue.SimpleQueue()
+        self._done: deque[Result] = deque()
+        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.descriptors = [(self._read, select.POLLIN)]
+        self._thread = threading.Thread(target=self._run, name="stallfree-ray", daemon=True)
+        self._thread.start()
+
+    def _start(self, number: int) -> _Actor:
+        return _Actor(self._class.remote(self._packed, number))
+
+    def submit(self, task: Task) -> None:
+        with self._lock:
+            loads = [len(actor.tasks) for actor in self._actors]
+            self._send(loads.index(min(loads)), task)
+
+    def _send(self, number: int, task: Task) -> None:
+        actor = self._actors[number]
+        actor.tasks[task.token, task.number] = task
+        head, memory = actor.handle.run.options(num_returns=2).remote(task.pack())
+
+        def arrived(future: Any) -> None:
+            self._arrived.put((actor, number, task, (future, memory)))
+
+        head.future().add_done_callback(arrived)
+
+    def _run(self) -> None:
+        """Receive batches until the end."""
+        while (item := self._arrived.get()) is not None:
+            actor, number, task, (future, memory) = item
+            try:
+                packed = future.result()
+                result = unpack_result(packed)
+                batch = None if result.status != PRIVATE or task.token < self._wanted else self._ray.get(memory)
+            except Exception as error:  # the actor or its node is lost
+                self._lost(number, actor, error)
+                continue
+            with self._lock:
+                if actor.tasks.pop((task.token, task.number), None) is None:
+                    continue  # it was sent to another actor
+                self._deaths.pop((task.token, task.number), None)
+            self._finish(self._deliver(task, number, result, batch))
+            del item, future, memory, batch, result, packed
+
+    def _deliver(self, task: Task, number: int, result: Result, batch: Bytes | None) -> Result:
+        """Copy a batch into its slot; return its result."""
+        result.slot, result.worker = task.slot, number
+        if task.token < self._wanted:
+            return Result(UNDONE, task.token, task.number, task.slot)
+        if batch is not None:
+            try:
+                slot = self._slots.reserve(task.slot, len(batch))
+            except Exception as error:
+                return failure(task, error, here=True)
+            if slot is None:
+                result.status, result.memory, result.size = PRIVATE, batch.copy(), len(batch)
+            else:
+                slot[: len(batch)] = batch
+                result.status, result.size = READY, len(batch)
+        return result
+
+    def _finish(self, result: Result) -> None:
+        self._done.append(result)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._write, b"x")
+
+    def _lost(self, number: int, actor: _Actor, error: Exception) -> None:
+        """Replace an actor, and send its tasks to the new one."""
+        failed: list[Result] = []
+        with self._lock:
+            if self._actors[number] is not actor:
+                return  # by an earlier task
+            self.replaced += 1
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor.handle)
+            self._actors[number] = self._start(number)
+            for at, (key, task) in enumerate(list(actor.tasks.items())):
+                self._deaths[key] = self._deaths.get(key, 0) + (at < AHEAD)  # the others had not begun
+                if self._deaths[key] >= LIVES:
+                    failed.append(failure(task, _killer(task, error), here=True))
+                else:
+                    self._send(number, task)
+            actor.tasks.clear()
+        for result in failed:
+            self._finish(result)
+
+    def poll(self, number: int | None) -> list[Result]:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._read, 4096)
+        results = []
+        while self._done:
+            results.append(self._done.popleft())
+        return results
+
+    def prepare_wait(self) -> bool:
+        return bool(self._done)
+
+    def forget(self, token: int) -> None:
+        self._wanted = token
+
+    def describe(self, task: Task) -> str:
+        with self._lock:
+            for number, actor in enumerate(self._actors):
+                if (task.token, task.number) in actor.tasks:
+                    return f"Ray worker {number}, with {len(actor.tasks)} batches to do"
+        return ""
+
+    def close(self) -> None:
+        """End the actors."""
+        self._arrived.put(None)
+        if threading.current_thread() is not self._thread:  # the garbage collector may run in any thread
+            self._thread.join(_STOP_SECONDS)
+        with self._lock, contextlib.suppress(Exception):  # Ray was shut down before
+            for actor in self._actors:
+                actor.handle.__ray_terminate__.remote()  # after its task; it leaves its cache
+        if not self._thread.is_alive():
+            os.close(self._read)
+            os.close(self._write)
+
+
+def _killer(task: Task, error: Exception) -> WorkerError:
+    ids = task.ids.tolist()
+    return WorkerError(
+        f"{LIVES} Ray workers were lost one after the other on batch {task.number} of epoch {task.epoch}, which holds "
+        f"the samples {ids}; the last: {text_of(error)}. Prepare these samples with num_workers=0 to see why",
+        ids=ids,
+    )
+
+
+# -- what is sent to the nodes ----------------------------------------------------------------------------------------
+
+
+def pack_setup(setup: WorkerSetup) -> bytes:
+    """Pickle the setup of workers, with functions and classes of `__main__` by value.
+
+    Unpickled on another host, a sample cache in memory is one of that host with the same layout. Raises `InputError`
+    if it cannot be pickled, which names the part that is the cause.
+    """
+    try:
+        return _dumps(setup)
+    except Exception as error:
+        what, problem = find_unpicklable(setup.parts, _dumps) or ("the data set", text_of(error))
+        raise not_picklable(
+            f"{what} cannot be sent to Ray workers: {problem}. Give something that can be pickled: create locks, open "
+            "files and connections on first use in the worker, or leave them out in __getstate__"
+        ) from error
+
+
+def _dumps(value: object) -> bytes:
+    cloudpickle: Any = import_module("ray.cloudpickle")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, SampleCache):
+                return attach_or_create, (*obj.address, obj.meta)
+            return super().reducer_override(obj)
+
+    out = io.BytesIO()
+    Pickler(out, protocol=5).dump(value)
+    return out.getvalue()
+
+
+class RayWorker:
+    """The actor.
+
+    Args:
+        packed: the result of `pack_setup`.
+        worker: number of this worker.
+    """
+
+    def __init__(self, packed: bytes, worker: int) -> None:
+        setup: WorkerSetup = pickle.loads(packed)
+        setup = replace(setup, worker=worker, seed=setup.seed + worker)
+        self._builder = setup.builder
+        self._builder.slots = None  # type: ignore[assignment]  # batches go to reused memory
+        self._builder.reader.split.quiet = True
+        prepare_process(setup)
+        self._problem = problem_of_init(setup)
+        self._prep = threading.Lock()
+
+    def run(self, packed: bytes) -> tuple[bytes, Bytes | None]:
+        """Build a batch. Its fetches are started at once, its prep begins when that of the previous one has ended.
+
+        Returns:
+            The packed result without memory; and the memory of the batch.
+        """
+        _, task = unpack_task(packed)
+        pending = self._builder.start(task)
+        with self._prep:
+            begun = time.monotonic()
+            if self._problem is None:
+                result = self._builder.finish(task, pending, here=False)
+            else:
+                result = failure(task, self._problem, here=False)
+            result.prep_seconds = result.prep_seconds or time.monotonic() - begun
+        memory = None
+        if result.status == PRIVATE and result.memory is not None:
+            memory, result.memory = result.memory[: result.size].copy(), None
+        return b"".join(result.pack()), memory

@@ -1,0 +1,156 @@
+"""A training job that uses a Ray cluster, in a process of its own: `python ray_job.py NAME ADDRESS`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import get_worker_info
+
+import stallfree as sf
+
+SAMPLES = 96
+
+
+class Made:
+    """`count` samples that a function makes."""
+
+    def __init__(self, count: int, make: Any) -> None:
+        self.count, self.make = count, make
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> Any:
+        return self.make(id)
+
+
+def noisy(id: int) -> tuple[torch.Tensor, int, dict[str, Any]]:
+    return torch.rand(300) + id, id, {"name": str(id), "large": torch.full((64, 64), id)}
+
+
+def slow(id: int) -> tuple[torch.Tensor, int]:
+    time.sleep(0.003)
+    return torch.rand(30) + id, id
+
+
+def fails(id: int) -> torch.Tensor:
+    if id == 7:
+        raise ValueError("the file is damaged")
+    return torch.tensor(int("RAY_JOB_ID" in os.environ))
+
+
+def dies(id: int) -> torch.Tensor:
+    if id == 7 and get_worker_info() is not None:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return torch.tensor(id)
+
+
+def picture(id: int) -> tuple[torch.Tensor, int]:
+    return torch.full((16, 16), id, dtype=torch.uint8), id
+
+
+def loader(dataset: Any, workers: int = 2, **options: Any) -> sf.DataLoader:
+    arguments: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5, "persistent_workers": True, **options}
+    return sf.DataLoader(dataset, workers=sf.RayWorkers(workers), **arguments)
+
+
+def leaves(batch: Any) -> list[Any]:
+    return [
+        leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in torch.utils._pytree.tree_leaves(batch)
+    ]
+
+
+def equal() -> None:
+    """Batches, early ends and errors are those of local workers; a sample of each node's cache is a hit."""
+    dataset = Made(SAMPLES, noisy)
+    with sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=5, num_workers=1) as plain:
+        expected = [[leaves(batch) for batch in plain] for _ in range(3)]
+    with loader(dataset) as remote:
+        assert [leaves(batch) for batch in remote] == expected[0]
+        for number, batch in enumerate(remote):
+            assert leaves(batch) == expected[1][number]
+            if number == 3:
+                break
+        assert [leaves(batch) for batch in remote] == expected[2]
+        assert remote.stats().num_workers == 0 or remote.stats().workers_replaced == 0
+    with loader(Made(16, fails), shuffle=False, on_error="skip") as remote:
+        flags = [flag for batch in remote for flag in batch.tolist()]
+        assert flags == [1] * 15, "samples are made on the cluster"
+    with loader(Made(16, fails), shuffle=False) as remote:
+        with pytest.raises(ValueError, match=r"the file is damaged\n.*sample 7"):
+            list(remote)
+    with sf.CachedDataset(Made(SAMPLES, picture), capacity="8MiB") as cached, loader(cached) as remote:
+        for epoch in range(2):
+            hits = remote.stats().hits
+            assert sorted(int(label) for batch in remote for label in batch[1]) == list(range(SAMPLES))
+            assert not epoch or remote.stats().hits - hits == SAMPLES
+
+
+def pickles() -> None:
+    """What cannot be sent is one error, which names it."""
+    lock = threading.Lock()
+
+    def locks(_: object, held: Any) -> None:
+        held.acquire()
+
+    for wrong, name in (
+        ({"collate_fn": partial(locks, held=lock)}, "collate_fn"),
+        ({"worker_init_fn": partial(locks, held=lock)}, "worker_init_fn"),
+        ({"dataset": Made(16, partial(locks, held=lock))}, "the data set"),
+    ):
+        arguments: dict[str, Any] = {"dataset": Made(16, noisy), **wrong}
+        with loader(**arguments) as remote:
+            with pytest.raises(sf.InputError, match=f"^{name} cannot be sent to Ray workers: ") as caught:
+                next(iter(remote))
+            assert caught.value.page == "not-picklable"
+
+
+def deadly() -> None:
+    """A batch that kills three workers is an error with its ids; the others come."""
+    with loader(Made(SAMPLES, dies), shuffle=False) as remote:
+        with pytest.raises(sf.WorkerError, match="lost one after the other") as caught:
+            list(remote)
+        assert 7 in caught.value.ids
+
+
+def kills() -> None:
+    """Epochs until the file `over` exists in the current folder, while processes and nodes are killed."""
+    dataset = Made(40 * 64, slow)
+    with sf.DataLoader(dataset, batch_size=64, shuffle=True, seed=5) as plain:
+        sums = [[(float(values.double().sum()), ids.tolist()) for values, ids in plain] for _ in range(3)]
+    epoch, longest = 0, 0.0
+    with loader(dataset, 4, batch_size=64) as remote:
+        while not os.path.exists("over"):
+            remote.set_epoch(epoch % 3)
+            begun, got = time.monotonic(), []
+            for values, ids in remote:
+                longest = max(longest, time.monotonic() - begun)
+                got.append((float(values.double().sum()), ids.tolist()))
+                begun = time.monotonic()
+            assert got == sums[epoch % 3]
+            epoch += 1
+            if epoch == 1:
+                print("begun", flush=True)
+        print(f"{epoch} epochs, {remote.stats().workers_replaced} replaced, longest wait {longest:.1f} s", flush=True)
+    assert epoch > 1
+
+
+def main() -> None:
+    import ray
+
+    ray.init(sys.argv[2], logging_level="ERROR", log_to_driver=False, namespace="test")
+    globals()[sys.argv[1]]()
+    ray.shutdown()
+    print("done", flush=True)
+
+
+if __name__ == "__main__":
+    main()
