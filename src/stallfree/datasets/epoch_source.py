@@ -40,7 +40,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpochPlan:
     """One epoch, or the rest of it.
 
@@ -137,9 +137,9 @@ def takes_losses(source: EpochSource, method: str) -> TakesLosses:
     return source
 
 
-@dataclass(frozen=True)
+@dataclass
 class SourceSetup:
-    """The arguments of an epoch source: those of a loader, and its shared objects.
+    """The arguments of an epoch source: those of a loader, and its shared objects. Not changed once made.
 
     Attributes:
         samples: number of samples of the data set.
