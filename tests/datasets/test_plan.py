@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 from warm import Interpreter
 
 seeds = st.integers(-(2**70), 2**70)
@@ -46,5 +46,5 @@ def test_every_position_is_as_likely() -> None:
 
 def test_another_process_makes_the_same_plan(interpreter: Interpreter) -> None:
     made = "make_plan(20, shuffle=True, seed=7, epoch=3)"
-    code = f"from stallfree.datasets.plan import make_plan; print({made}.ids.tolist())"
+    code = f"from stallfree.datasets.epoch_source import make_plan; print({made}.ids.tolist())"
     assert interpreter.run(code).out.strip() == str(make_plan(20, shuffle=True, seed=7, epoch=3).ids.tolist())

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from stallfree.loader.messages import NOTHING, Ids
-from stallfree.loader.output import Batch, pinned
 from stallfree.loader.pool import Counts, Options, WorkerPool, new_counts
-from stallfree.loader.run import Pass, Progress
+from stallfree.loader.run import Batch, Pass, Progress, pinned
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.randomness import Randomness
 from stallfree.shared.member import Chunk, EpochAdvanced, Member, Skipped
