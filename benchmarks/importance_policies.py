@@ -18,7 +18,7 @@ import numpy.typing as npt
 from stallfree import ImportanceSampler
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 from stallfree.importance.plans.probabilities import generator, ranks
 from stallfree.importance.plans.retention import FRESH
 from stallfree.importance.plans.sampling_plans import Draw

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `benchma
 
 from benchmarks.harness import BenchmarkError, machine, say
 from benchmarks.small_resnet import Array, Batch, Data, accuracy, best_device, data, train
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 
 BATCH = 128
 _MOST = float(np.finfo(np.float16).max)

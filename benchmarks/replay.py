@@ -15,7 +15,7 @@ from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, say, scratch_folder
 from stallfree.analysis.replay import replay
 from stallfree.cache.policies import POLICIES
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 
 NAME = "replay"
 QUESTION = "How long does `sf.replay` take on one core for 10 shuffled epochs of as many ids as ImageNet has?"

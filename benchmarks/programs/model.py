@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 from stallfree.pipeline.randomness import Randomness
 
 

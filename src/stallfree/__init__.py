@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from stallfree.importance.plans.importance import ImportanceSampler
     from stallfree.importance.plans.schedule import BySamples
     from stallfree.loader.dataloader import DataLoader
-    from stallfree.loader.output import Batch
+    from stallfree.loader.run import Batch
     from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
     from stallfree.pipeline.compose import Compose, OnItem
@@ -69,7 +69,7 @@ _PLACES = {
     "device.process": "ProcessPrefetcher",
     "importance.benefit": "measure_benefit",
     "loader.dataloader": "DataLoader",
-    "loader.output": "Batch",
+    "loader.run": "Batch",
     "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
     "pipeline.classify.determinism": "Split mark_deterministic mark_random split",
     "pipeline.compose": "Compose OnItem",

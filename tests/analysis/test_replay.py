@@ -14,7 +14,7 @@ from stallfree import InputError
 from stallfree.analysis.replay import replay
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 from stallfree.pipeline.codec import encode, record_size
 
 SIZE = 64

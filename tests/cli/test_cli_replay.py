@@ -11,7 +11,7 @@ from typer.testing import CliRunner, Result
 
 from stallfree.analysis.replay import replay as replay_here
 from stallfree.cli.replay import replay
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import make_plan
 from stallfree.errors import StallfreeError, text_of
 
 app = typer.Typer()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,12 +13,10 @@ import stallfree as sf
 from cached_data import (
     Given,
     Numbers,
-    Plain,
     as_plain,
     doubled,
     doubled_in_place,
     shifted_in_place,
-    tripled,
     with_draws,
 )
 from stallfree.cache.policies import POLICIES
@@ -157,15 +154,6 @@ def test_twins_in_a_batch_are_visits_of_their_own() -> None:
         assert data[1][2:] == twins[1]
 
 
-@pytest.mark.parametrize("form", ["fetched", "prepared"])
-def test_the_transform_argument_comes_after_the_steps_of_the_source(form: str) -> None:
-    with sf.CachedDataset(Numbers(6, [doubled]), capacity="1MiB", form=form, transform=tripled) as data:
-        for _ in range(2):
-            assert [array.tolist() for array, _ in data] == [[6 * id] * 16 for id in range(6)]
-    with sf.CachedDataset(Plain(6), capacity="1MiB", form=form, transform=tripled) as data:
-        assert [value.tolist() for value, _ in data] == (Plain(6).values * 3).tolist()
-
-
 def test_an_item_larger_than_the_cache_passes_through_and_is_counted() -> None:
     source = Given([b"small", b"x" * 300_000, b"small too"])
     with sf.CachedDataset(source, capacity=FEW) as data:
@@ -198,27 +186,8 @@ def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
     assert not list(store_root.iterdir())
 
 
-def test_closing_gives_memory_and_descriptors_back_while_the_object_lives_on(store_root: Path) -> None:
-    sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB").close()  # whatever is opened once and for all
-    before = len(os.listdir("/proc/self/fd"))
-    data = sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB")
-    list(data)
-    assert len(os.listdir("/proc/self/fd")) > before
-    data.close()
-    assert len(os.listdir("/proc/self/fd")) == before
-    assert str(store_root) not in Path("/proc/self/maps").read_text()
-
-
 def test_a_cache_that_was_forgotten_is_removed(store_root: Path) -> None:
     data = sf.CachedDataset(Numbers(4), capacity="1MiB")
     assert list(store_root.iterdir())
     del data
     assert not list(store_root.iterdir())
-
-
-def test_what_it_says_of_itself() -> None:
-    with sf.CachedDataset(Numbers(4), capacity="1MiB", name="numbers") as data:
-        assert "numbers" in repr(data)
-        assert data.where(2) == "memory 2"
-        with sf.CachedDataset(Numbers(4), capacity="1MiB", transform=doubled) as other:
-            assert data.fingerprint() != other.fingerprint()

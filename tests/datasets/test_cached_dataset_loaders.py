@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 
 import stallfree as sf
 from cached_data import Numbers, Plain, doubled, jittered, with_draws
@@ -103,22 +103,6 @@ def test_a_set_epoch_reaches_persistent_workers(source: ThrottledSource) -> None
         assert seen[5] != seen[0] != seen[1]
 
 
-class Watched(sf.CachedDataset):
-    """Notes how it is asked."""
-
-    def __getitems__(self, ids: Any) -> Any:
-        self.asked.append(list(ids))
-        return super().__getitems__(ids)
-
-
-def test_torchs_loader_asks_for_whole_batches(source: ThrottledSource) -> None:
-    with Watched(source, capacity="1MiB") as data:
-        data.asked = []
-        for _ in torch_loader(data, 0, shuffle=False, batch_size=10):
-            pass
-        assert data.asked == [list(range(10)), list(range(10, 20)), list(range(20, 26))]
-
-
 @pytest.mark.parametrize(("make", "workers", "spread"), [(torch_loader, 2, 1), (own_loader, 0, 1), (own_loader, 2, 5)])
 def test_storage_gives_what_is_not_resident_and_nothing_more(
     make: Callable[..., Any], workers: int, spread: int
@@ -153,33 +137,6 @@ def labels_of(samples: list[Any]) -> list[int]:
     for array, label, *_ in samples:
         assert (array == label).all()
     return [label for _, label, *_ in samples]
-
-
-class Given(Sampler[int]):
-    """The ids as they are given."""
-
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self.ids)
-
-    def __len__(self) -> int:
-        return len(self.ids)
-
-
-@pytest.mark.parametrize("make", [torch_loader, own_loader])
-def test_ids_that_come_twice(make: Callable[..., Any], source: ThrottledSource) -> None:
-    ids = [3, 3, 4, 3, 9, 9, 9, 4]
-    with sf.CachedDataset(source, capacity="1MiB") as data:
-        for _ in range(2):
-            labels = [
-                label for batch in make(data, 0, shuffle=False, sampler=Given(ids)) for label in batch[1].tolist()
-            ]
-            assert labels == ids
-    assert data.stats().storage_reads == source.requests
-    read = {*range(26)} - {*unseen_ids(26)} | {*ids}
-    assert source.requests == len(read) or make is own_loader  # whose batches under way know nothing of one another
 
 
 def test_it_travels_to_a_worker_with_its_epochs() -> None:

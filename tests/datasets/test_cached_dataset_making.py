@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,11 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stallfree as sf
 from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
 from loader_data import same
-from names import named
 from stallfree.testing import ThrottledSource
 from unseen import unseen_ids
 
@@ -61,14 +58,6 @@ def thinned(sample: Any) -> Any:
     return sample[0][::2].copy(), sample[1]
 
 
-def test_auto_of_a_plain_data_set_is_fetched() -> None:
-    with sf.CachedDataset(Plain(), capacity="1MiB") as data:
-        assert (data.form, data.decision) == (
-            "fetched",
-            "caching samples as fetched: no deterministic step comes first",
-        )
-
-
 def test_auto_does_not_choose_a_form_that_cannot_be_stored() -> None:
     with sf.CachedDataset(Numbers(4, [sf.mark_deterministic(lazily)]), capacity="1MiB") as data:
         assert data.form == "fetched"
@@ -105,18 +94,6 @@ def test_what_the_first_look_reads_is_not_read_again() -> None:
     source.close()
 
 
-def test_the_steps_do_not_touch_the_record_of_the_first_look() -> None:
-    for form in ("fetched", "prepared"):
-        with sf.CachedDataset(Numbers(3, [sf.mark_deterministic(zeroed)]), capacity="1MiB", form=form) as data:
-            held = [data.cache.get_many([id])[0][0].tolist() for id in (0, 2)]
-            assert held == ([[7] * 16, [7] * 16] if form == "prepared" else [[0] * 16, [2] * 16])
-
-
-def zeroed(sample: Any) -> Any:
-    sample[0][...] = 7
-    return sample
-
-
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     generator = np.random.default_rng(0)
@@ -125,21 +102,6 @@ def pictures(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(generator.integers(0, 256, (8, 12, 3), np.uint8)).save(path)
     return tmp_path / "pictures"
-
-
-@pytest.mark.parametrize("form", ["fetched", "prepared"])
-def test_pictures_through_the_cache(pictures: Path, form: str) -> None:
-    source = sf.ImageFolder(pictures, transform=halved)
-    wanted = [(source[id][0].tolist(), source[id][1]) for id in range(8)]
-    files = sf.FileDataset([path for path, _ in source.samples])
-    with (
-        sf.CachedDataset(source, capacity="1MiB", form=form) as data,
-        sf.CachedDataset(files, capacity="1MiB", form=form) as contents,
-    ):
-        for _ in range(2):
-            assert [(picture.tolist(), label) for picture, label in data] == wanted
-            assert list(contents) == [Path(path).read_bytes() for path, _ in source.samples]
-        assert data.stats().storage_reads == contents.stats().storage_reads == 8
 
 
 def halved(picture: Any) -> Any:
@@ -163,14 +125,6 @@ def test_a_step_that_cannot_be_judged_warns_once_at_the_callers_line() -> None:
         data = sf.CachedDataset(Numbers(3, [Handle]), capacity="1MiB")
     data.close()
     assert [warning.filename for warning in caught] == [__file__]
-
-
-def test_the_process_of_the_first_look_does_not_warn_too(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(warnings, "showwarning", lambda *_, **__: print("warned", flush=True))
-    sf.CachedDataset(Numbers(3, [Handle]), capacity="1MiB").close()
-    assert capfd.readouterr().out == "warned\n"
 
 
 class Opaque:
@@ -250,57 +204,6 @@ def test_a_plain_data_set_with_steady_samples_is_taken(sample: Any) -> None:
                 assert same(data[id], sample(id))
 
 
-class SecondTime:
-    """Returns `first` for the first call with an id, `second` for the later ones."""
-
-    def __init__(self, first: Any, second: Any) -> None:
-        self.values = first, second
-        self.seen: set[int] = set()
-
-    def __call__(self, id: int) -> Any:
-        value = self.values[id in self.seen]
-        self.seen.add(id)
-        return copy.deepcopy(value)
-
-
-class Part:
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "equal"),
-    [
-        (float("nan"), float("nan"), True),
-        (np.array([1, np.nan]), np.array([1, np.nan]), True),
-        (torch.tensor([np.nan]), torch.tensor([np.nan]), True),
-        (1, 1.0, False),
-        (1, True, False),
-        (0.0, -0.0, False),
-        (np.zeros(2), -np.zeros(2), False),
-        (np.zeros(2), np.zeros(2, np.float32), False),
-        (np.zeros((2, 1)), np.zeros((1, 2)), False),
-        (np.array(["a", None], object), np.array(["a", None], object), True),
-        (torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.bfloat16), True),
-        (torch.tensor(1), torch.tensor(2), False),
-        ({"a": 1}, {"a": 1, "b": 2}, False),
-        ([1, [2]], [1, [3]], False),
-        (Image.new("L", (2, 2)), Image.new("L", (2, 2)), True),
-        (Image.new("L", (2, 2)), Image.new("L", (2, 2), 9), False),
-        (Part(1), Part(1), True),
-        (Part(1), Part(2), False),
-    ],
-    ids=named,
-)
-def test_samples_are_compared_bit_for_bit(first: Any, second: Any, equal: bool) -> None:
-    data = Own(SecondTime(first, second))
-    if equal:
-        sf.CachedDataset(data, capacity="1MiB").close()
-    else:
-        with pytest.raises(sf.InputError, match="random samples"):
-            sf.CachedDataset(data, capacity="1MiB")
-
-
 def test_a_mark_has_the_last_word_on_a_plain_data_set() -> None:
     with sf.CachedDataset(sf.mark_deterministic(Own(RANDOM["global"])), capacity="1MiB") as data:
         assert data[1] == data[1]
@@ -345,34 +248,6 @@ def test_random_steps_of_a_source_within_a_plain_wrapper_are_found() -> None:
         sf.CachedDataset(ConcatDataset([Numbers(4), Plain(4), Numbers(4, [with_draws])]), capacity="1MiB")
 
 
-class Noisy(Own):
-    """Draws for none of the samples that are looked at."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda id: id)
-
-    def __getitem__(self, id: int) -> Any:
-        return id + (np.random.rand() if id > 10 else 0)
-
-
-class Quiet(Noisy):
-    def __getitem__(self, id: int) -> Any:
-        return self.sample(id)
-
-
-class Further(Noisy):
-    def __getitem__(self, id: int) -> Any:
-        return super().__getitem__(id)
-
-
-def test_a_method_counts_unless_a_subclass_overrides_it() -> None:
-    with sf.CachedDataset(Quiet(), capacity="1MiB") as data:
-        assert list(data) == list(range(4))
-    for dataset in (Noisy(), Further()):
-        with pytest.raises(sf.InputError, match=r"may give random samples: its code names .*Noisy.__getitem__"):
-            sf.CachedDataset(dataset, capacity="1MiB")
-
-
 @pytest.mark.parametrize("record", [with_draws, shifted_in_place])
 def test_a_source_whose_fetch_draws_is_refused(record: Any) -> None:
     class Drawing(Numbers):
@@ -383,17 +258,6 @@ def test_a_source_whose_fetch_draws_is_refused(record: Any) -> None:
         sf.CachedDataset(Drawing(), capacity="1MiB")
     with sf.CachedDataset(sf.mark_deterministic(Drawing()), capacity="1MiB") as data:
         assert same(data[3], data[3])
-
-
-def test_a_large_plain_data_set_is_not_copied() -> None:
-    class Once(TensorDataset):
-        def __deepcopy__(self, memo: Any) -> Any:
-            raise AssertionError("copied")
-
-    with sf.CachedDataset(sf.mark_deterministic(Once(torch.zeros(4, 2))), capacity="1MiB") as data:
-        assert data[1][0].tolist() == [0, 0]
-    with sf.CachedDataset(Once(torch.zeros(4, 2)), capacity="1MiB") as data:
-        assert data[1][0].tolist() == [0, 0]
 
 
 # -- the fingerprint and the name -------------------------------------------------------------------------------------

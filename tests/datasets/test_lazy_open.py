@@ -126,18 +126,6 @@ def test_processes_of_a_fork_server(way: str, tmp_path: Path) -> None:
     check(InReader, tmp_path, way, 1, method="forkserver")
 
 
-@pytest.mark.parametrize("form", ["fetched", "prepared"])
-def test_each_form(form: str, tmp_path: Path) -> None:
-    with (
-        lazy_rows(InReader, tmp_path, 48) as rows,
-        sf.CachedDataset(rows, capacity=CAPACITY, form=form) as data,
-        sf_loader(data, 2, None) as loader,
-    ):
-        for _ in range(EPOCHS):
-            assert all((records == ids[:, None]).all() for ids, records in loader)
-        assert os.getpid() not in rows.calls.by_process()
-
-
 def test_a_second_cache_on_the_same_data(tmp_path: Path) -> None:
     """It finds what the first one stored."""
     with (

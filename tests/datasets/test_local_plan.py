@@ -8,7 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.datasets.plan import local_shares, make_plan
+from stallfree.datasets.epoch_source import make_plan
+from stallfree.datasets.local_sampler import local_shares
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.integers(0, 3), st.booleans())
@@ -30,21 +31,3 @@ def test_every_sample_once_and_at_home_where_it_can_be(
         owned = sum(count for id, count in wanted.items() if owner[id] == node)
         mine = shares[node * per_node : (node + 1) * per_node]
         assert int((owner[mine] == node).sum()) == min(owned, quota)
-
-
-@given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 100))
-def test_epochs_differ_and_the_order_is_that_of_the_plan(nodes: int, per_node: int, samples: int) -> None:
-    owner = (np.arange(samples) % nodes).astype(np.int16)
-
-    def shares(epoch: int, shuffle: bool) -> np.ndarray:
-        return local_shares(owner, nodes, per_node, shuffle=shuffle, seed=0, epoch=epoch, drop_last=True)
-
-    for row in shares(0, False):
-        assert sorted(row.tolist()) == row.tolist()
-    places = {id: at for at, id in enumerate(make_plan(samples, shuffle=True, seed=0, epoch=1).ids.tolist())}
-    for row in shares(1, True):
-        order = [places[id] for id in row.tolist()]
-        assert order == sorted(order)
-    assert np.array_equal(shares(1, True), shares(1, True))
-    if samples >= 60:
-        assert not np.array_equal(shares(0, True), shares(1, True))

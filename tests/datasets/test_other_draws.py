@@ -141,12 +141,6 @@ class TestThreads:
         check_cached(Rows(calls))
         assert len(set(drawn)) == len(drawn)
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_auto_often(self, drawn: list[float], tmp_path: Path, workers: int) -> None:
-        for number in range(20):
-            check_auto(Rows(Calls(tmp_path / f"calls {number}")), workers)
-
 
 class TestFinalizers:
     """What an earlier cell of a notebook left is freed while a sample is made."""

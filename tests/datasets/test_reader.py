@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pickle
 import random
 import threading
 from collections import Counter
@@ -13,12 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-import stallfree as sf
 from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import IO_THREADS, Reader
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.values import private
 
 NOTHING = Compose([])
 
@@ -75,18 +72,6 @@ def test_a_source_that_forbids_threads_is_read_in_this_one() -> None:
         pending = reader.start(np.arange(4))
         assert not pending.fetches
         assert set(reader.finish(pending, 0, 0, skip=False).values) == {threading.get_ident()}
-
-
-def test_what_a_batch_cost() -> None:
-    with reading(Given([b"12", b"345", b"6", b"78"])) as reader:
-        first = reader.finish(reader.start(ids(0, 1, 0)), 0, 0, skip=False)
-        assert (first.hits, first.misses, first.storage_bytes) == (0, 3, 5)
-        second = reader.finish(reader.start(ids(1, 2)), 0, 0, skip=False)
-        assert (second.hits, second.misses, second.storage_bytes) == (1, 1, 1)
-        assert (second.ids, second.values) == ([1, 2], [b"345", b"6"])
-        assert reader.cache is not None
-        stats = reader.cache.stats()
-        assert (stats.storage_reads, stats.storage_bytes) == (3, 6)
 
 
 def test_the_error_of_a_fetch_names_the_sample() -> None:
@@ -176,22 +161,6 @@ def test_fetches_that_are_not_needed_are_cancelled_or_counted() -> None:
         assert reader.cache.stats().storage_bytes == sum(len(source.records[id]) for id in source.fetched)
 
 
-def test_a_batch_outlives_the_closing_of_the_threads() -> None:
-    with reading(Numbers(40)) as reader:
-        pending = reader.start(np.arange(40))
-        reader.close()
-        assert [label for _, label in reader.finish(pending, 0, 0, skip=False).values] == list(range(40))
-
-
-def test_after_the_end_there_is_nothing_to_be_had() -> None:
-    with reading(Numbers(4)) as reader:
-        pending = reader.start(ids(1))
-        reader.end("it is over")
-        for use in (lambda: reader.start(ids(2)), lambda: reader.finish(pending, 0, 0, skip=True)):
-            with pytest.raises(sf.InputError, match="it is over"):
-                use()
-
-
 @pytest.mark.parametrize("cached", [True, False])
 def test_randomness_is_a_function_of_seed_epoch_and_id(cached: bool) -> None:
     def draws(reader: Reader, seed: int, epoch: int | list[int], *wanted: int) -> list[Any]:
@@ -214,31 +183,3 @@ def test_a_step_that_works_in_place_works_once() -> None:
             samples = reader.finish(reader.start(ids(5, 5, 2)), 0, 0, skip=False)
             assert [array.tolist() for array, _ in samples.values] == [[20] * 16, [20] * 16, [8] * 16]
     assert all((record == id).all() for id, record in enumerate(source.records))
-
-
-def test_it_can_be_sent_while_its_threads_are_at_work() -> None:
-    with reading(Numbers(6)) as reader:
-        reader.finish(reader.start(ids(1, 2)), 0, 0, skip=False)
-        there = pickle.loads(pickle.dumps(reader))
-        assert there.finish(there.start(ids(1)), 0, 0, skip=False).hits == 1
-        there.close()
-        there.cache.close()
-
-
-def test_a_private_copy_shares_nothing() -> None:
-    import torch
-
-    base = torch.zeros(4, 1000)
-    array = np.zeros(3)
-    value = {"a": [base[1], array], "b": (b"fixed", {"c": array}), "lock": threading.Lock()}
-    copied = private(value)
-    copied["a"][0][...] = 1
-    copied["a"][1][...] = 1
-    copied["b"][1]["c"][...] = 1
-    assert not base.any()
-    assert not array.any()
-    assert copied["a"][0].untyped_storage().nbytes() == 4000
-    assert copied["lock"] is value["lock"]
-    leaf = torch.zeros(2, requires_grad=True)
-    assert private(leaf).requires_grad
-    assert private(leaf).is_leaf

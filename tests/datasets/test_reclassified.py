@@ -335,30 +335,6 @@ def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest
     assert values == [[100, 101, 102, 103], [104, 105, 106, 108], [100, 101, 102, 103]]
 
 
-def test_sparse_samples() -> None:
-    data = [torch.sparse_coo_tensor([[0, 1]], [float(id), 2.0], (3,)) for id in range(4)]
-    for batch in sf.DataLoader(data, batch_size=2, collate_fn=list):
-        assert all(sample.is_sparse for sample in batch)
-
-
-def test_an_attribute_that_changes_between_epochs() -> None:
-    class Sized(Signals):
-        size, unread = 4, 0
-
-        def __getitem__(self, id: int) -> Any:
-            return np.full(self.size, id)
-
-    data = Sized()
-    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, batch_size=4) as loader:
-        batches(loader)
-        data.unread = 1
-        batches(loader)
-        data.size = 8
-        with one_warning("the attribute 'size' of Sized was 4"):
-            batches(loader)
-            batches(loader)
-
-
 def test_a_step_draws_the_same_for_a_hit_and_a_miss() -> None:
     """Also for tensors that are not contiguous: what is drawn for them may follow their strides."""
 

@@ -116,13 +116,6 @@ def test_samplers_that_leave_out_or_repeat_positions() -> None:
         del loader
 
 
-def test_reading_by_hand() -> None:
-    with smart() as data:
-        assert [sorted(data[at][1] for at in range(-10, 0)) for _ in range(4)] == windows(data, *range(4))
-        with pytest.raises(IndexError, match="10"):
-            data[10]
-
-
 def test_each_sample_is_fetched_once_per_stay(tmp_path: Path) -> None:
     log = tmp_path / "fetches"
     with sf.SmartCacheDataset(Rows(20, log=log), cache_num=10, replace_rate=0.2, on_late="wait", seed=3) as data:
@@ -148,12 +141,6 @@ def test_validation_mode_caches_everything_once(tmp_path: Path) -> None:
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
-
-
-def test_a_window_of_all_samples() -> None:
-    with smart(5, 50) as data, sf.DataLoader(data, batch_size=5) as loader:
-        assert (len(data), data.replace_num) == (5, 0)
-        assert sorted(ids_of(loader)) == [0, 1, 2, 3, 4]
 
 
 class Blocks:
@@ -294,25 +281,3 @@ def test_hosts_have_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen[0] & seen[1]
     with pytest.raises(sf.InputError, match=r"hosts=\(2, 3\): give fewer hosts than samples, which are 2"):
         smart(2, hosts=(2, 3))
-
-
-BAD = [
-    ({"cache_num": 5, "num_fill_workers": 0}, "num_fill_workers=0"),
-    ({"cache_num": 5, "on_error": "never"}, "on_error='never'"),
-    ({"cache_num": 5, "name": "a/b"}, "name="),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(sf.InputError, match=message):
-        sf.SmartCacheDataset(Rows(10), **arguments)
-
-
-def test_after_close() -> None:
-    data = sf.SmartCacheDataset(Rows(10), cache_num=5)
-    data.close()
-    data.close()
-    with pytest.raises(sf.InputError, match="is closed"):
-        data[0]
-    assert data.stats().capacity_bytes > 0

@@ -17,8 +17,6 @@ import torch
 import stallfree as sf
 from children import Child
 from smart_data import Rows, ids_of, is_started, until
-from stallfree.datasets.window import Window
-from unseen import unseen_ids
 
 LOADERS: dict[str, Any] = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 
@@ -105,27 +103,6 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
         del loader
 
 
-class Growing:
-    def __len__(self) -> int:
-        return 60
-
-    def __getitem__(self, id: int) -> bytes:
-        return bytes(1000 + (100_000 if id in LARGE else 0) + id)
-
-
-LARGE = [id for id in unseen_ids(60) if id > 20]
-
-
-def test_a_cache_that_is_too_small_for_the_window() -> None:
-    """Samples are larger than those of the first look: the others are read each time."""
-    with smart(Growing(), 20, on_late="wait") as data:
-        loader = torch.utils.data.DataLoader(data, batch_size=5, collate_fn=lambda batch: [len(x) for x in batch])
-        for expected in due(60, 20, 4, *range(8)):
-            assert sorted(size for batch in loader for size in batch) == sorted(len(Growing()[id]) for id in expected)
-        assert data.stats().rejected > 0
-        del loader
-
-
 def test_a_full_file_system_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
@@ -199,14 +176,6 @@ def test_without_fill_processes_the_window_moves_as_planned(on_late: str, kind: 
         data.shutdown()
         assert epochs(data, kind) == due(20, 8, 4, *range(9))
     assert Child(in_a_daemon, on_late).wait() == 0
-
-
-def test_one_fill_process_does_the_work_of_two() -> None:
-    with smart(Rows(20), rate=0.4, num_fill_workers=2) as data:
-        until(data.window.is_filled)
-        kill(fillers()[0])
-        data.__getitems__(range(10))
-        until(lambda: data.cache.resident(range(10, 14)).all())
 
 
 def hold(report: int, method: str) -> None:
@@ -295,27 +264,3 @@ def test_a_rank_that_is_behind_stays_in_its_epoch(monkeypatch: pytest.MonkeyPatc
                 assert ids(slow, range(7, 10)) == before[7:]
             assert ids(fast, range(4, 7)) == window[4:7]
             before = window
-
-
-class Overtaken(Window):
-    """While this process looks at the epoch for the first time, another one asks for positions of the next."""
-
-    overtake: Any = None
-
-    @property
-    def epoch(self) -> int:
-        epoch, overtake, self.overtake = super().epoch, self.overtake, None
-        if overtake is not None:
-            overtake()
-        return epoch
-
-
-def test_a_process_that_is_overtaken_is_not_an_epoch_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two workers begin an epoch at once: one has asked for most of it before the other compares what was asked."""
-    monkeypatch.setenv("MASTER_PORT", "4715")
-    with smart(Rows(20), rate=0.4, on_late="wait") as quick, smart(Rows(20), rate=0.4, on_late="wait") as slow:
-        slow.window.__class__ = Overtaken
-        for epoch in range(5):
-            window = quick.window.plan.window(4 * epoch).tolist()
-            slow.window.overtake = lambda: quick.__getitems__(range(8))  # type: ignore[attr-defined]
-            assert ids(slow, range(8, 10)) == window[8:]

@@ -226,12 +226,6 @@ def test_no_other_argument_may_be_set(name: str, value: Any) -> None:
     assert batches(loader) == [[0, 1], [2, 3]]
 
 
-def test_whole_numbers_of_numpy_are_taken() -> None:
-    loader = sf.DataLoader(list(range(4)), np.int32(2), num_workers=np.int64(1), prefetch_factor=np.int8(2))
-    assert batches(loader) == [[0, 1], [2, 3]]
-    assert (type(loader.batch_size), type(loader.num_workers), loader.prefetch_factor) == (int, int, 2)
-
-
 def test_a_worker_error_is_caught_as_that_of_torch() -> None:
     assert issubclass(WorkerError, RuntimeError)
 
@@ -272,9 +266,3 @@ def test_worker_init_fn_reaches_the_data_set_within_a_cache(subset: bool, method
             warnings.simplefilter("ignore")
             seen = [value for batch in batches(loader) for value in batch]
     assert set(seen) == {-1, 0, 1}  # the first look has made some of them, before there were workers
-
-
-def test_a_window_names_its_data_set() -> None:
-    data: Any = Opened()
-    with sf.SmartCacheDataset(data, cache_num=4) as window:
-        assert window.dataset is data

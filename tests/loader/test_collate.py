@@ -13,8 +13,7 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from loader_data import Point, same
-from names import named
-from stallfree.loader.collate import Bytes, batch_structure, collate_default, stack, write_batch
+from stallfree.loader.collate import Bytes, batch_structure, collate_default, stack
 from stallfree.pipeline.codec import encode, read_record
 
 DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "bool"]
@@ -82,48 +81,10 @@ def test_stacking_gives_what_torch_gives(samples: list[Any]) -> None:
         assert same(outcome(lambda: collate_default(samples)), expected)
 
 
-@pytest.mark.parametrize(
-    ("sample", "composed"),
-    [
-        (torch.zeros(3), True),
-        (np.zeros((2, 2)), True),
-        ((torch.zeros(3), 5), True),
-        ({"a": 1, "b": [2.5, True]}, True),
-        (Point(torch.zeros(1), 1.0), True),
-        (np.float32(1), True),
-        (torch.zeros(2, dtype=torch.bfloat16), True),
-        ("text", False),
-        (b"bytes", False),
-        ((torch.zeros(3), "text"), False),
-        (None, False),
-        ([], False),
-        (object(), False),
-    ],
-    ids=named,
-)
-def test_what_is_composed_in_place(sample: Any, composed: bool) -> None:
-    assert bool(stack([sample, sample], Memory().reserve)[0]) is composed
-
-
 def test_samples_of_two_structures() -> None:
     assert stack([torch.zeros(3), torch.zeros(4)], Memory().reserve) == (0, None)
     assert stack([1, 2.0], Memory().reserve) == (0, None)
     assert stack([{"a": 1, "b": 2}, {"b": 1, "a": 2}], Memory().reserve) == (0, None)
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 64])
-@pytest.mark.parametrize(
-    "sample",
-    [(torch.zeros(2, 3), 7), {"a": np.zeros((2, 2), np.int16), "b": [True, 2.5]}, torch.zeros(2, 0), np.float32(1)],
-    ids=named,
-)
-def test_a_batch_has_the_structure_that_torch_gives_it(sample: Any, count: int) -> None:
-    expected, _ = encode(default_collate([sample] * count))
-    assert batch_structure(encode(sample)[0], count) is expected
-
-
-def test_text_has_no_structure_of_a_batch() -> None:
-    assert batch_structure(encode("text")[0], 5) is None
 
 
 def test_a_collation_that_does_not_stack_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,14 +95,6 @@ def test_a_collation_that_does_not_stack_is_left_to_torch(monkeypatch: pytest.Mo
     )
     sample, _ = encode(torch.zeros(4, 1, 5))
     assert batch_structure(sample, 3) is None
-
-
-def test_what_is_made_elsewhere_is_written_whole() -> None:
-    memory = Memory()
-    batch = {"words": ["a", "bc"], "thing": {1, 2}, "tensor": torch.arange(3)}
-    used = write_batch(batch, memory.reserve)
-    assert used == len(memory.bytes) - 13
-    assert same(read_record(memory.bytes, copy=False, allow_pickle=True), batch)
 
 
 def test_torch_takes_no_shared_memory_of_its_own_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,25 +12,12 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 import stallfree as sf
 from loader_data import (
     Made,
-    arrays,
     as_list,
-    empty,
-    floats,
-    halves,
-    nested,
-    numbers,
-    octets,
-    pair,
     picture,
-    record,
     same,
-    scalars,
-    words,
     zero_dim,
 )
 from names import named
-
-SAMPLES = [floats, zero_dim, arrays, scalars, numbers, words, octets, record, nested, pair, halves, empty, picture]
 
 
 def theirs(dataset: Any, **arguments: Any) -> list[Any]:
@@ -40,19 +27,6 @@ def theirs(dataset: Any, **arguments: Any) -> list[Any]:
 
 def ours(dataset: Any, **arguments: Any) -> list[Any]:
     return list(sf.DataLoader(dataset, **arguments))
-
-
-def test_samples_of_every_kind() -> None:
-    """Without a cache, and out of one."""
-    for make in SAMPLES:
-        dataset = Made(7, make)
-        expected = theirs(dataset, batch_size=3)
-        assert same(ours(dataset, batch_size=3), expected), make
-        assert same(ours(dataset, batch_size=None), theirs(dataset, batch_size=None)), make
-        with sf.CachedDataset(dataset, capacity="1MiB") as cached:
-            for _ in range(2):
-                assert same(ours(cached, batch_size=3), expected), make
-            assert cached.stats().hits >= 7
 
 
 def test_without_workers_objects_are_handed_over_as_they_are() -> None:
@@ -103,11 +77,6 @@ def test_a_sampler_may_be_an_iterator_and_has_no_length_then() -> None:
     assert list(loader) == []
 
 
-def test_batches_of_a_batch_sampler_may_be_any_iterable() -> None:
-    loader = sf.DataLoader(Made(9, zero_dim), batch_sampler=[iter([3, 4]), torch.tensor([5]), np.array([1, 2])])
-    assert [batch.tolist() for batch in loader] == [[3, 4], [5], [1, 2]]
-
-
 def test_distributed_sampler_shuffles_anew_without_set_epoch() -> None:
     def orders(tell: bool) -> list[list[int]]:
         sampler: DistributedSampler[Any] = DistributedSampler(range(20), num_replicas=2, rank=1, seed=3)
@@ -141,29 +110,6 @@ def test_get_worker_info(method: str, workers: int) -> None:
     assert {worker for worker, *_ in found} == set(range(workers))
     assert {rest for _, *rest in map(tuple, found) for rest in [tuple(rest)]} == {(workers, 6, True)}
     assert torch.utils.data.get_worker_info() is None
-
-
-told = []
-
-
-def remember(worker: int) -> None:
-    told.append(worker)
-
-
-def what_was_told(id: int) -> int:
-    (worker,) = told
-    found = torch.utils.data.get_worker_info()
-    assert found is not None
-    assert found.id == worker
-    return worker
-
-
-def test_worker_init_fn() -> None:
-    got = ours(Made(6, what_was_told), num_workers=2, worker_init_fn=remember)
-    assert {int(batch) for batch in got} == {0, 1}
-    assert told == []
-    ours(Made(1, zero_dim), worker_init_fn=remember)
-    assert told == []
 
 
 def test_cached_batches_are_the_loops_own() -> None:

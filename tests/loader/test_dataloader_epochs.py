@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import os
 import threading
 from collections.abc import Iterator
@@ -38,28 +36,6 @@ def gate() -> Iterator[Gate]:
 
 def order(loader: sf.DataLoader) -> list[int]:
     return labels_of(list(loader))
-
-
-@pytest.mark.parametrize(("workers", "cached"), [(0, True), (2, False), (2, True)])
-def test_each_sample_once_per_epoch(workers: int, cached: bool) -> None:
-    dataset: Any = sf.CachedDataset(Made(50, picture), capacity="32MiB") if cached else Made(50, picture)
-    loader = sf.DataLoader(
-        dataset, batch_size=7, shuffle=True, num_workers=workers, persistent_workers=workers > 0, with_ids=True
-    )
-    orders = []
-    for _ in range(3):
-        batches = list(loader)
-        for (images, labels), ids, weights in batches:
-            assert labels.tolist() == ids.tolist()
-            assert ids.dtype == torch.int64
-            assert weights is None
-            assert all(torch.equal(image, picture(id)[0]) for image, id in zip(images, ids.tolist(), strict=True))
-        orders.append([id for batch in batches for id in batch.ids.tolist()])
-        assert sorted(orders[-1]) == list(range(50))
-    assert len(set(map(tuple, orders))) == 3
-    loader.close()
-    if cached:
-        dataset.close()
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
@@ -152,21 +128,6 @@ def test_the_loops_own_random_numbers_are_left_alone() -> None:
     with sf.CachedDataset(Made(12, picture), capacity="32MiB", transform=sf.Compose(steps)) as cached:
         list(sf.DataLoader(cached, batch_size=4, collate_fn=noisy_collate))
     assert torch.equal(torch.rand(5), expected)
-
-
-@pytest.mark.parametrize("persistent", [False, True])
-def test_break_and_begin_again(persistent: bool) -> None:
-    with sf.DataLoader(
-        Made(60, picture), batch_size=4, num_workers=2, persistent_workers=persistent, shuffle=True
-    ) as loader:
-        for taken in (0, 1, 14):
-            seen = []
-            iterator = iter(loader)
-            for _ in range(taken):
-                seen += next(iterator)[1].tolist()
-            del iterator
-            assert len(set(seen)) == 4 * taken
-        assert sorted(order(loader)) == list(range(60))
 
 
 def test_persistent_workers_persist() -> None:
@@ -285,19 +246,6 @@ def test_two_iterations_of_one_loader_are_independent(workers: int) -> None:
     assert [labels.tolist() for _, labels in first] == [[4, 5, 6, 7], [8, 9, 10, 11]]
 
 
-def test_persistent_workers_serve_the_latest_iteration() -> None:
-    with sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=True) as loader:
-        first = iter(loader)
-        next(first)
-        second = iter(loader)
-        assert next(second)[1].tolist() == [0, 1, 2, 3]
-        with pytest.raises(sf.StallfreeError, match="iterated again"):
-            next(first)
-        assert len(list(second)) == 9
-        with pytest.raises(StopIteration):
-            next(second)
-
-
 def test_closing_ends_an_iteration() -> None:
     loader = sf.DataLoader(Made(40, picture), batch_size=4, num_workers=1)
     iterator = iter(loader)
@@ -308,39 +256,6 @@ def test_closing_ends_an_iteration() -> None:
     assert len(list(loader)) == 10
 
 
-@pytest.mark.parametrize(("persistent", "taken"), [(False, 1), (True, 0)])
-def test_an_iteration_that_is_dropped_leaves_nothing(persistent: bool, taken: int) -> None:
-    """The fixture `no_leaks` looks for processes, descriptors, threads, mappings and files."""
-    iterator = iter(sf.DataLoader(Made(40, picture), batch_size=4, num_workers=2, persistent_workers=persistent))
-    kept = [next(iterator) for _ in range(taken)]
-    del iterator
-    gc.collect()
-    assert all(same(batch[1].tolist(), [0, 1, 2, 3]) for batch in kept)
-
-
-def descriptors() -> list[str]:
-    """What is open, but the slots of rings: they are mapped one by one, when they are first used."""
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found.append(os.readlink(f"/proc/self/fd/{name}").split(":")[0])
-    return sorted(target for target in found if "/slot-" not in target and "/ring-" not in target)
-
-
-@pytest.mark.parametrize("arguments", [{"num_workers": 1}, {"num_workers": 2, "persistent_workers": True}])
-def test_no_descriptor_is_lost_from_epoch_to_epoch(arguments: dict[str, Any]) -> None:
-    with (
-        sf.CachedDataset(Made(20, picture), capacity="32MiB", transform=sf.mark_random(Noisy())) as cached,
-        sf.DataLoader(cached, batch_size=4, **arguments) as loader,
-    ):
-        list(loader)
-        before = descriptors()
-        for _ in range(2):
-            list(loader)
-            next(iter(loader))
-        assert descriptors() == before
-
-
 def test_no_worker_is_started_when_all_can_be_gathered() -> None:
     def init(worker: int) -> None:
         raise AssertionError("a worker was started")
@@ -349,10 +264,6 @@ def test_no_worker_is_started_when_all_can_be_gathered() -> None:
         list(sf.DataLoader(cached, batch_size=4))
         loader = sf.DataLoader(cached, batch_size=4, num_workers=2, worker_init_fn=init)
         assert order(loader) == list(range(20))
-
-
-def test_more_batches_ahead_than_there_are() -> None:
-    assert order(sf.DataLoader(Made(3, picture), batch_size=2, num_workers=2, prefetch_factor=50)) == [0, 1, 2]
 
 
 def test_statistics_add_up() -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stallfree as sf
-from loader_data import Gate, Made, as_list, picture, same, zero_dim
+from loader_data import Gate, Made, as_list, picture, zero_dim
 from stallfree.loader import pool
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
@@ -37,10 +37,6 @@ class Odd(Exception):
 
 def odd(id: int) -> Any:
     raise Odd(id, 2)
-
-
-def odd_collate(samples: list[Any]) -> Any:
-    raise Odd(len(samples), 2)
 
 
 def bad_collate(samples: list[Any]) -> Any:
@@ -124,14 +120,6 @@ def test_skip_does_not_hide_other_errors() -> None:
     loader = sf.DataLoader(Made(3, zero_dim), collate_fn=bad_collate, on_error="skip")
     with pytest.raises(ZeroDivisionError):
         list(loader)
-
-
-@WORKERS
-def test_an_exception_whose_constructor_wants_more(workers: int) -> None:
-    with pytest.raises(Odd, match=r"odd 0 2\n.*sample 0"):
-        list(sf.DataLoader(Made(3, odd), num_workers=workers))
-    with pytest.raises(Odd, match="odd 1 2"):
-        list(sf.DataLoader(Made(3, zero_dim), collate_fn=odd_collate, num_workers=workers))
 
 
 @WORKERS
@@ -241,21 +229,3 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypa
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):
             next(iterator)
         assert len(list(loader)) == 4
-
-
-def test_errors_do_not_cost_slots() -> None:
-    """Many batches fail in a ring of few slots, and those that follow still come."""
-    with sf.DataLoader(
-        Made(80, lambda id: broken(3 if id % 4 else id)), num_workers=2, persistent_workers=True, prefetch_factor=1
-    ) as loader:
-        for _ in range(2):
-            iterator, good, bad = iter(loader), [], 0
-            while True:
-                try:
-                    good.append(next(iterator))
-                except KeyError:
-                    bad += 1
-                except StopIteration:
-                    break
-            assert bad == 60 + len([id for id in BAD if id % 4 == 0])
-            assert same(torch.cat(good), torch.tensor([id for id in range(0, 80, 4) if id not in BAD]))

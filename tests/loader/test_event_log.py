@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import logging
 import time
@@ -16,7 +15,7 @@ import torch
 import stallfree as sf
 from cached_data import Numbers
 from children import Child
-from loader_data import Made, floats, same
+from loader_data import Made, floats
 from stallfree.errors import InputError
 from stallfree.events import Event, read_events
 
@@ -95,32 +94,6 @@ def test_batches_out_of_the_cache(tmp_path: Path) -> None:
     check_order(events, begun)
 
 
-def test_an_epoch_that_is_broken_off(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    with sf.DataLoader(Made(SAMPLES, floats), BATCH, num_workers=1, persistent_workers=True, event_log=path) as loader:
-        for number, _ in enumerate(loader):
-            if number == 1:
-                break
-        gc.collect()
-        assert count(read_events(path)) == each("prep", 1, 2) + each("compute", 1, 2)
-        iterator = iter(loader)
-        next(iterator)
-        loader.close()
-        assert count(read_events(path))["compute", 1, 0] == 1
-        del iterator
-    assert count(read_events(path))["compute", 1, 0] == 1
-
-
-def test_batches_keep_their_numbers_after_a_resume(tmp_path: Path) -> None:
-    first = sf.DataLoader(Made(SAMPLES, floats), BATCH)
-    next(iter(first))
-    path = tmp_path / "run.jsonl"
-    loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)
-    loader.load_state_dict(first.state_dict())
-    list(loader)
-    assert sorted({(event.epoch, event.batch) for event in read_events(path)}) == [(0, 1), (0, 2), (0, 3)]
-
-
 def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
 
@@ -142,14 +115,6 @@ def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
     assert found["prep", 0, 1] == 1
     assert found["compute", 0, 1] == 0
     assert found["compute", 0, 2] == 1
-
-
-def test_the_log_changes_nothing(tmp_path: Path) -> None:
-    def batches(log: Path | None) -> list[Any]:
-        loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, shuffle=True, seed=1, num_workers=1, event_log=log)
-        return [batch for _ in range(2) for batch in loader]
-
-    assert same(batches(None), batches(tmp_path / "run.jsonl"))
 
 
 def test_bad_arguments_leave_the_file_alone(tmp_path: Path) -> None:

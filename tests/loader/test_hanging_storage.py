@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 import stallfree as sf
+from stallfree.cache import tier
+from stallfree.cache.records import MISS
+from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.reader import Reader
 from stallfree.ipc import fetch_threads
 from stallfree.sources.base import BaseSource
 from warm import Interpreter
@@ -83,6 +89,54 @@ def test_close_waits_no_longer_than_some_seconds(
     source.answer.set()
     assert [batch.tolist() for batch in loader][2] == [4, 5]
     loader.close()
+
+
+def test_a_fetch_again_after_an_eviction_has_the_limit_too(source: Hanging) -> None:
+    with SampleCache(12, capacity="1MiB", fingerprint="tested") as cache:
+        reader = Reader(source, cache, sf.Compose([]), sf.Compose([]))
+        cache.put_many(range(12), range(12))
+        pending = reader.start(np.arange(4, 6))
+        cache.clear()
+        pending.deadline = time.monotonic() + 0.05
+        with pytest.raises(sf.WaitError, match=r"storage did not give the samples \[4, 5\]"):
+            reader.finish(pending, 0, 0, skip=True)
+        source.answer.set()
+        reader.close()
+
+
+class HangingTier:
+    """A tier that does not answer writes before `answer` is set."""
+
+    def __init__(self, answer: threading.Event) -> None:
+        self.answer = answer
+
+    def attach(self, num_ids: int, **_: Any) -> HangingTier:
+        return self
+
+    def get_many(self, ids: Any) -> list[Any]:
+        return [MISS] * len(ids)
+
+    def put_many(self, ids: Any, records: Any) -> Any:
+        self.answer.wait()
+        return np.ones(len(ids), bool)
+
+    def drop(self, ids: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_closing_a_tier_waits_no_longer_than_some_seconds(
+    source: Hanging, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(fetch_threads, "CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr(tier, "CLOSE_SECONDS", 0.05)
+    source.answer.set()
+    answer = threading.Event()
+    store: Any = HangingTier(answer)
+    with sf.CachedDataset(source, capacity="1MiB", store=store, name="hangs") as data:
+        assert data[0] == 0
+    assert "not written to a tier that does not answer within 0.05 s" in caplog.text
+    answer.set()
 
 
 PROGRAM = """

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,7 +19,7 @@ from stallfree.datasets.reader import Reader
 from stallfree.loader.collate import BatchBuffer
 from stallfree.pipeline.codec import encode, read_record
 from stallfree.pipeline.compose import Compose, OnItem
-from stallfree.pipeline.in_place import empty, in_place, works_in_place
+from stallfree.pipeline.in_place import empty, in_place
 from stallfree.sources.base import BaseSource
 
 COUNT = 12
@@ -110,17 +109,6 @@ def test_batches_are_those_that_torch_makes_of_the_samples(
                 wanted, numbers = torch.utils.data.default_collate(values)
                 assert torch.equal(labels, numbers)
                 assert torch.equal(pictures, wanted)
-
-
-@pytest.mark.parametrize(("form", "workers"), [("fetched", 2), ("prepared", 0)])
-def test_decoding_into_the_batch(form: str, workers: int) -> None:
-    source = Pictures(encoded, *on_picture(sf.DecodeRandomResizedCrop(SIDE, flip=0.5), sf.vision.ColorJitter(0.2)))
-    with sf.CachedDataset(source, capacity="8MiB", form=form) as cached:
-        with sf.DataLoader(cached, batch_size=4, num_workers=workers, seed=7) as loader:
-            batches = [batch for _ in range(2) for batch in loader]
-        for at, (pictures, labels) in enumerate(batches):
-            values = cached.reader.finish(cached.reader.start(labels.numpy()), 7, at // 3, skip=False).values
-            assert torch.equal(pictures, torch.utils.data.default_collate(values)[0])
 
 
 def test_results_are_rows_and_nothing_is_copied_out_of_the_cache() -> None:
@@ -227,22 +215,6 @@ def test_samples_that_are_left_out_or_of_another_form(odd: dict[int, str]) -> No
             memory[:] = 255  # it is written again
             found = [(a.tolist(), b.tolist(), c) for a, b, c in samples.values]
         assert found == [(a.tolist(), b.tolist(), c) for a, b, c in wanted.values]
-
-
-def test_which_steps_work_in_place() -> None:
-    class Mine(sf.vision.CenterCrop):
-        def __call__(self, picture: Any) -> Any:
-            self.last = picture
-            return super().__call__(picture)
-
-    assert works_in_place(sf.vision.CenterCrop(3))
-    assert works_in_place(OnItem(0, sf.vision.CenterCrop(3)))
-    assert not works_in_place(Mine(3))
-    assert not works_in_place(OnItem(0, OnItem(0, sf.vision.CenterCrop(3))))
-    assert not works_in_place(abs)
-    for steps, wanted in (([sf.vision.CenterCrop(3)], True), ([sf.vision.CenterCrop(3), abs], False), ([], False)):
-        source = Pictures(picture, *steps)
-        assert Reader(source, None, Compose([]), source.pipeline).in_place is wanted
 
 
 def test_a_step_of_the_user_may_keep_what_it_was_given() -> None:

@@ -16,14 +16,12 @@ import torch
 import torch.utils.data
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ChainDataset
-from torch.utils.data.datapipes.iter import IterableWrapper
 
 import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError, StallfreeError
 from stallfree.integrations.accelerate import prepare
-from stream_data import Drawn, Generated, Held, Range, Sized, Stateful, Stream, divide, drawing
+from stream_data import Drawn, Generated, Held, Sized, Stateful, Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
 
@@ -96,31 +94,6 @@ def test_persistent_workers_after_an_iteration_that_ended_early(most: int) -> No
     check(Stream([30, 20]), 3, most=most, batch_size=2, num_workers=2, persistent_workers=True)
 
 
-def test_a_collate_fn_draws_as_under_torch() -> None:
-    for workers in (0, 2):
-        check(Stream([5, 4]), batch_size=2, num_workers=workers, collate_fn=drawing)
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_worker_init_fn_and_start_method(method: str) -> None:
-    arguments = {"worker_init_fn": divide, "multiprocessing_context": method, "timeout": 60}
-    [batches] = check(Range(3, 14), batch_size=3, num_workers=2, **arguments)
-    assert [batch.tolist() for batch in batches] == [[3, 4, 5], [9, 10, 11], [6, 7, 8], [12, 13]]
-
-
-def test_a_generator_is_handed_on() -> None:
-    found = []
-    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
-        loader = kind(Drawn(), 4, num_workers=1, generator=torch.Generator().manual_seed(5))
-        found.append([list(loader) for _ in range(2)])
-    assert same(*found)
-
-
-def test_data_sets_of_torch() -> None:
-    check(ChainDataset([Sized(5), Sized(3)]), batch_size=3, num_workers=2)
-    check(IterableWrapper(list(range(7))), batch_size=3)
-
-
 def test_shards_of_webdataset(tmp_path: Path) -> None:
     webdataset = pytest.importorskip("webdataset")
     with webdataset.ShardWriter(f"{tmp_path}/s-%03d.tar", maxcount=5, verbose=0) as writer:
@@ -131,12 +104,6 @@ def test_shards_of_webdataset(tmp_path: Path) -> None:
     pipeline = webdataset.WebDataset(shards, shardshuffle=False).decode().to_tuple("npy", "cls")
     [batches] = check(pipeline, batch_size=4, num_workers=2)
     assert sorted(label for _, labels in batches for label in labels.tolist()) == list(range(23))
-
-
-def test_two_iterations_at_once() -> None:
-    with sf.DataLoader(Sized(6), batch_size=2) as loader:
-        pairs = [(a.tolist(), b.tolist()) for a, b in zip(loader, loader, strict=True)]
-    assert pairs == [([0, 1], [0, 1]), ([2, 3], [2, 3]), ([4, 5], [4, 5])]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -164,14 +131,6 @@ def test_batches_on_a_device(workers: int) -> None:
             assert [batch.tolist() for batch in loader] == expected
     assert loader.stats().batches == 2 * len(expected)
     assert loader.stats().wait_seconds > 0
-
-
-def test_stats() -> None:
-    with sf.DataLoader(Sized(5), batch_size=2, num_workers=1) as loader:
-        list(loader)
-    stats = loader.stats()
-    assert (stats.batches, stats.num_workers) == (3, 1)
-    assert stats.wait_seconds > 0
 
 
 def test_attributes_that_are_set_later() -> None:
@@ -232,21 +191,6 @@ def test_it_is_not_prepared_for_accelerate() -> None:
 
 
 # -- length, epochs, state --------------------------------------------------------------------------------------------
-
-
-def test_length() -> None:
-    for size, drop_last in ((None, False), (1, False), (4, False), (4, True)):
-        torchs = torch.utils.data.DataLoader(Sized(10), batch_size=size, drop_last=drop_last)
-        assert len(sf.DataLoader(Sized(10), batch_size=size, drop_last=drop_last)) == len(torchs)
-    with pytest.raises(TypeError, match="has no len"):
-        len(sf.DataLoader(Stream([3])))
-
-
-def test_more_samples_than_the_length() -> None:
-    loader = sf.DataLoader(Sized(5, 3))
-    assert len(loader) == 3
-    with pytest.warns(UserWarning, match="Length of IterableDataset .* was reported to be 3"):
-        assert len(list(loader)) == 5
 
 
 def test_epochs() -> None:
@@ -328,12 +272,3 @@ def test_a_copy_has_no_iterations() -> None:
     assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == [[0, 1], [2, 3], [4, 5]]
     assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5]]
     loader.close()
-
-
-def test_what_other_libraries_look_at() -> None:
-    torchs, ours = (kind(Sized(5), batch_size=2) for kind in (torch.utils.data.DataLoader, sf.DataLoader))
-    for name in ("sampler", "batch_sampler", "_dataset_kind", "batch_size", "drop_last"):
-        mine, theirs = getattr(ours, name), getattr(torchs, name)
-        assert mine == theirs or type(mine) is type(theirs)
-    assert repr(ours) == "DataLoader(<Sized of 5 samples>, batch_size=2, num_workers=0)"
-    assert repr(sf.DataLoader(Stream([3]))) == "DataLoader(<Stream>, batch_size=1, num_workers=0)"

@@ -135,27 +135,6 @@ def test_a_sample_that_kills_its_worker() -> None:
         assert loader.stats().workers_replaced == 3
 
 
-class DeadlyTwice:
-    """Kills the first two workers that come by sample 5, with a file for a count."""
-
-    def __init__(self, count: Path) -> None:
-        self.count = count
-
-    def __call__(self, id: int) -> torch.Tensor:
-        if id == 5:
-            with self.count.open("ab") as file:
-                file.write(b"x")
-            if self.count.stat().st_size <= 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return torch.tensor(id)
-
-
-def test_a_sample_that_kills_two_workers_and_spares_the_third(tmp_path: Path) -> None:
-    with sf.DataLoader(Made(20, DeadlyTwice(tmp_path / "count")), 2, num_workers=1) as loader:
-        assert [batch.tolist() for batch in loader] == [[id, id + 1] for id in range(0, 20, 2)]
-        assert loader.stats().workers_replaced == 2
-
-
 def test_workers_that_cannot_even_start() -> None:
     """What a worker cannot unpickle kills it before it has done anything: an error, and no other worker is started."""
     with sf.DataLoader(Made(4, Unloadable()), num_workers=1, multiprocessing_context="forkserver") as loader:
@@ -309,18 +288,6 @@ def test_control_c(store_root: Path) -> None:
 def test_leaving_in_the_midst_of_an_epoch(store_root: Path, interpreter: Interpreter) -> None:
     done = interpreter.run(Path(__file__).parents[1] / "support" / "train_job.py", "fork", "1000", "exit")
     assert (done.code, done.out, done.err) == (0, "ready\n", "")
-    assert [path.name for path in store_root.iterdir() if path.name.startswith("ring-")] == []
-    sweep(store_root)
-    assert not list(store_root.iterdir())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_leaving_a_fresh_interpreter_in_the_midst_of_an_epoch(method: str, store_root: Path) -> None:
-    with job(method, "1000", "exit") as process:
-        output = process.communicate(timeout=PATIENCE)
-        assert process.returncode == 0
-        assert output == ("", "")
     assert [path.name for path in store_root.iterdir() if path.name.startswith("ring-")] == []
     sweep(store_root)
     assert not list(store_root.iterdir())

@@ -138,14 +138,6 @@ def test_from_a_cache(name: str) -> None:
         assert cached.stats().hits >= COUNT
 
 
-@pytest.mark.parametrize("name", KINDS)
-def test_from_a_cache_of_a_plain_data_set(name: str) -> None:
-    with sf.CachedDataset(Made(COUNT, KINDS[name]), capacity="4MiB") as cached:
-        for _ in range(2):
-            assert all(equal(cached[id], KINDS[name](id)) for id in range(COUNT))
-        assert cached.stats().hits >= COUNT
-
-
 def test_a_view_takes_only_its_own_bytes() -> None:
     with sf.CachedDataset(list(range(COUNT)), capacity="4MiB", transform=KINDS["view of much memory"]) as cached:
         assert len(list(cached)) == COUNT

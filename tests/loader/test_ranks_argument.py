@@ -56,54 +56,6 @@ def test_shuffled_each_sample_is_on_one_rank() -> None:
     assert [epochs[0][at % 4][at // 4] for at in range(SAMPLES)] == whole
 
 
-@pytest.mark.parametrize(
-    ("given", "after", "shuffle"), [(0, 3, True), (1, 1, True), (1, 4, False), (3, 2, False), (3, 3, True)]
-)
-def test_resumed_with_another_number_of_ranks_it_goes_on_with_the_samples_that_are_left(
-    given: int, after: int, shuffle: bool
-) -> None:
-    before, states = [], []
-    for rank in range(2):
-        with loader_of(rank, 2, shuffle=shuffle) as loader:
-            iterator = iter(loader)
-            before += flat([next(iterator).tolist() for _ in range(given)])
-            states.append(loader.state_dict())
-            rest = flat(batches(iterator))
-        if after == 2:
-            with loader_of(rank, 2, shuffle=shuffle) as other:
-                other.load_state_dict(states[-1])
-                assert flat(batches(other)) == rest
-    assert states[0] == states[1]
-    left = []
-    for rank in range(after):
-        with loader_of(rank, after, shuffle=shuffle) as other:
-            other.load_state_dict(states[0])
-            first = flat([ids.tolist() for ids in other])
-            left += first
-            assert len(flat(batches(other))) == -(-SAMPLES // after)  # the next epoch is a whole one
-    assert sorted(set(before) | set(left)) == list(range(SAMPLES))
-    if given:
-        assert len(before) + len(left) < SAMPLES + after
-        assert not set(before) & set(left)
-
-
-def test_resumed_twice_with_other_numbers_of_ranks() -> None:
-    seen: list[int] = []
-    state = None
-    for count in (2, 3, 1):
-        states = []
-        for rank in range(count):
-            with loader_of(rank, count, shuffle=True, batch_size=2) as loader:
-                if state is not None:
-                    loader.load_state_dict(state)
-                iterator = iter(loader)
-                seen += next(iterator).tolist()
-                states.append(loader.state_dict())
-                rest = flat(batches(iterator))
-        state = states[0]
-    assert sorted(seen + rest) == list(range(SAMPLES))
-
-
 @pytest.mark.parametrize(("size", "drop_last"), [(1, False), (2, False), (2, True), (3, False)])
 def test_resumed_from_any_number_of_ranks_with_any_other_at_every_step(size: int, drop_last: bool) -> None:
     """From 1 to 8 ranks each. The model: all ranks take their batches from one order, which goes on where it was."""

@@ -108,19 +108,6 @@ def test_a_state_after_a_break() -> None:
         assert [id for _, labels in resumed for id in labels.tolist()] == list(range(13, -1, -1))
 
 
-def test_load_into_the_same_loader() -> None:
-    loader = sf.DataLoader(Made(20, picture), 3, shuffle=True)
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    expected = [labels.tolist() for _, labels in iterator]
-    loader.load_state_dict(state)
-    assert [labels.tolist() for _, labels in loader] == expected
-    loader.load_state_dict(state)
-    loader.set_epoch(state["epoch"])  # asks for the whole epoch
-    assert len(list(loader)) == 7
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
-import mmap
 import os
 import pickle
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +23,6 @@ from stallfree.loader import ring as module
 from stallfree.loader.messages import NO_SLOT
 from stallfree.loader.pool import KEPT
 from stallfree.loader.ring import Ring
-from stallfree.shared.link import Views
 
 
 @pytest.fixture
@@ -48,62 +45,6 @@ def lend(ring: Ring, slot: int, size: int = 100) -> torch.Tensor:
     return torch.from_numpy(memory[:size])
 
 
-def test_slots_go_round(ring: Ring) -> None:
-    taken = [ring.take() for _ in range(5)]
-    assert sorted(slot for slot in taken if slot is not None) == [0, 1, 2, 3]
-    assert taken[4] is None
-    assert ring.free == 0
-    ring.give(2)
-    ring.give(NO_SLOT)
-    assert ring.free == 1
-    assert ring.take() == 2
-
-
-@pytest.mark.parametrize(
-    "view",
-    [
-        lambda tensor: tensor,
-        lambda tensor: tensor[5:],
-        lambda tensor: tensor[3],
-        lambda tensor: tensor.view(10, 10).t(),
-        lambda tensor: tensor.view(torch.int32),
-        lambda tensor: tensor.numpy(),
-        lambda tensor: tensor.numpy()[5:9].reshape(2, 2),
-        lambda tensor: tensor.detach(),
-        lambda tensor: tensor.unbind(0),
-        lambda tensor: tensor.untyped_storage(),
-        lambda tensor: [memoryview(tensor.numpy())],
-        lambda tensor: torch.utils.dlpack.to_dlpack(tensor),
-    ],
-)
-def test_a_slot_comes_back_with_the_last_view(ring: Ring, view: Any) -> None:
-    slot = ring.take()
-    assert slot is not None
-    fill(ring, slot, 7)
-    tensor = lend(ring, slot)
-    kept = view(tensor)
-    del tensor
-    assert ring.leased == 1
-    assert ring.free == 3
-    del kept
-    gc.collect()
-    assert ring.leased == 0
-    assert ring.free == 4
-
-
-def test_a_slot_grows(ring: Ring) -> None:
-    slot = ring.take()
-    assert slot is not None
-    fill(ring, slot, 1, 100)
-    small = lend(ring, slot)
-    fill(ring, slot, 2, 100_000)
-    assert len(ring.slots.view(slot, 100_000)) >= 100_000
-    assert ring.bytes >= 100_000
-    fill(ring, slot, 3, 50)  # it does not shrink
-    assert len(ring.slots.view(slot, 100_000)) >= 100_000
-    assert small[99] == 2
-
-
 def test_another_process_sees_what_was_written(ring: Ring) -> None:
     """Like a worker, whose slots were pickled and map existing files."""
     import pickle
@@ -115,30 +56,6 @@ def test_another_process_sees_what_was_written(ring: Ring) -> None:
     with pytest.raises(sf.StorageError, match=r"slot 1 .* 10000000"):
         ring.slots.view(1, 10_000_000)
     slots.close()
-
-
-def test_a_ring_that_grows_and_shrinks_holds_no_more_than_its_slots(ring: Ring) -> None:
-    """The memory of the slots is bounded although a worker and a consumer map them and never unmap them."""
-    worker, consumer, size = pickle.loads(pickle.dumps(ring.slots)), Views(ring.slots.folder), 1 << 18
-    for value in range(8):
-        ring.resize(12)
-        slots = list(iter(ring.take, None))
-        assert len(slots) == 12
-        for slot in slots:
-            worker.reserve(slot, size)[:size] = value + slot
-            assert ring.slots.view(slot, size)[:size].tolist() == [(value + slot) % 256] * size
-            assert consumer.view(slot, size).tolist() == [(value + slot) % 256] * size
-        ring.resize(6)
-        for slot in slots:
-            ring.give(slot)
-        ring.resize(3)
-        maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(ring.slots.folder) in line]
-        assert [line for line in maps if line.endswith("(deleted)")] == []
-        assert len(maps) <= 3 * 12
-        assert ring.bytes <= 3 * (size + size // 8 + mmap.PAGESIZE)
-        assert sum(file.stat().st_blocks * 512 for file in ring.slots.folder.glob("slot-*")) == ring.bytes
-    consumer.close()
-    worker.close()
 
 
 def test_a_slot_without_memory_is_not_used_again(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
@@ -180,19 +97,6 @@ def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None
     assert ring.slots.reserve(1, 1 << 20) is None
     assert ring.bytes == before
     assert ring.slots.reserve(0, 100) is not None
-
-
-def test_memory_outlives_the_ring() -> None:
-    ring = Ring(2, None)
-    fill(ring, 0, 7)
-    kept = lend(ring, 0)
-    ring.close()
-    ring.close()
-    assert (kept == 7).all()
-    assert ring.bytes == 0
-    del ring
-    gc.collect()
-    assert (kept == 7).all()
 
 
 class RingModel(RuleBasedStateMachine):
@@ -333,18 +237,6 @@ def test_all_batches_may_be_kept(workers: int, cached: bool) -> None:
         assert same(images, torch.stack([pixels(id) for id in ids]))
     if cached:
         dataset.close()
-
-
-def growing(id: int) -> torch.Tensor:
-    return torch.full((1 + 200 * id,), id)
-
-
-def test_batches_that_grow() -> None:
-    with sf.DataLoader(Made(40, growing), num_workers=2, persistent_workers=True) as loader:
-        for _ in range(2):
-            for id, batch in enumerate(loader):
-                assert same(batch, growing(id)[None])
-        assert loader.stats().private_copies == 0
 
 
 @pytest.mark.parametrize("cached", [False, True])

@@ -66,11 +66,6 @@ def test_torchs_seed_decides(workers: int, seeds: range) -> None:
     assert [run(seed) for seed in seeds] == runs
 
 
-def test_two_loaders_of_one_torch_seed_differ() -> None:
-    torch.manual_seed(1)
-    assert all_differ([epoch_of(own()), epoch_of(own())])
-
-
 def test_a_generator_decides_and_moves_on() -> None:
     def run() -> list[Any]:
         generator = torch.Generator().manual_seed(7)
@@ -238,15 +233,6 @@ def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:
         list(one), list(other)
         one.load_state_dict(other.state_dict())
         assert epoch_of(one) == epoch_of(other)
-
-
-def test_a_state_from_before_the_first_epoch_has_no_seed() -> None:
-    state = own().state_dict()
-    assert state["seed"] is None
-    data = Made(COUNT, picture)
-    loader = own(data, seed=3)
-    loader.load_state_dict(state)
-    assert epoch_of(loader) == epoch_of(own(data, seed=3))
 
 
 # -- cached data sets under torch's loader ----------------------------------------------------------------------------

@@ -183,13 +183,6 @@ def test_a_batch_that_is_no_list_of_samples(kind: Any, size: int, workers: int) 
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_list_of_another_length_is_collated(workers: int) -> None:
-    loaders = (torch.utils.data.DataLoader, sf.DataLoader)
-    found = [repr(list(loader(Views(), 4, num_workers=workers))) for loader in loaders]
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
 def test_single_samples_are_not_asked_for_as_batches(workers: int) -> None:
     found = []
     for loader in (torch.utils.data.DataLoader, sf.DataLoader):
@@ -212,11 +205,3 @@ def test_the_draws_of_such_batches_depend_on_the_seed(workers: int) -> None:
     assert first == epochs(1)
     noises = [noise for epoch in [*first, *epochs(2)] for batch in epoch for noise in batch]
     assert len(set(noises)) == len(noises)
-
-
-@pytest.mark.parametrize("kind", [Columns, Tables])
-def test_a_cache_says_that_it_takes_single_samples(kind: Any) -> None:
-    with pytest.raises(sf.StallfreeError, match=r"__getitems__ of .* returned a .*, and not a list"):
-        sf.CachedDataset(kind(), capacity="1MiB")
-    with sf.CachedDataset(Rows(), capacity="1MiB") as cached:
-        assert cached[3] == {"x": 3, "y": "3"}

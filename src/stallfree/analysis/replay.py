@@ -19,7 +19,7 @@ from stallfree.cache.capacity import free_memory
 from stallfree.cache.layout import ALIGN, VERSION, Count, Index, Meta, plan_layout
 from stallfree.cache.policies import Oracle, Policy, Victims, make_policy, next_uses
 from stallfree.cache.space import Space
-from stallfree.datasets.plan import Plan
+from stallfree.datasets.epoch_source import Plan
 from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.units import format_size, parse_room, parse_whole
 

@@ -18,8 +18,7 @@ from stallfree.autotune.choice import SAMPLES, Choice, Measured, choose, describ
 from stallfree.autotune.measure import measure
 from stallfree.autotune.subject import NotCachedError, Subject, callables, steps_of, subject_of
 from stallfree.cache.capacity import granted
-from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.private_names import token
+from stallfree.datasets.cached_dataset import CachedDataset, token
 from stallfree.datasets.probe import look
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.split import Reclassified

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import traceback
 import weakref
+from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,6 +26,7 @@ from stallfree.cache.buffers import Buffers
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
+from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.platform import at_fork
@@ -107,6 +111,9 @@ _QUEUE_BYTES = 32 << 20
 _DRAIN_SECONDS, _POLL_SECONDS = 0.25, 0.001
 """Longest wait for a sample in the write queue of a process, which may have been killed."""
 
+CLOSE_SECONDS = 10.0
+"""Longest wait for the write queue when a tier is closed."""
+
 _FAILURES, _PAUSE_SECONDS = 3, 10.0
 _FOLLOW_SECONDS = 1.0
 """Interval at which a process looks whether another host found a random step."""
@@ -149,9 +156,10 @@ class TierClient:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._pool: ThreadPoolExecutor | None = None
+        self._end: weakref.finalize[Any, TierClient] | None = None
+        self._pool: FetchThreads | None = None
         self._queued = 0  # bytes, including those being written
-        self._last: Future[None] | None = None
+        self._last: deque[Future[None]] = deque(maxlen=1)
 
     def known(self, ids: Array) -> Array:
         """Return which of `ids` this host assumes to be in the tier, without asking it: an array of bool."""
@@ -270,8 +278,9 @@ class TierClient:
                 at += nbytes
             with self._lock:
                 if self._pool is None:
-                    self._pool = ThreadPoolExecutor(1, thread_name_prefix="stallfree-tier")
-                self._last = self._pool.submit(self._write, queued, copies, size, uncached)
+                    self._pool = FetchThreads(1)
+                    self._end = weakref.finalize(self, _finish_writes, os.getpid(), self._pool, self._last)
+                self._last.append(self._pool.submit(self._write, queued, copies, size, uncached))
         except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is exiting
             self._written(queued, np.zeros(fit, bool), size)
 
@@ -319,9 +328,9 @@ class TierClient:
     def flush(self) -> None:
         """Wait until all samples that this process has put are stored or rejected."""
         with self._lock:
-            last = self._last
-        if last is not None:
-            last.result()
+            last = [*self._last]
+        for write in last:
+            write.result()
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:
@@ -329,13 +338,26 @@ class TierClient:
             log.warning("%s", message)
 
     def close(self) -> None:
-        """Write the queue and detach from the tier. Idempotent."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=True)
+        """Write the queue, for `CLOSE_SECONDS` at most, and detach from the tier. Idempotent."""
+        if self._end is not None:
+            self._end()
         self.tier.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TierClient, (self.tier, self._cache)
+
+
+def _finish_writes(owner: int, pool: FetchThreads, last: deque[Future[None]]) -> None:
+    """Wait for the queued writes, and stop their thread; also when the process ends."""
+    if os.getpid() != owner:
+        return  # in a forked child, whose parent has the thread
+    for write in [*last]:
+        with contextlib.suppress(CancelledError):
+            try:
+                write.result(CLOSE_SECONDS)
+            except FutureTimeout:
+                log.warning("samples are not written to a tier that does not answer within %g s", CLOSE_SECONDS)
+    pool.shutdown()
 
 
 class _Health:

@@ -16,7 +16,7 @@ from stallfree.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stallfree.analysis.replay import EpochReplay, Replay
-    from stallfree.datasets.plan import Plan
+    from stallfree.datasets.epoch_source import Plan
 
 _FIGURES = ("hits", "misses", "evictions", "rejected")
 
@@ -104,7 +104,7 @@ def _count(text: str, name: str) -> int:
 
 def _plans(samples: int, epochs: int) -> list[Plan]:
     from stallfree.cache.capacity import free_memory
-    from stallfree.datasets.plan import make_plan
+    from stallfree.datasets.epoch_source import make_plan
 
     size, free = samples * (epochs + 8) * 16, free_memory()
     if size > free:

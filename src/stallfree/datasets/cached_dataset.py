@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import logging
 import operator
+import os
+import secrets
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -18,10 +21,11 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
-from stallfree.datasets.private_names import private_name
 from stallfree.datasets.probe import choose_form, example_for, look
+from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import Reader
-from stallfree.errors import CodecError, IdError, InputError
+from stallfree.errors import CodecError, IdError, InputError, StallfreeWarning, no_fingerprint
+from stallfree.frames import users_level
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose
@@ -36,6 +40,11 @@ from stallfree.units import parse_whole
 
 _FORMAT = "records-1"
 _MOST_EPOCHS = 2**31 - 2
+
+_CURE = (
+    "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "
+    "returns a text which changes when the data change"
+)
 
 log = logging.getLogger("stallfree")
 
@@ -312,3 +321,41 @@ def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
     if len(bad):
         raise IdError(f"id {bad[0]} is out of range: the data set has {length} samples")
     return np.where(wanted < 0, wanted + length, wanted)
+
+
+def private_name(store: Any, unknown: str, *, persist: bool) -> str:
+    """A name that no other process gives, with a warning that says why: `unknown` has no fingerprint.
+
+    Raises `InputError` where a cache that others do not find is of no use.
+    """
+    if persist or (is_tier(store) and getattr(store, "persist", True)):
+        raise no_fingerprint(
+            f"store={store!r:.80}, persist={persist}: no other job or node would find these samples, as {unknown} has "
+            f"no fingerprint: {_CURE}"
+        )
+    warnings.warn(
+        f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "
+        f"with them. To share it with other jobs and ranks, {_CURE}",
+        StallfreeWarning,
+        stacklevel=users_level(),
+    )
+    return token()
+
+
+def token() -> str:
+    """The name of a private cache."""
+    return f"private-{os.getpid()}-{secrets.token_hex(8)}"
+
+
+def window_name(unknown: list[str], name: str) -> str:
+    """`name`, or for a window over data with `unknown` objects one that no other process gives.
+
+    Raises `InputError` if the job has several ranks here, which share one window and find it by its name.
+    """
+    if not unknown:
+        return name
+    if find_ranks().here > 1:
+        raise no_fingerprint(
+            f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
+        )
+    return token()

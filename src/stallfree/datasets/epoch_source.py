@@ -7,6 +7,7 @@ order, a sampler, a moving window or an importance plan.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
@@ -14,9 +15,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree.cache.serial import one_thread
 from stallfree.errors import argument_conflict, state_format
+from stallfree.pipeline.randomness import sample_seed
 
 Ids = npt.NDArray[np.int64]
+
+_SERIAL = 32_768
+"""Most elements for which torch starts no threads."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ def _nothing() -> None:
     pass
 
 
-@dataclass(frozen=True)
+@dataclass
 class EpochPlan:
     """One epoch, or the rest of it.
 
@@ -137,9 +143,9 @@ def takes_losses(source: EpochSource, method: str) -> TakesLosses:
     return source
 
 
-@dataclass(frozen=True)
+@dataclass
 class SourceSetup:
-    """The arguments of an epoch source: those of a loader, and its shared objects.
+    """The arguments of an epoch source: those of a loader, and its shared objects. Not changed once made.
 
     Attributes:
         samples: number of samples of the data set.
@@ -200,3 +206,32 @@ def check_state(state: Any, version: int, *names: str) -> None:
         )
     if missing := set(names) - state.keys():
         raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The ids of an epoch, in order.
+
+    Attributes:
+        ids: int64, one per draw.
+        weights: float32 of the same length, or None where all are 1.
+        epoch: number of the epoch.
+    """
+
+    ids: npt.NDArray[np.int64]
+    weights: npt.NDArray[np.float32] | None
+    epoch: int
+
+
+def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan:
+    """Every sample once: in order, or shuffled by (seed, epoch).
+
+    Any process computes the same plan from the two integers, so a resume needs only them.
+    """
+    if not shuffle:
+        return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
+    generator = torch.Generator()  # takes half the time of NumPy's
+    generator.manual_seed(sample_seed(seed, epoch, 0))
+    with one_thread() if num_samples > _SERIAL else nullcontext():
+        ids = torch.randperm(num_samples, generator=generator).numpy()
+    return Plan(ids, None, epoch)

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from torch.utils.data import DistributedSampler
 
 from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.datasets.plan import local_shares
-from stallfree.datasets.ranks import find_ranks
+from stallfree.datasets.epoch_source import make_plan
+from stallfree.datasets.ranks import find_ranks, share
 from stallfree.errors import cache_required, launch_environment
 from stallfree.units import parse_whole
 
@@ -99,3 +100,39 @@ class LocalSampler(DistributedSampler[Any]):
             drop_last=self.drop_last,
         )
         return iter(shares[self.rank].tolist())
+
+
+def local_shares(
+    owner: npt.NDArray[Any], nodes: int, ranks_per_node: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool
+) -> npt.NDArray[Any]:
+    """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
+
+    A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go to
+    nodes with too few, the last ones of the plan first. If the number of samples is not a multiple of the number of
+    ranks, the first samples of the plan are repeated, as by torch's `DistributedSampler`, or with `drop_last` the last
+    ones are omitted.
+
+    A pure function of its arguments; it does not query residency.
+
+    Args:
+        owner: node of each id, from 0.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks, the same for all nodes. Rank r is on node r // `ranks_per_node`.
+        shuffle: whether (seed, epoch) determines the order; else ids ascend.
+        seed, epoch: of the plan.
+        drop_last: see above.
+    """
+    ranks = nodes * ranks_per_node
+    ids = make_plan(len(owner), shuffle=shuffle, seed=seed, epoch=epoch).ids
+    each = share(len(ids), ranks, drop_last=drop_last)
+    ids = np.resize(ids, each * ranks)
+    node = owner[ids].astype(np.int64)
+    quota = each * ranks_per_node
+    order = np.argsort(node, kind="stable")
+    counts = np.bincount(node, minlength=nodes)
+    within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+    surplus = np.sort(order[within >= quota])
+    node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
+    order = np.argsort(node, kind="stable")
+    shares = ids[order].reshape(nodes, each, ranks_per_node)
+    return shares.transpose(0, 2, 1).reshape(ranks, each)

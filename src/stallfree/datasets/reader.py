@@ -38,6 +38,8 @@ from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
+_NO_STEPS = Compose([])
+
 IO_THREADS = 8
 """Concurrent fetches of one process. They wait for storage, so there may be more of them than cores."""
 
@@ -360,4 +362,4 @@ def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
     if isinstance(reader, Reader):
         return reader
     source = as_source(dataset, divide=divide)
-    return Reader(source, None, Compose([]), source.pipeline)
+    return Reader(source, None, _NO_STEPS, source.pipeline)

@@ -15,9 +15,8 @@ from torch.utils.data import Dataset, DistributedSampler
 
 from stallfree.cache.capacity import free_memory
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.cached_dataset import checked_ids
+from stallfree.datasets.cached_dataset import checked_ids, window_name
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
-from stallfree.datasets.private_names import window_name
 from stallfree.datasets.probe import example_for, look
 from stallfree.datasets.ranks import (
     LocalRanks,

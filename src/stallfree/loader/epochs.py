@@ -18,10 +18,9 @@ from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_a
 from stallfree.datasets.reader import reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.batch import PlainBatches
-from stallfree.loader.order import Order
-from stallfree.loader.output import delivery
+from stallfree.loader.order import Order, Repeats
 from stallfree.loader.pool import Counts, Options, WorkerPool
-from stallfree.loader.run import Pass, PlainPass, Progress, Repeats
+from stallfree.loader.run import Pass, PlainPass, Progress, delivery
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.stats import LoaderStats
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -13,8 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
-from stallfree.datasets.plan import make_plan
+from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, make_plan
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
 from stallfree.errors import IdError, StallfreeWarning, sampler_output
 from stallfree.frames import users_level
@@ -226,6 +226,31 @@ class SamplerOrder(_Counted):
             )
         array = array.astype(np.int64)
         return np.where(array < 0, array + samples, array)
+
+
+class Repeats:
+    """Counts how often the ids of an epoch have come, since a sample that comes again draws other random numbers.
+
+    Args:
+        known: the counts of the first batches, from a state.
+    """
+
+    def __init__(self, known: Sequence[int] = ()) -> None:
+        self._known = deque(known)
+        self._times = np.zeros(0, np.int32)
+
+    def count(self, ids: Ids) -> int:
+        """Return the number of times that the ids of the next batch have come before: the highest among them."""
+        if self._known:
+            return self._known.popleft()
+        if not len(ids):
+            return 0
+        missing = int(ids.max()) + 1 - len(self._times)
+        if missing > 0:
+            self._times = np.append(self._times, np.zeros(missing + len(self._times), np.int32))
+        times = int(self._times[ids].max())
+        self._times[ids] = times + 1
+        return times
 
 
 def _is_same_on_all_ranks(sampler: Any) -> bool:

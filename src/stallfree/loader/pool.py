@@ -46,9 +46,9 @@ def new_counts() -> Counts:
     return dict(NO_COUNTS)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Options:
-    """The arguments of a pool.
+    """The arguments of a pool. Not changed once made.
 
     Attributes:
         reader: reads and prepares samples.

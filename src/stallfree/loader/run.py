@@ -7,9 +7,10 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any
+from typing import Any, Generic, NamedTuple
 
 import numpy as np
+import torch
 
 from stallfree.datasets.epoch_source import Position
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
@@ -17,10 +18,11 @@ from stallfree.ipc.remote import unpack_error
 from stallfree.loader.batch import PlainBatches
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
-from stallfree.loader.output import Deliver
+from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Counts, WorkerPool
 from stallfree.notes import described, raisable
 from stallfree.pipeline.codec import read_own_record
+from stallfree.typevars import BatchT_co
 from stallfree.units import format_size
 
 OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
@@ -31,6 +33,57 @@ RECENT = 64
 _REPORTED_SKIPS = 5
 
 log = logging.getLogger("stallfree")
+
+Deliver = Callable[[Any, Ids], Any]
+
+
+class Batch(NamedTuple, Generic[BatchT_co]):
+    """The batch type of a loader with `with_ids=True`.
+
+    Attributes:
+        data: the batch as it would be without ids.
+        ids: int64 tensor of the samples actually in it, in order.
+        weights: float32 tensor of the same length; None without an `ImportanceSampler` that has weights.
+
+    Example:
+        ```python
+        loader = sf.DataLoader(dataset, batch_size=4, with_ids=True)
+        batch = next(iter(loader))
+        assert batch.ids.tolist() == [0, 1, 2, 3]
+        images, labels = batch.data
+        ```
+    """
+
+    data: BatchT_co
+    ids: torch.Tensor
+    weights: torch.Tensor | Any  # Any: users of an ImportanceSampler need not check for None
+
+
+def delivery(*, with_ids: bool, weigh: Callable[[Ids], torch.Tensor] | None, pin: bool) -> Deliver | None:
+    """Return the function that converts a batch and its ids to the delivered object; None if that is the batch itself.
+
+    Args:
+        with_ids: return a `Batch`.
+        weigh: returns the weights of ids, and implies a `Batch`; or None.
+        pin: copy tensors to pinned memory, if there is an accelerator.
+    """
+    pin = pin and torch.cuda.is_available()
+    if not (with_ids or weigh or pin):
+        return None
+
+    def deliver(data: Any, ids: Ids) -> Any:
+        if with_ids or weigh is not None:
+            data = Batch(data, torch.from_numpy(ids.copy()), None if weigh is None else weigh(ids))
+        return pinned(data) if pin else data
+
+    return deliver
+
+
+def pinned(data: Any) -> Any:
+    """Return `data` with its tensors in pinned memory."""
+    from torch.utils.data._utils.pin_memory import pin_memory
+
+    return pin_memory(data)
 
 
 class EpochPass(Iterator[Any]):
@@ -433,28 +486,3 @@ class Progress:
                 page="sampler-output",
             )
         return False
-
-
-class Repeats:
-    """Counts how often the ids of an epoch have come, since a sample that comes again draws other random numbers.
-
-    Args:
-        known: the counts of the first batches, from a state.
-    """
-
-    def __init__(self, known: Sequence[int] = ()) -> None:
-        self._known = deque(known)
-        self._times = np.zeros(0, np.int32)
-
-    def count(self, ids: Ids) -> int:
-        """Return the number of times that the ids of the next batch have come before: the highest among them."""
-        if self._known:
-            return self._known.popleft()
-        if not len(ids):
-            return 0
-        missing = int(ids.max()) + 1 - len(self._times)
-        if missing > 0:
-            self._times = np.append(self._times, np.zeros(missing + len(self._times), np.int32))
-        times = int(self._times[ids].max())
-        self._times[ids] = times + 1
-        return times

@@ -20,7 +20,7 @@ from stallfree.errors import InputError, WorkerError, group_timeout
 from stallfree.ipc.channel import Message, pack
 from stallfree.ipc.remote import unpack_error
 from stallfree.loader.messages import EMPTY, FAILED, NOTHING, PRIVATE, READY, Ids, Result, unpack_result
-from stallfree.loader.output import Batch, pinned
+from stallfree.loader.run import Batch, pinned
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.randomness import Randomness

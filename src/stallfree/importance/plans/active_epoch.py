@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.datasets.plan import Plan
+from stallfree.datasets.epoch_source import Plan
 from stallfree.importance.plans.retention import Retention
 from stallfree.importance.plans.sampling_plans import Draw
 from stallfree.importance.plans.states import pack, pack_mask, unpack, unpack_mask

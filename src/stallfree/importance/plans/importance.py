@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.datasets.epoch_source import check_state
-from stallfree.datasets.plan import Plan
+from stallfree.datasets.epoch_source import Plan, check_state
 from stallfree.datasets.ranks import deal, share
 from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
 from stallfree.importance.plans.active_epoch import ActiveEpoch, Marks

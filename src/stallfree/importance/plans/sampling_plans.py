@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.datasets.plan import Plan
+from stallfree.datasets.epoch_source import Plan
 from stallfree.importance.plans.probabilities import (
     draw,
     generator,
