@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.output import Batch
     from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
-    from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
-    from stallfree.pipeline.compose import Compose, OnItem
+    from stallfree.pipeline.classify import Split, split
+    from stallfree.pipeline.compose import Compose, OnItem, mark_deterministic, mark_random
     from stallfree.sampling.plans.importance import ImportanceSampler
     from stallfree.sampling.plans.schedule import BySamples
     from stallfree.shared.shared_loader import SharedLoader
@@ -71,8 +71,8 @@ _PLACES = {
     "loader.dataloader": "DataLoader",
     "loader.output": "Batch",
     "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
-    "pipeline.classify.determinism": "Split mark_deterministic mark_random split",
-    "pipeline.compose": "Compose OnItem",
+    "pipeline.classify": "Split split",
+    "pipeline.compose": "Compose OnItem mark_deterministic mark_random",
     "sampling.plans.importance": "ImportanceSampler",
     "sampling.plans.schedule": "BySamples",
     "shared.shared_loader": "SharedLoader",

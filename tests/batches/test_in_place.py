@@ -19,8 +19,7 @@ from stallfree.batches.batch_buffer import BatchBuffer
 from stallfree.batches.reader import Reader
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.pipeline.codec import encode, read_record
-from stallfree.pipeline.compose import Compose, OnItem
-from stallfree.pipeline.in_place import empty, in_place, works_in_place
+from stallfree.pipeline.compose import Compose, OnItem, empty, in_place, works_in_place
 from stallfree.sources.base import BaseSource
 
 COUNT = 12

@@ -18,8 +18,7 @@ from clara_data import volume, write
 import stallfree as sf
 from stallfree.clara.fields import spacing_of
 from stallfree.clara.registry import TRANSFORMS
-from stallfree.pipeline.classify.determinism import split
-from stallfree.pipeline.classify.libraries import known
+from stallfree.pipeline.classify import known, split
 from stallfree.pipeline.fingerprint import fingerprint
 
 Sample = dict[str, Any]

@@ -14,7 +14,7 @@ from PIL import Image, ImageEnhance
 from vision_data import distance, photograph
 
 from stallfree.errors import InputError
-from stallfree.pipeline.classify.determinism import split
+from stallfree.pipeline.classify import split
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.vision import native
 from stallfree.vision.normalize import Normalize

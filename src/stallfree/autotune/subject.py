@@ -11,8 +11,8 @@ from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
 from stallfree.datasets.reads_probe import look_at_reads, reads_source
 from stallfree.errors import InputError, StallfreeError, dataset_random, text_of
 from stallfree.notes import is_users
-from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.objects import attribute
 from stallfree.pipeline.protocol import Source
 from stallfree.sources.mapped import MapSource, as_source
 

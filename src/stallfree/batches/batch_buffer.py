@@ -10,9 +10,8 @@ import numpy.typing as npt
 
 from stallfree.batches.collate import Bytes, Reserve, compose
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import Structure, encode, stack_build
-from stallfree.pipeline.in_place import Out
-from stallfree.pipeline.structure import leaf_dtypes
+from stallfree.pipeline.codec import Structure, encode, leaf_dtypes, stack_build
+from stallfree.pipeline.compose import Out
 
 _NONE = Out(())
 

@@ -19,9 +19,7 @@ from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeError, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.in_place import works_in_place
-from stallfree.pipeline.marks import drew
+from stallfree.pipeline.compose import Compose, drew, works_in_place
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes

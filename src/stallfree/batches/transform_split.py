@@ -22,10 +22,10 @@ from stallfree.cache.policies import mixed
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeWarning, WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
-from stallfree.pipeline.compose import Compose, Transform, describe_step
-from stallfree.pipeline.marks import note_drew
+from stallfree.pipeline.classify import StepError, Trust, make_twice
+from stallfree.pipeline.compose import Compose, Transform, describe_step, note_drew
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import States
 
 _FORMS = 0x666F726D
 

@@ -13,7 +13,7 @@ import torch
 
 from stallfree.clara.fields import Array, FieldTransform, Sample, Sized, chance, crop, is_number
 from stallfree.errors import InputError, clara_field
-from stallfree.pipeline.marks import mark_random
+from stallfree.pipeline.compose import mark_random
 
 
 @mark_random

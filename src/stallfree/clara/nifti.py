@@ -11,7 +11,7 @@ import numpy as np
 
 from stallfree.clara.fields import Array, FieldTransform, Sample, spacing_of
 from stallfree.errors import InputError, clara_field, image_unreadable, missing_extra
-from stallfree.pipeline.marks import mark_deterministic
+from stallfree.pipeline.compose import mark_deterministic
 
 _GZIP = b"\x1f\x8b"
 _NIFTI_2 = (b"\x1c\x02\x00\x00", b"\x00\x00\x02\x1c")

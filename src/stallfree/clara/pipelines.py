@@ -21,8 +21,7 @@ from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, StallfreeWarning, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
 from stallfree.loader.dataloader import DataLoader
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.marks import mark_deterministic
+from stallfree.pipeline.compose import Compose, mark_deterministic
 from stallfree.units import parse_whole
 
 

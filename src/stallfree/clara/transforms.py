@@ -23,7 +23,7 @@ from stallfree.clara.fields import (
     voxels_per_axis,
 )
 from stallfree.errors import InputError, clara_field
-from stallfree.pipeline.marks import mark_deterministic
+from stallfree.pipeline.compose import mark_deterministic
 
 
 @mark_deterministic

@@ -12,8 +12,7 @@ from stallfree.errors import InputError, StallfreeWarning, reads_nothing
 from stallfree.frames import users_level
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify.determinism import Split
-from stallfree.pipeline.classify.outcomes import spread
+from stallfree.pipeline.classify import Split, spread
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source
 from stallfree.sources.mapped import MapSource, as_source

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from stallfree.errors import InputError, transform_input
-from stallfree.pipeline.in_place import Out, in_place
-from stallfree.pipeline.marks import mark_random
+from stallfree.pipeline.compose import Out, in_place, mark_random
 from stallfree.sources.decode import DecodeImage
 from stallfree.vision import native
 from stallfree.vision.arguments import check_layout, checked_size, pixels_of, probability

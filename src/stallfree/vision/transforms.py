@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.errors import InputError
-from stallfree.pipeline.in_place import Out, empty, given, in_place
-from stallfree.pipeline.marks import mark_deterministic, mark_random
+from stallfree.pipeline.compose import Out, empty, given, in_place, mark_deterministic, mark_random
 from stallfree.vision import native
 from stallfree.vision.arguments import checked_size, pixels_of, probability
 from stallfree.vision.native import Pixels
