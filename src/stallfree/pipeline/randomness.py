@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from stallfree.pipeline.compose import Transform, flatten
 from stallfree.pipeline.reached import generators_of
@@ -248,8 +249,8 @@ class Randomness:
     def __enter__(self) -> Randomness:
         if self._handles:
             wait_to_draw()
-        if self._states is not None:
-            self._states.moved()
+        if self._states is not None and (self.draws is None or get_worker_info() is None):
+            self._states.moved()  # in a worker, nothing else draws between two blocks
         self._saved.append(None if self.draws is False else [handle.get() for handle in self._handles])
         return self
 

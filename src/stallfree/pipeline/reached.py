@@ -98,6 +98,16 @@ def generators_of(thing: Any) -> list[Any]:
     return [value for value in reached if isinstance(value, GENERATOR_TYPES)]
 
 
+def attributes_used(thing: Any) -> list[tuple[Any, str, Any]]:
+    """Return the attributes that a call of `thing` may use, of it and of what it holds: owner, name and value.
+
+    Data in the bodies of the user's classes are among them, with the class as the owner.
+    """
+    walk = _Walk(thing)
+    deque(walk.run(), 0)
+    return [(owner, name, value) for owner, name, value, called in walk.attributes if called or name in walk.named]
+
+
 class _Walk:
     """Goes through the objects that a call of `root` may use, each with where it is named, as "RNG in Flip.__call__".
 
@@ -113,7 +123,9 @@ class _Walk:
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
         self._classes: set[tuple[type, bool, frozenset[str]]] = set()
-        self._named: dict[str, str] = {}
+        self.attributes: list[tuple[Any, str, Any, bool]] = []
+        """Attributes with their owner, and whether they count even if no code names them."""
+        self.named: dict[str, str] = {}
         """Names in the code so far, with the function that was seen first to use them."""
         self._unnamed: defaultdict[str, list[Any]] = defaultdict(list)
         """Attributes and methods of objects, by name, whose name has not been used so far."""
@@ -127,7 +139,7 @@ class _Walk:
                 self._seen[id(thing)] = thing
                 yield thing, label
                 self._follow(thing, label)
-        yield from ((name, f"{name} in {user}") for name, user in self._named.items() if name not in self._owned)
+        yield from ((name, f"{name} in {user}") for name, user in self.named.items() if name not in self._owned)
 
     def _follow(self, thing: Any, label: str) -> None:
         if isinstance(thing, FunctionType):
@@ -148,6 +160,7 @@ class _Walk:
             if not any(comes_from(type(thing), library) for library in _OF_PROCESS):
                 called = is_library(type(thing)) or bool(_libraries(type(thing)))
                 for name, value in own.items():
+                    self.attributes.append((thing, name, value, called))
                     self._offer(name, value, called=called and not isinstance(value, GENERATOR_TYPES))
 
     def _add(self, values: Iterable[Any], label: str) -> None:
@@ -166,8 +179,8 @@ class _Walk:
             if not (self._everything and isinstance(value, (type, ModuleType)) and is_library(value)):
                 self._add((value,), f"{name} in {where}")
             self._owned.update(name.split("."))
-        for name in sorted(code_names(function.__code__) - self._named.keys()):
-            self._named[name] = where
+        for name in sorted(code_names(function.__code__) - self.named.keys()):
+            self.named[name] = where
             self._add(self._unnamed.pop(name, ()), f"{name} in {where}")
 
     def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
@@ -190,6 +203,8 @@ class _Walk:
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
                     continue
+                if isinstance(member, (*_VALUES, *_CONTAINERS)):
+                    self.attributes.append((base, name, member, False))
                 special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
@@ -200,8 +215,8 @@ class _Walk:
     def _offer(self, name: str, value: Any, *, called: bool) -> None:
         """Register an attribute or a method, which counts once its name is used, or now if it is `called` unnamed."""
         self._owned.add(name)
-        if called or name in self._named or (self._everything and name not in _PRINTED):
-            self._add((value,), f"{name} in {self._named[name]}" if name in self._named else name)
+        if called or name in self.named or (self._everything and name not in _PRINTED):
+            self._add((value,), f"{name} in {self.named[name]}" if name in self.named else name)
         else:
             self._unnamed[name].append(value)
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import sys
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from pathlib import PurePath
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -17,26 +14,12 @@ import torch
 
 from stallfree.errors import StallfreeWarning
 from stallfree.frames import users_level
-from stallfree.pipeline.objects import (
-    attribute,
-    attributes,
-    class_functions,
-    closure_values,
-    code_names,
-    codes,
-    comes_from,
-    is_library,
-)
+from stallfree.pipeline.objects import attribute, comes_from
+from stallfree.pipeline.reached import attributes_used
 
-_DEPTH, _OBJECTS, _FEW = 5, 256, 32
-"""Maximum depth and number of the objects whose attributes are compared, and of the items that are among these."""
 _ITEMS, _SPREAD = 1 << 20, 256
 """Maximum number of items of a container that are compared; of larger ones and of arrays, `_SPREAD` are."""
-
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), PurePath, np.generic, range)
-_LISTS = (list, tuple, deque)
-_DATA = (*_PLAIN, *_LISTS, dict, set, frozenset, np.ndarray, torch.Tensor)
-_NO_OWNERS = (*_DATA, ModuleType, FunctionType, MethodType, type)
 _NAMESPACES = {"types", "argparse", "functools"}
 """Modules of Python whose objects hold settings."""
 _OWN = {"pipeline", "sources", "vision", "clara"}
@@ -70,27 +53,8 @@ class Settings:
 
     def _saved(self) -> dict[tuple[int, str], tuple[object, _State]]:
         """Return the state of each attribute, by the identity of its owner, which is kept alive, and its name."""
-        owners = list(self._owners())
-        used: set[str] = set().union(*(_names(cls) for cls in set(map(type, owners))))
-        return {
-            (id(owner), name): (owner, _state_of(value))
-            for owner in owners
-            for name, value in (_class_attributes(type(owner)) | attributes(owner)).items()
-            if name in used
-        }
-
-    def _owners(self) -> Iterator[object]:
-        """Yield the things, and the objects that their attributes hold."""
-        seen: set[int] = set()
-        todo = deque((thing, 0) for thing in self._things)
-        while todo and len(seen) < _OBJECTS:
-            thing, depth = todo.popleft()
-            if isinstance(thing, (*_LISTS, dict)) and len(thing) <= _FEW:
-                todo.extend((item, depth + 1) for item in (thing.values() if isinstance(thing, dict) else thing))
-            elif id(thing) not in seen and depth < _DEPTH and _has_settings(thing):
-                seen.add(id(thing))
-                yield thing
-                todo.extend((value, depth + 1) for value in attributes(thing).values())
+        used = (each for thing in self._things for each in attributes_used(thing))
+        return {(id(owner), name): (owner, _state_of(value)) for owner, name, value in used if _has_settings(owner)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settings, ()  # in another process, which does not look for changes
@@ -107,11 +71,11 @@ def warn_of_changes(settings: Settings) -> None:
         )
 
 
-def _has_settings(thing: object) -> bool:
-    """Return whether its attributes may be settings: not those of data, functions, locks, and this package's caches."""
-    top, *inner = type(thing).__module__.split(".")
-    if isinstance(thing, _NO_OWNERS) or (top == "stallfree" and inner[0] not in _OWN):
-        return False
+def _has_settings(owner: Any) -> bool:
+    """Return whether its attributes are settings: not those of locks and files, and of this package's caches."""
+    top, *inner = (owner if isinstance(owner, type) else type(owner)).__module__.split(".")
+    if top == "stallfree":
+        return inner[0] in _OWN
     return top in _NAMESPACES or top not in sys.stdlib_module_names
 
 
@@ -125,7 +89,7 @@ def _state_of(value: Any) -> _State:
         return kind, None, value
     if isinstance(value, (set, frozenset)):
         return kind, None, frozenset(value)
-    if isinstance(value, _LISTS):
+    if isinstance(value, (list, tuple, deque)):
         few = len(value) <= _ITEMS
         return kind, None, (len(value), list(value) if few else [value[at] for at in _some(len(value))])
     if isinstance(value, dict):
@@ -156,29 +120,9 @@ def _some(count: int) -> range:
 
 
 def _describe(name: str, owner: object, before: _State, now: _State) -> str:
-    ours = comes_from(type(owner), "stallfree")
-    what = f"the {name} of type {now[0].__name__}" if ours else f"the attribute {name!r} of {type(owner).__name__}"
+    kind = owner if isinstance(owner, type) else type(owner)
+    ours = comes_from(kind, "stallfree")
+    what = f"the {name} of type {now[0].__name__}" if ours else f"the attribute {name!r} of {kind.__name__}"
     if issubclass(before[0], _PLAIN) and issubclass(now[0], _PLAIN):
         return f"{what} was {before[2]!r:.80} when samples were cached, and is {now[2]!r:.80} now"
     return f"{what} is not what it was when samples were cached"
-
-
-def _class_attributes(cls: type) -> dict[str, Any]:
-    """Return the data in the bodies of the user's classes among `cls` and its bases."""
-    bodies = [vars(base).items() for base in reversed(cls.__mro__) if not is_library(base)]
-    return {name: value for body in bodies for name, value in body if isinstance(value, _DATA)}
-
-
-@functools.lru_cache(maxsize=256)
-def _names(cls: type) -> frozenset[str]:
-    """Return the names and texts in the code of `cls` and its bases, without that which sets attributes at first."""
-    todo = [function for base in cls.__mro__ for function in class_functions(base) if function.__name__ != "__init__"]
-    names, functions = set[str](), set[FunctionType]()
-    while todo:
-        function = todo.pop()
-        if function not in functions:
-            functions.add(function)  # a decorated one is in the closure of its wrapper
-            todo += [value for value in closure_values(function).values() if isinstance(value, FunctionType)]
-            texts = {text for code in codes(function.__code__) for text in code.co_consts if isinstance(text, str)}
-            names |= code_names(function.__code__) | texts
-    return frozenset(names)
