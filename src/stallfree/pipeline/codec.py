@@ -91,6 +91,8 @@ _TEXTS: dict[str, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]] =
 """The kinds of texts and bytes, of variable length: their type, and how they become bytes and return from them."""
 _KEY_TYPES = {str, int, bool, type(None)}
 _PLAIN = frozenset({*_KEY_TYPES, float, complex, bytes})
+_MANY_LINES = 64
+"""Lines of a key from which a structure is not remembered by them."""
 _MANY = 8
 """Items from which a container of plain values is one pickle in a record for processes of this job."""
 
@@ -209,6 +211,11 @@ def _intern(key: bytes) -> Structure:
 _structure_of_short, _structure_of_medium = lru_cache(4096)(_intern), lru_cache(64)(_intern)
 
 
+@lru_cache(4096)
+def _structure_of_lines(lines: tuple[str, ...]) -> Structure:
+    return structure_of("\n".join(lines).encode("utf-8", "surrogatepass"))
+
+
 def _lay_out(nbytes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
     """Return the start of each leaf of these sizes if the data starts at `start`, and the end of the data."""
     offsets = []
@@ -267,7 +274,9 @@ def _encode(value: Any, mode: int) -> tuple[Structure, list[Bytes]]:
             place = next((keystr(path) for path, part in pairs if part is bad), "")
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise value_unstorable(f"sample{place}: {name}: {problem.reason}") from problem.__cause__
-    return structure_of("\n".join(lines).encode("utf-8", "surrogatepass")), arrays
+    if len(lines) > _MANY_LINES:
+        return structure_of("\n".join(lines).encode("utf-8", "surrogatepass")), arrays
+    return _structure_of_lines(tuple(lines)), arrays
 
 
 def _walk(value: Any, lines: list[str], arrays: list[Bytes], depth: int, mode: int) -> None:
@@ -277,9 +286,11 @@ def _walk(value: Any, lines: list[str], arrays: list[Bytes], depth: int, mode: i
         return take(value, lines, arrays, mode)
     if depth >= DEPTH:
         raise _Unstorable(value, f"is nested more than {DEPTH} levels deep, or contains itself")
-    children, line = value, _OTHER
-    if kind is tuple or kind is list:
-        line = f"t {len(value)}" if kind is tuple else f"l {len(value)}"
+    children = value
+    if kind is tuple:
+        line = f"t {len(value)}"
+    elif kind is list:
+        line = f"l {len(value)}"
     elif kind is dict or kind is OrderedDict:
         line, children = _dict_line(kind, tuple(value), tuple(map(type, value))), value.values()
     elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
@@ -288,13 +299,16 @@ def _walk(value: Any, lines: list[str], arrays: list[Bytes], depth: int, mode: i
         line, children = f"p {value.mode}", (np.asarray(value), value.info)
     elif issubclass(kind, np.generic):
         return _take_scalar(value, lines, arrays, mode)
+    else:
+        line = _OTHER
     if line[1] != " ":
         return _take_other(value, line, lines, arrays, mode)
     if mode == _OWN and kind in (tuple, list, dict) and len(value) > _MANY and _PLAIN.issuperset(map(type, children)):
         return _add(lines, arrays, "pickle", pickle.dumps(value, 5))
     lines.append(line)
+    depth += 1
     for child in children:
-        _walk(child, lines, arrays, depth + 1, mode)
+        _walk(child, lines, arrays, depth, mode)
 
 
 @lru_cache(4096)
@@ -437,7 +451,8 @@ def _node(lines: Iterator[str], leaves: list[tuple[Leaf, Reader]], depth: int) -
         return next
     if depth > DEPTH:
         raise ValueError("nested too deeply")
-    letter, details = line[0], json.loads(line[2:]) if line[0] != "p" else line[2:]
+    letter = line[0]
+    details: Any = line[2:] if letter == "p" else json.loads(line[2:])
 
     def children(count: int) -> list[Callable[[Iterator[Any]], Any]]:
         return [_node(lines, leaves, depth + 1) for _ in range(count)]
@@ -675,7 +690,7 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
     available = buffer.size
     if available < _HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
         raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
-    magic, key_size, variable, _ = _HEAD.unpack_from(buffer)
+    magic, key_size, variable, _ = _HEAD.unpack(buffer[: _HEAD.size].tobytes())
     if magic != MAGIC or _HEAD.size + key_size > available:
         raise CodecError("malformed record: wrong magic number or truncated")
     structure = structure_of(buffer[_HEAD.size : _HEAD.size + key_size].tobytes())

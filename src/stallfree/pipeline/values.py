@@ -30,7 +30,8 @@ CARRIERS = {TORCH_DTYPES[name]: TORCH_DTYPES[other] for name, other in _CARRIED.
 BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "HSV": 3}
 """The modes of images of Pillow whose pixels are bytes, and how many each pixel has."""
 
-_PLAIN = frozenset({bytes, str, int, float, bool, complex, type(None)})
+_NUMBERS = frozenset({str, int, float, bool, complex, type(None)})
+_PLAIN = _NUMBERS | {bytes}
 _CLONED_ALONE = 32768
 """Number of elements from which torch copies with several threads."""
 
@@ -94,18 +95,22 @@ def as_cached(value: Any) -> Any:
 def payload_bytes(record: Any) -> int:
     """Return the bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples."""
     kind = type(record)
+    if kind in _NUMBERS:
+        return 0
     if kind is tuple or kind is list:
         return sum([payload_bytes(value) for value in record])
-    if kind is bytes or kind is bytearray:
+    if kind is dict:
+        return sum([payload_bytes(value) for value in record.values()])
+    if isinstance(record, (bytes, bytearray)):
         return len(record)
-    if kind in _PLAIN:
-        return 0
-    if getattr(record, "ndim", None) is not None:  # an array or a tensor
-        with suppress(RuntimeError):  # a layout that has no size in bytes, such as a sparse one
-            return int(getattr(record, "nbytes", 0)) if record.ndim else 0
-    elif isinstance(record, (Mapping, list, tuple)):
-        return sum([payload_bytes(value) for value in (record.values() if isinstance(record, Mapping) else record)])
-    return 0
+    dimensions = getattr(record, "ndim", None)
+    if dimensions is not None:  # an array or a tensor
+        try:
+            return int(getattr(record, "nbytes", 0)) if dimensions else 0
+        except RuntimeError:  # a layout that has no size in bytes, such as a sparse one
+            return 0
+    items = record.values() if isinstance(record, Mapping) else record if isinstance(record, (list, tuple)) else ()
+    return sum([payload_bytes(value) for value in items])
 
 
 # --- comparison ------------------------------------------------------------------------------------------------------
@@ -196,7 +201,8 @@ class _Pickler(pickle.Pickler):
         if value.requires_grad and not value.is_leaf:
             raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
         if value.layout is torch.jagged and hasattr(value, "_ragged_idx"):  # torch's pickles of equal ones differ
-            parts = value.detach().values(), value.offsets(), value.lengths(), value._ragged_idx
+            jagged: Any = value.detach()
+            parts = jagged.values(), jagged.offsets(), jagged.lengths(), value._ragged_idx
             return _unpickled_jagged, (*parts, value.requires_grad)
         plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
         if type(value) is not torch.Tensor or not plain or value.dtype not in TORCH_NAMES or vars(value):
