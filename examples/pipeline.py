@@ -6,8 +6,8 @@ import random
 
 import numpy as np
 
-from stallfree.pipeline.classify.determinism import mark_deterministic, split
-from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.classify import split
+from stallfree.pipeline.compose import Compose, OnItem, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.randomness import Randomness
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import stallfree as sf
-from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.compose import mark_of
 
 
 class Data:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.run import Batch
     from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
-    from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
-    from stallfree.pipeline.compose import Compose, OnItem
+    from stallfree.pipeline.classify import Split, split
+    from stallfree.pipeline.compose import Compose, OnItem, mark_deterministic, mark_random
     from stallfree.ray.workers import RayWorkers
     from stallfree.shared.shared_loader import SharedLoader
     from stallfree.sources.cutting.cut import cut
@@ -71,8 +71,8 @@ _PLACES = {
     "loader.dataloader": "DataLoader",
     "loader.run": "Batch",
     "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
-    "pipeline.classify.determinism": "Split mark_deterministic mark_random split",
-    "pipeline.compose": "Compose OnItem",
+    "pipeline.classify": "Split split",
+    "pipeline.compose": "Compose OnItem mark_deterministic mark_random",
     "importance.plans.importance": "ImportanceSampler",
     "importance.plans.schedule": "BySamples",
     "shared.shared_loader": "SharedLoader",

@@ -18,8 +18,7 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
 from stallfree.loader.collate import BatchBuffer
 from stallfree.pipeline.codec import encode, read_record
-from stallfree.pipeline.compose import Compose, OnItem
-from stallfree.pipeline.in_place import empty, in_place
+from stallfree.pipeline.compose import Compose, OnItem, empty, in_place
 from stallfree.sources.base import BaseSource
 
 COUNT = 12

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections import namedtuple
+from collections import OrderedDict, namedtuple
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,12 +13,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from stallfree.pipeline.codec import (
-    encode,
-    record_size,
-    write_record,
-)
-from stallfree.pipeline.structure import TORCH_DTYPES
+from stallfree.pipeline.codec import encode, record_size, write_record
+from stallfree.pipeline.values import TORCH_DTYPES
 
 
 class Sample(NamedTuple):
@@ -134,7 +130,7 @@ np_texts = texts.map(np.str_) | st.binary().map(np.bytes_)
 fixed_leaves = st.none() | numbers.filter(lambda v: type(v) is not int or abs(v) < 2**63) | tensors() | arrays()
 fixed_leaves = fixed_leaves | np_scalars | structured_arrays()
 leaves = fixed_leaves | numbers | texts | st.binary() | st.binary().map(bytearray) | np_texts
-keys = texts | st.integers() | st.booleans() | st.none() | st.binary() | st.floats()
+keys = texts | st.integers() | st.booleans() | st.none()
 
 
 def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
@@ -144,6 +140,7 @@ def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
             st.lists(child, max_size=4)
             | st.lists(child, max_size=4).map(tuple)
             | st.dictionaries(keys, child, max_size=4)
+            | st.dictionaries(keys, child, max_size=2).map(OrderedDict)
             | st.builds(Sample, child, child)
             | st.builds(Loose, child, child)
         ),

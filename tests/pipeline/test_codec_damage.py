@@ -15,15 +15,13 @@ from hypothesis import strategies as st
 
 from stallfree.errors import CodecError
 from stallfree.pipeline.codec import (
-    decode_leaf,
+    MAGIC,
     encode,
     open_record,
     read_record,
-    split_record,
     stack_build,
     write_record,
 )
-from stallfree.pipeline.structure import MAGIC
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -40,8 +38,6 @@ def read_or_refuse(buffer: np.ndarray) -> None:
         elif isinstance(value, np.ndarray | np.generic):
             value.tobytes()
 
-    with contextlib.suppress(CodecError):
-        touch(split_record(buffer)[1])
     for copy in (True, False):
         with contextlib.suppress(CodecError):
             touch(read_record(buffer, copy=copy))
@@ -54,8 +50,6 @@ def test_truncated_and_flipped(value: Any, data: st.DataObject) -> None:
     cut = written[: data.draw(st.integers(0, written.size - 1))].copy()
     with pytest.raises(CodecError):
         read_record(cut, copy=True)
-    with pytest.raises(CodecError):
-        split_record(cut)
     for _ in range(data.draw(st.integers(1, 4))):
         written[data.draw(st.integers(0, min(written.size, 400) - 1))] = data.draw(st.integers(0, 255))
     read_or_refuse(written)
@@ -71,33 +65,40 @@ def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "[",
-        "1",
-        "0",
-        "0\nint\nint",
-        '["t",[0,0]]\nint\nint',
-        '["d",["a"],[]]',
-        '["d",[["f","00"]],[0]]\nint',
-        '["x",[]]',
-        '["n","os","system",["a"],[0]]\nint',
-        '["n","no_such_module_here","X",["a"],[0]]\nint',
-        '["n","","",[],[]]',
-        "[" * 100_000,
-        '["l",[' * 500 + "]]" * 500,
-        "0\nnothing",
-        "0\nint 3 u1",
-        "0\ntensor -1 uint8",
-        "0\ntensor 1_0 uint8",
-        "0\ntensor 3 nothing",
-        "0\ntensor 0,99999999999999999999 uint8",
-        "0\ntensor 4611686018427387904,4 uint8",
-        "0\narray 2 |O",
-        "0\narray 2 |S0",
-        "0\narray 2 [[",
+        "",
+        "t",
+        "t 2\nint",
+        "t 1\nint\nint",
+        "t 99999999999\nint",
+        't "2"\nint\nint',
+        "int\nint",
+        "-\nint",
+        'd ["a"]',
+        "d [[1]]\nint",
+        "d [1.5]\nint",
+        'd "a"\nint',
+        "x []",
+        'n ["os","system",["a"]]\nint',
+        'n ["no_such_module_here","X",["a"]]\nint',
+        'n ["","",[]]',
+        "s [1]\narray 2 |u1",
+        "s [0,1]\nint",
+        "t " + "[" * 100_000,
+        "l 1\n" * 500 + "int",
+        "nothing",
+        "int 3 u1",
+        "tensor -1 uint8",
+        "tensor 1_0 uint8",
+        "tensor 3 nothing",
+        "tensor 0,99999999999999999999 uint8",
+        "tensor 4611686018427387904,4 uint8",
+        "array 2 |O",
+        "array 2 |S0",
+        "array 2 [[",
         '0\narray 2 [["a","|O"]]',
-        "0\narray 2 i4,i4",
-        "0\nscalar 2 |u1",
-        "0\ntensor " + ",".join(["1"] * 100) + " uint8",
+        "array 2 i4,i4",
+        "scalar 2 |u1",
+        "tensor " + ",".join(["1"] * 100) + " uint8",
     ],
     ids=lambda key: key[:40],
 )
@@ -113,9 +114,9 @@ def test_wrong_arguments_are_refused() -> None:
         write_record(structure, leaf_arrays, np.empty(10, np.uint8))
     with pytest.raises(CodecError, match="1 leaves"):
         write_record(structure, leaf_arrays[:1], np.empty(1000, np.uint8))
-    with pytest.raises(CodecError, match=r"record of .* bytes: 10 bytes"):
+    with pytest.raises(CodecError, match=r"fixed structure and .* bytes, not 10"):
         open_record(structure, np.empty(10, np.uint8))
-    with pytest.raises(CodecError, match="do not vary"):
+    with pytest.raises(CodecError, match="fixed structure"):
         open_record(encode("text")[0], np.empty(1000, np.uint8))
     with pytest.raises(CodecError, match="float"):
         read_record(np.zeros(100, np.float32), copy=True)
@@ -125,8 +126,6 @@ def test_wrong_arguments_are_refused() -> None:
         stack_build(structure, [np.zeros((2, 8), np.uint8)] * 2, 2)
     with pytest.raises(CodecError, match="fixed"):
         stack_build(encode("text")[0], [np.zeros((2, 8), np.uint8)], 2)
-    with pytest.raises(CodecError, match="given 3 bytes"):
-        decode_leaf(structure.leaves[1], np.zeros(3, np.uint8))
 
 
 def test_a_lengths_table_beyond_the_buffer() -> None:

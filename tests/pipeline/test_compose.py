@@ -12,8 +12,7 @@ from standins import V1, foreign, torchvision_compose
 from torch import nn
 
 from stallfree.errors import InputError
-from stallfree.pipeline.classify.determinism import mark_deterministic
-from stallfree.pipeline.compose import Compose, OnItem, flatten
+from stallfree.pipeline.compose import Compose, OnItem, flatten, mark_deterministic
 
 Pair = namedtuple("Pair", ["image", "label"])
 

@@ -128,7 +128,7 @@ class TestMarks:
         (foreign("MyCrop", "mine", type(foreign("RandomCrop", V1))), (True, "torchvision")),
         (foreign("MyResize", "mine", type(foreign("Resize", V1))), (True, "undecided")),
         (foreign("Lambda", V1, lambd=plain), (True, "undecided")),
-        (foreign("NotYetKnown", V1), (True, "undecided")),
+        (foreign("NotYetKnown", V1), (False, "torchvision")),
         (foreign("Resize", "mine"), (True, "undecided")),
         (OnItem("image", foreign("Resize", V1)), (False, "torchvision")),
         (functools.partial(foreign("Pad", V2)), (False, "torchvision")),

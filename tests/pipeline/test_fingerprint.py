@@ -29,8 +29,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stallfree.errors import InputError
-from stallfree.pipeline.classify.determinism import mark_deterministic, mark_random
-from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.compose import Compose, OnItem, mark_deterministic, mark_random
 from stallfree.pipeline.fingerprint import fingerprint
 from warm import Interpreter
 

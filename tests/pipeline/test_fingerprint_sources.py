@@ -15,8 +15,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset
 
-from stallfree.pipeline.classify.determinism import mark_random
-from stallfree.pipeline.compose import Compose, OnItem
+from stallfree.pipeline.compose import Compose, OnItem, mark_random
 from stallfree.pipeline.fingerprint import fingerprint
 from warm import Interpreter
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from loader_data import same
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.randomness import Drew, Randomness, sample_seed
+from stallfree.pipeline.randomness import Drew, Randomness, States, global_generators, preserved, sample_seed
 
 numbers = st.integers(0, 2**63 - 1)
 few = settings(max_examples=15)
@@ -237,3 +237,32 @@ def test_samples_that_are_seeded_only_if_one_draws_are_those_of_samples_that_alw
     batches: list[list[tuple[int, str]]],
 ) -> None:
     assert prepared(Randomness(draw_globals, lazy=True), batches) == prepared(Randomness(draw_globals), batches)
+
+
+GLOBAL_DRAWS: list[Any] = [
+    random.random,
+    lambda: random.gauss(0, 1),
+    lambda: random.gauss(0, 1),  # the one in reserve
+    lambda: random.shuffle([1, 2, 3]),
+    np.random.rand,
+    np.random.randn,
+    np.random.randn,  # the one in reserve
+    lambda: np.random.seed(3),
+    lambda: torch.rand(1),
+    lambda: torch.randn(1, dtype=torch.float64),
+    lambda: torch.randn(1, dtype=torch.float64),  # the one in reserve
+    lambda: torch.randperm(4),
+    lambda: torch.manual_seed(3),
+]
+
+
+def test_each_draw_is_seen_once_and_looks_move_nothing() -> None:
+    with preserved(global_generators()):
+        random.seed(1), np.random.seed(1), torch.manual_seed(1)
+        states = States()
+        for number, draw in enumerate(GLOBAL_DRAWS * 3):
+            before = global_states()
+            assert not states.moved(), number
+            assert same(before, global_states())
+            draw()
+            assert states.moved(), number

@@ -11,7 +11,7 @@ from pictures import encode, picture
 from PIL import Image
 
 from stallfree.errors import InputError
-from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.compose import mark_of
 from stallfree.sources import decode
 from stallfree.sources.decode import DecodeImage
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stallfree.datasets.probe import LOOKS
-from stallfree.pipeline.classify.outcomes import spread
+from stallfree.pipeline.classify import spread
 
 sys.path.append(str(Path(__file__).with_name("site-packages")))
 import spiced

@@ -17,7 +17,7 @@ from vision_data import distance, encode, photograph
 
 import stallfree as sf
 from stallfree.errors import InputError
-from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.compose import mark_of
 from stallfree.vision import crops, native
 from stallfree.vision.crops import RandomResizedCrop
 from stallfree.vision.native import Crop

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import stallfree as sf
-from stallfree.pipeline.classify.determinism import Verdict, split
+from stallfree.pipeline.classify import Verdict, split
 from stallfree.pipeline.compose import OnItem
 
 

@@ -33,10 +33,10 @@ from stallfree.errors import (
 )
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.outcomes import States
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import States
 from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
 from stallfree.sources.cutting.cut import cut

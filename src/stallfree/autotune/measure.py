@@ -22,12 +22,10 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.probe import FirstLook
 from stallfree.errors import CodecError, InputError
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify.outcomes import States
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.in_place import works_in_place
+from stallfree.pipeline.compose import Compose, works_in_place
 from stallfree.pipeline.protocol import Source
-from stallfree.pipeline.randomness import Randomness
+from stallfree.pipeline.randomness import Randomness, States
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sources.mapped import MapSource
 from stallfree.sources.reads.open_calls import Tracker

@@ -10,8 +10,8 @@ from stallfree.autotune.measure import Probe, measure
 from stallfree.datasets.probe import FirstLook, look, reason_in
 from stallfree.errors import InputError, StallfreeError, text_of
 from stallfree.notes import is_users
-from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.objects import attribute
 from stallfree.pipeline.protocol import Source
 from stallfree.sources.mapped import as_source
 

@@ -29,9 +29,8 @@ from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, StallfreeWarning, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
 from stallfree.loader.dataloader import DataLoader
-from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.compose import Compose, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.marks import mark_deterministic
 from stallfree.sources.base import BaseSource
 from stallfree.sources.paths import PathList, canonical, is_url
 from stallfree.units import parse_whole

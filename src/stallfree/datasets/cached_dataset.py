@@ -38,7 +38,7 @@ from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
 
-_FORMAT = "records-1"
+_FORMAT = "records-2"
 _MOST_EPOCHS = 2**31 - 2
 
 _CURE = (

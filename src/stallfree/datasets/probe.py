@@ -22,23 +22,25 @@ from stallfree.errors import (
 )
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify.determinism import Split, declared, divide, named, warn_of_doubt
-from stallfree.pipeline.classify.names import random_name
-from stallfree.pipeline.classify.outcomes import (
+from stallfree.pipeline.classify import (
     SOURCE,
     Found,
-    States,
+    Split,
     StepError,
     Trust,
+    declared,
+    divide,
     earliest,
     make_twice,
+    named,
     spread,
+    warn_of_doubt,
 )
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.generators import find_generators
-from stallfree.pipeline.marks import drew, mark_of
+from stallfree.pipeline.compose import Compose, Transform, drew, mark_of
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import States, find_generators
+from stallfree.pipeline.reached import random_name
 from stallfree.pipeline.values import pickled, private
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size

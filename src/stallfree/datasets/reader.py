@@ -26,9 +26,7 @@ from stallfree.datasets.split import Reclassified, TransformSplit
 from stallfree.errors import StallfreeError, batch_timeout, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.notes import raisable
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.in_place import works_in_place
-from stallfree.pipeline.marks import drew
+from stallfree.pipeline.compose import Compose, drew, works_in_place
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes

@@ -51,7 +51,7 @@ from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import format_size, parse_whole
 
-_FORMAT = "smart-1"
+_FORMAT = "smart-2"
 _MARGIN = 1.5
 _SPARE = 0.9
 

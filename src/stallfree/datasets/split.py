@@ -19,10 +19,10 @@ from torch.utils.data import get_worker_info
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeWarning, WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.classify.outcomes import States, StepError, Trust, make_twice
-from stallfree.pipeline.compose import Compose, Transform, describe_step
-from stallfree.pipeline.marks import note_drew
+from stallfree.pipeline.classify import StepError, Trust, make_twice
+from stallfree.pipeline.compose import Compose, Transform, describe_step, note_drew
 from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import States
 
 _FIRST_LOOKS, _LOOK_EVERY = 64, 32
 """Samples that the processes of a loader make twice: so many first, and then one in so many."""

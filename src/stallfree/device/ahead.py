@@ -26,8 +26,7 @@ from typing import Any
 
 from stallfree.device.backend import Cuda, Stream
 from stallfree.device.staging import Place, Sent, Stager, memory_of
-from stallfree.pipeline.global_draws import GlobalDraws
-from stallfree.pipeline.randomness import before_drawing
+from stallfree.pipeline.randomness import States, before_drawing
 from stallfree.pytree import Rebuild, prepared_here, take_apart
 
 Transform = Callable[[Any], Any]
@@ -174,7 +173,7 @@ class LoaderThread:
         self._waiting = False  # whether the training loop waits for an item; False before it marks one as taken
         self.stopped = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
-        self._draws, self._overlaps, self._batches = GlobalDraws(), False, 0
+        self._draws, self._overlaps, self._batches = States(), False, 0
         self._thread = threading.Thread(target=self._run, args=(source,), name="stallfree-prefetch", daemon=True)
         _alive.add(self)
         self._thread.start()
@@ -250,7 +249,7 @@ class LoaderThread:
             self._let_loop_wait()
         watched = not self._overlaps and self._batches < _WATCHED
         if watched:
-            self._draws.mark()
+            self._draws.moved()
         item = self._take_from(source)
         try:
             if not item.end:

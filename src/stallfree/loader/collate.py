@@ -17,9 +17,17 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import Structure, encode, encode_own, open_record, record_size, stack_build, write_record
-from stallfree.pipeline.in_place import Out
-from stallfree.pipeline.structure import leaf_dtypes, structure_of
+from stallfree.pipeline.codec import (
+    Structure,
+    encode,
+    encode_own,
+    leaf_dtypes,
+    open_record,
+    record_size,
+    stack_build,
+    write_record,
+)
+from stallfree.pipeline.compose import Out
 
 Bytes = npt.NDArray[np.uint8]
 Collate = Callable[[list[Any]], Any]
@@ -35,11 +43,7 @@ _NO_ROWS = Out(())
 def batch_structure(sample: Structure, count: int) -> Structure | None:
     """Return the structure of a batch of `count` samples; None if its leaves are not the samples' leaves stacked."""
     pair = _pair_structure(sample)
-    if pair is None:
-        return None
-    tree = pair.key.partition(b"\n")[0]
-    leaves = (f"{leaf.kind} {','.join(map(str, (count, *leaf.shape[1:])))} {leaf.dtype}" for leaf in pair.leaves)
-    return structure_of(b"\n".join([tree, *(text.encode("ascii") for text in leaves)]))
+    return None if pair is None else pair.with_rows(count)
 
 
 @lru_cache(maxsize=256)

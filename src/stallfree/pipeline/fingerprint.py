@@ -16,7 +16,7 @@ import pickle
 import re
 import reprlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import islice, repeat
@@ -30,20 +30,18 @@ import torch
 import xxhash
 
 from stallfree.errors import InputError, StallfreeError
-from stallfree.pipeline._objects import (
+from stallfree.pipeline.compose import DREW, mark_of
+from stallfree.pipeline.objects import (
     attribute,
     attributes,
     closure_values,
     comes_from,
     current,
-    is_library,
     library_version,
     module_of,
     named_values,
 )
-from stallfree.pipeline.generators import GENERATOR_TYPES
-from stallfree.pipeline.marks import DREW, mark_of
-from stallfree.pipeline.values import plain_bytes
+from stallfree.pipeline.reached import GENERATOR_TYPES
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
 """State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
@@ -214,23 +212,20 @@ def _name_of(thing: Any, root: Any) -> str:
     for path, each in todo:
         if each is thing:
             return re.sub(r"\.+", ".", path).strip(".")
-        if id(each) not in seen and len(seen) < _MOST_SEARCHED:
-            seen.add(id(each))
-            todo += ((f"{path}.{name}", value) for name, value in islice(_held(each), _MOST_SEARCHED))
+        if id(each) in seen or len(seen) >= _MOST_SEARCHED:
+            continue
+        seen.add(id(each))
+        parts: Any = attributes(each).items()
+        if isinstance(each, dict):
+            parts = each.items()
+        elif isinstance(each, (list, tuple, set, frozenset)):
+            parts = zip(repeat(""), each)
+        elif isinstance(each, FunctionType):
+            parts = named_values(each).items()
+        elif isinstance(each, (MethodType, functools.partial)):
+            parts = zip(repeat(""), (attribute(each, "__self__"), attribute(each, "func")))
+        todo += ((f"{path}.{name}", part) for name, part in islice(parts, _MOST_SEARCHED))
     return ""
-
-
-def _held(thing: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what `thing` refers to, each with its name; the empty one if it has none."""
-    if isinstance(thing, dict):
-        return thing.items()
-    if isinstance(thing, (list, tuple, set, frozenset)):
-        return zip(repeat(""), thing)
-    if isinstance(thing, (FunctionType, type)):
-        held = named_values(thing) if isinstance(thing, FunctionType) else vars(thing)
-        return () if is_library(thing) else held.items()
-    inner = (attribute(thing, name) for name in ("func", "__func__", "__self__", "__class__"))
-    return [*zip(repeat(""), inner), *attributes(thing).items()]
 
 
 @functools.singledispatch
@@ -351,17 +346,14 @@ def _form_of_array(array: Any, walker: _Walker) -> Any:
 
 @_form.register(torch.Tensor)
 def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
-    plain, quantizer = tensor.detach(), ""
+    plain = tensor.detach()
     if type(plain) is not torch.Tensor:
         plain = plain.as_subclass(torch.Tensor)
-    if plain.is_quantized or plain.layout is not torch.strided or plain.is_nested or plain.device.type != "cpu":
-        content = plain_bytes(tensor)
-        if content is None:
-            raise TypeError("it has no plain bytes")
-        quantizer, plain = content
+    if plain.is_quantized or plain.layout is not torch.strided or plain.is_nested:
+        raise TypeError("it has no plain bytes")
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    array = plain.resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy()
-    return str(tensor.dtype), tuple(tensor.shape), _bytes(array, None), quantizer, _state(vars(tensor), torch.Tensor)
+    array = plain.cpu().resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy()
+    return str(tensor.dtype), tuple(tensor.shape), _bytes(array, None), _state(vars(tensor), torch.Tensor)
 
 
 def _bytes(array: npt.NDArray[Any], file: str | None) -> Any:

@@ -1,30 +1,51 @@
-"""Copies of samples, which are nested containers of tensors and arrays, their pickles, and a tensor's plain bytes."""
+"""Values of samples, which are nested containers of tensors and arrays: copies, comparison, pickles, and sizes."""
 
 from __future__ import annotations
 
 import copy
+import enum
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.pipeline.images import is_image
-from stallfree.pipeline.structure import CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8, aligned_tensor
+from stallfree.pipeline.objects import attributes
 
-_UNCHANGING = frozenset({bytes, str, int, float, bool, complex, type(None)})
+U8 = np.dtype(np.uint8)
+_INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
+_SHARED = (*_INTEGERS, "float16", "float32", "float64", "complex64", "complex128", "bool")
+_CARRIED = {"bfloat16": "int16", "complex32": "int32"} | dict.fromkeys(
+    ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"), "uint8"
+)
+TORCH_DTYPES = {name: getattr(torch, name) for name in (*_SHARED, *_CARRIED) if hasattr(torch, name)}
+TORCH_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+CARRIERS = {TORCH_DTYPES[name]: TORCH_DTYPES[other] for name, other in _CARRIED.items() if name in TORCH_DTYPES}
+"""The torch dtypes that NumPy lacks, each with the dtype of the same width that carries it."""
 
+BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "HSV": 3}
+"""The modes of images of Pillow whose pixels are bytes, and how many each pixel has."""
+
+_NUMBERS = frozenset({str, int, float, bool, complex, type(None)})
+_PLAIN = _NUMBERS | {bytes}
 _CLONED_ALONE = 32768
 """Number of elements from which torch copies with several threads."""
+
+
+def is_image(value: Any) -> bool:
+    """Return whether `value` is an image in memory of one of the `BANDS`; one still to be read from a file is not."""
+    kind = type(value)
+    return kind.__name__ == "Image" and kind.__module__ == "PIL.Image" and value.mode in BANDS
 
 
 def private(value: Any) -> Any:
     """Return a copy of `value` without shared memory; `value` itself if it is immutable or cannot be copied."""
     kind = type(value)
-    if kind in _UNCHANGING:
+    if kind in _PLAIN:
         return value
     if kind is tuple:
         return tuple([private(item) for item in value])
@@ -51,9 +72,9 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
     plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
     if not plain or tensor.numel() < _CLONED_ALONE or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
         return tensor.clone()
-    copy = torch.empty_like(tensor)
-    copy.view(-1).view(torch.uint8).numpy()[:] = tensor.view(-1).view(torch.uint8).numpy()
-    return copy
+    copied = torch.empty_like(tensor)
+    copied.view(-1).view(torch.uint8).numpy()[:] = tensor.view(-1).view(torch.uint8).numpy()
+    return copied
 
 
 def as_cached(value: Any) -> Any:
@@ -71,7 +92,95 @@ def as_cached(value: Any) -> Any:
     return value
 
 
-# --- pickles ---------------------------------------------------------------------------------------------------------
+def payload_bytes(record: Any) -> int:
+    """Return the bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples."""
+    kind = type(record)
+    if kind in _NUMBERS:
+        return 0
+    if kind is tuple or kind is list:
+        return sum([payload_bytes(value) for value in record])
+    if kind is dict:
+        return sum([payload_bytes(value) for value in record.values()])
+    if isinstance(record, (bytes, bytearray)):
+        return len(record)
+    dimensions = getattr(record, "ndim", None)
+    if dimensions is not None:  # an array or a tensor
+        try:
+            return int(getattr(record, "nbytes", 0)) if dimensions else 0
+        except RuntimeError:  # a layout that has no size in bytes, such as a sparse one
+            return 0
+    items = record.values() if isinstance(record, Mapping) else record if isinstance(record, (list, tuple)) else ()
+    return sum([payload_bytes(value) for value in items])
+
+
+# --- comparison ------------------------------------------------------------------------------------------------------
+
+
+def same(a: Any, b: Any) -> bool | None:
+    """Return whether `a` and `b` have the same type and value, with NaN equal to NaN; None if that is undecidable."""
+    equal = _same(a, b)
+    if equal is None:
+        with suppress(Exception):  # equal pickles prove it; equal values may have different ones
+            return True if pickled(a) == pickled(b) else None
+    return equal
+
+
+def _same(a: Any, b: Any) -> bool | None:
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        return _same_tensor(a, b)
+    if isinstance(a, (np.ndarray, np.generic)):
+        left, right = np.asarray(a), np.asarray(b)
+        if left.dtype != right.dtype or left.shape != right.shape:
+            return False
+        if left.dtype.hasobject:
+            return _same(left.ravel().tolist(), right.ravel().tolist())
+        masked = isinstance(a, np.ma.MaskedArray)
+        equal_masks = not masked or np.array_equal(np.ma.getmaskarray(a), np.ma.getmaskarray(b))
+        return left.tobytes() == right.tobytes() and equal_masks
+    if isinstance(a, (float, complex)):
+        kind = float if isinstance(a, float) else complex
+        return kind.__repr__(a) == kind.__repr__(b)  # 0.0 and -0.0 are equal, NaN is not equal to itself
+    if isinstance(a, (str, bytes, bytearray, int, enum.Enum, set, frozenset, range, torch.dtype)):
+        return bool(a == b)
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and _all(_same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        kinds = list(map(type, a))
+        if (_PLAIN - {float, complex}).issuperset(kinds) and kinds == list(map(type, b)):  # such as tokens
+            return list(a) == list(b)
+        return len(a) == len(b) and _all(map(_same, a, b))
+    if is_image(a):
+        return (a.mode, a.size, a.tobytes()) == (b.mode, b.size, b.tobytes())
+    if any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1]):
+        try:
+            return bool(a == b)
+        except Exception:  # `__eq__` returns no truth value
+            return None
+    own = attributes(a)
+    return _same(own, attributes(b)) if own else None
+
+
+def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool | None:
+    if a.is_nested and b.is_nested:  # they have no shapes that can be compared, but equal pickles if they are equal
+        return None
+    if a.is_nested or b.is_nested or (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return False
+    left, right = plain_bytes(a), plain_bytes(b)
+    if left is None or right is None:
+        return None
+    return _all((torch.equal(left, right), _same(vars(a), vars(b))))
+
+
+def _all(verdicts: Iterable[bool | None]) -> bool | None:
+    known = list(verdicts)
+    return False if False in known else None if None in known else True
+
+
+# --- pickles and bytes -----------------------------------------------------------------------------------------------
 
 
 def pickled(value: Any) -> bytes:
@@ -87,41 +196,33 @@ def pickled(value: Any) -> bytes:
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
-        return _reduced(value) if isinstance(value, torch.Tensor) else NotImplemented
-
-
-def _reduced(value: Any) -> Any:
-    if value.requires_grad and not value.is_leaf:
-        raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
-    if value.layout is torch.jagged and hasattr(value, "_ragged_idx"):  # torch's pickles of equal ones differ
-        parts = value.detach().values(), value.offsets(), value.lengths(), value._ragged_idx
-        return _unpickled_jagged, (*parts, value.requires_grad)
-    plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
-    if type(value) is not torch.Tensor or not plain or value.dtype not in TORCH_NAMES or vars(value):
-        return NotImplemented
-    array, order = in_order(array_of(value))
-    data = array.reshape(-1).view(U8)
-    return _unpickled, (data, TORCH_NAMES[value.dtype], array.shape, order, value.requires_grad)
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.requires_grad and not value.is_leaf:
+            raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
+        if value.layout is torch.jagged and hasattr(value, "_ragged_idx"):  # torch's pickles of equal ones differ
+            jagged: Any = value.detach()
+            parts = jagged.values(), jagged.offsets(), jagged.lengths(), value._ragged_idx
+            return _unpickled_jagged, (*parts, value.requires_grad)
+        plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
+        if type(value) is not torch.Tensor or not plain or value.dtype not in TORCH_NAMES or vars(value):
+            return NotImplemented
+        tensor = value.detach().resolve_conj().resolve_neg()
+        array, order = in_order(tensor.view(CARRIERS.get(tensor.dtype, tensor.dtype)).numpy())
+        data = array.reshape(-1).view(U8)
+        return _unpickled, (data, TORCH_NAMES[value.dtype], array.shape, order, value.requires_grad)
 
 
 def _unpickled_jagged(values: Any, offsets: Any, lengths: Any, ragged: int, requires_grad: bool) -> torch.Tensor:
-    found = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, ragged)
-    return found.requires_grad_(requires_grad)
+    tensor = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, ragged)
+    return tensor.requires_grad_(requires_grad)
 
 
 def _unpickled(
-    data: npt.NDArray[np.uint8], dtype: str, shape: tuple[int, ...], order: tuple[int, ...], requires_grad: bool
+    data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], order: tuple[int, ...], requires_grad: bool
 ) -> torch.Tensor:
-    wanted = TORCH_DTYPES[dtype]
-    carrier = str(CARRIERS.get(wanted, wanted)).removeprefix("torch.")
-    tensor = aligned_tensor(data.view(carrier).reshape(shape)).view(wanted)
+    tensor = aligned_tensor(data.view(_CARRIED.get(name, name)).reshape(shape)).view(TORCH_DTYPES[name])
     return (tensor.permute(order) if order else tensor).requires_grad_(requires_grad)
-
-
-def array_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """The memory of a plain tensor as an array, of the dtype that carries it if NumPy lacks its own."""
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    return tensor.view(CARRIERS[tensor.dtype]).numpy() if tensor.dtype in CARRIERS else tensor.numpy()
 
 
 def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
@@ -137,54 +238,14 @@ def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]
     return np.ascontiguousarray(array).reshape(array.shape), ()
 
 
-# --- bytes of tensors ------------------------------------------------------------------------------------------------
+def aligned_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+    """Return a tensor of `array`, copied if misaligned: torch faults on complex128 that is not aligned to 16 bytes."""
+    return torch.from_numpy(array if array.__array_interface__["data"][0] % 16 == 0 else array.copy())
 
 
-def plain_bytes(tensor: torch.Tensor) -> tuple[str, torch.Tensor] | None:
-    """Return the values of `tensor`: a description of its quantizer ("" without one) and its flat bytes on the CPU.
-
-    None for layouts without plain bytes, such as sparse and nested ones. A quantized tensor is never viewed as another
-    dtype, which would crash the process.
-    """
-    quantizer = ""
-    try:
-        plain = tensor.detach().as_subclass(torch.Tensor).cpu()
-        if plain.is_quantized:
-            quantizer, plain = _quantizer(plain), plain.int_repr()
-        return quantizer, plain.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    except (RuntimeError, NotImplementedError):
-        return None
-
-
-def _quantizer(tensor: torch.Tensor) -> str:
-    scheme = tensor.qscheme()
-    if scheme in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return f"{scheme} {tensor.q_scale()!r} {tensor.q_zero_point()}"
-    scales, points = tensor.q_per_channel_scales().tolist(), tensor.q_per_channel_zero_points().tolist()
-    return f"{scheme} {scales} {points} {tensor.q_per_channel_axis()}"
-
-
-_WITHOUT = frozenset({int, float, str, bool, complex, type(None)})
-
-
-def payload_bytes(record: Any) -> int:
-    """Bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples too."""
-    kind = type(record)
-    if kind in _WITHOUT:
-        return 0
-    if kind is tuple or kind is list:
-        return sum([payload_bytes(value) for value in record])
-    if kind is dict:
-        return sum([payload_bytes(value) for value in record.values()])
-    if isinstance(record, (bytes, bytearray)):
-        return len(record)
-    if getattr(record, "ndim", None) is None:  # neither an array nor a tensor
-        if isinstance(record, Mapping):
-            return sum([payload_bytes(value) for value in record.values()])
-        return sum([payload_bytes(value) for value in record]) if isinstance(record, (list, tuple)) else 0
-    if record.ndim == 0:
-        return 0
-    try:
-        return int(getattr(record, "nbytes", 0))
-    except RuntimeError:  # a tensor of a layout that has no size in bytes, such as a sparse one
-        return 0
+def plain_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the flat bytes of `tensor` on the CPU; None for sparse, nested and quantized ones, which have none."""
+    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
+        return None  # to view a quantized tensor as another dtype would crash the process
+    plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
+    return plain.contiguous().reshape(-1).view(torch.uint8)

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from stallfree.errors import dataset_changed
-from stallfree.pipeline._objects import comes_from
-from stallfree.pipeline.classify.same import same
-from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten
-from stallfree.pipeline.marks import mark_of
+from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten, mark_of
+from stallfree.pipeline.objects import comes_from
+from stallfree.pipeline.values import same
 from stallfree.sources.base import BaseSource
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.detach import is_same, value_at, with_values

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from stallfree.errors import InputError, image_unreadable
-from stallfree.pipeline.in_place import Out, in_place
-from stallfree.pipeline.marks import mark_deterministic
+from stallfree.pipeline.compose import Out, in_place, mark_deterministic
 
 if TYPE_CHECKING:
     from PIL import Image

@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from stallfree.errors import dataset_type, iterable_unsupported
-from stallfree.pipeline._objects import comes_from
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.objects import comes_from
 from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import BaseSource, require_samples
 

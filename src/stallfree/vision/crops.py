@@ -15,8 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from stallfree.errors import InputError, transform_input
-from stallfree.pipeline.in_place import Out, in_place
-from stallfree.pipeline.marks import mark_deterministic, mark_random
+from stallfree.pipeline.compose import Out, in_place, mark_deterministic, mark_random
 from stallfree.sources.decode import DecodeImage
 from stallfree.vision import native
 from stallfree.vision.encoded import EncodedPicture, baseline_size, encoded_picture

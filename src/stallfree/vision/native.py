@@ -18,7 +18,7 @@ import torch
 from torch.nn.functional import interpolate
 
 from stallfree.cache.serial import one_thread
-from stallfree.pipeline.in_place import Out, empty
+from stallfree.pipeline.compose import Out, empty
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Layout: TypeAlias = Literal["HWC", "CHW"]

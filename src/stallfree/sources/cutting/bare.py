@@ -13,7 +13,7 @@ import torch
 from stallfree.errors import cut_refused
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.generators import find_generators, global_generators, preserved
+from stallfree.pipeline.randomness import find_generators, global_generators, preserved
 from stallfree.pipeline.values import private
 from stallfree.sources.base import BaseSource
 from stallfree.sources.cutting.recorded import (

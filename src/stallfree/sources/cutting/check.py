@@ -9,13 +9,11 @@ from typing import Any, NoReturn
 from stallfree.errors import InputError, cut_random, cut_refused, text_of
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify.names import random_name
-from stallfree.pipeline.classify.outcomes import States, Trust, make_twice, spread
-from stallfree.pipeline.classify.same import same
-from stallfree.pipeline.compose import Compose, Transform
-from stallfree.pipeline.generators import Handle, find_generators, global_generators
-from stallfree.pipeline.marks import mark_of
-from stallfree.pipeline.randomness import sample_seed
+from stallfree.pipeline.classify import Trust, make_twice, spread
+from stallfree.pipeline.compose import Compose, Transform, mark_of
+from stallfree.pipeline.randomness import Handle, States, find_generators, global_generators, sample_seed
+from stallfree.pipeline.reached import random_name
+from stallfree.pipeline.values import same
 from stallfree.sources.cutting.bare import BareSource
 from stallfree.sources.cutting.recorded import Plan
 from stallfree.sources.detach import with_values

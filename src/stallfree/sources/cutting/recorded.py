@@ -17,10 +17,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from stallfree.errors import cut_refused
-from stallfree.pipeline._objects import attributes
-from stallfree.pipeline.classify.libraries import known
-from stallfree.pipeline.compose import OnItem, Transform, flatten, is_albumentations, with_item
-from stallfree.pipeline.marks import mark_deterministic, mark_random
+from stallfree.pipeline.classify import known
+from stallfree.pipeline.compose import (
+    OnItem,
+    Transform,
+    flatten,
+    is_albumentations,
+    mark_deterministic,
+    mark_random,
+    with_item,
+)
+from stallfree.pipeline.objects import attributes
 from stallfree.sources.cutting.stand_in import Call, Output
 from stallfree.sources.detach import set_attribute
 

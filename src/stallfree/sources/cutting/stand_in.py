@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from stallfree.errors import InputError, cut_refused
-from stallfree.pipeline._objects import describe
+from stallfree.pipeline.objects import describe
 from stallfree.pipeline.values import private
 
 Part = Any

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FunctionType, ModuleType
 from typing import Any
 
-from stallfree.pipeline._objects import attribute, attributes, class_functions, code_names, is_library, named_values
+from stallfree.pipeline.objects import attribute, attributes, class_functions, code_names, is_library, named_values
 
 _DATA = "open(path, 'rb').read()"
 

@@ -1,4 +1,4 @@
-"""Inspection of Python objects: the origin of their code, and the names that a function uses."""
+"""Inspection of Python objects: the origin of their code, and the values that a function names."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
-from importlib.machinery import ModuleSpec
-from itertools import accumulate
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType
 from typing import Any
@@ -27,12 +25,11 @@ _KNOWN = sys.stdlib_module_names | {
     *("datasets", "huggingface_hub", "safetensors", "webdataset", "lightning", "pytorch_lightning", "accelerate"),
     *("ray", "redis", "tqdm", "loguru", "rich", "yaml", "attr", "attrs", "einops", "tensorboard"),
 }
-"""Libraries whose code is not looked at: it is identified by a version, and its outcomes show whether it is random."""
-_SITES = {"site-packages", "dist-packages"}
+"""Libraries whose code is not looked at: it is identified by a version, and its outcomes show whether it is random.
+
+All other code is the user's, also that of a project that is installed.
+"""
 _MOST_FILES = 256
-_IMPORT, _CONSTANT, _SMALL, _GLOBAL, _NAME = (
-    dis.opmap.get(name, -1) for name in ("IMPORT_NAME", "LOAD_CONST", "LOAD_SMALL_INT", "LOAD_GLOBAL", "LOAD_NAME")
-)
 
 
 def attribute(thing: object, name: str, default: Any = None) -> Any:
@@ -48,34 +45,13 @@ def is_known(module: str) -> bool:
     return module.partition(".")[0] in _KNOWN
 
 
-@functools.cache
 def library_version(module: str) -> str | None:
-    """Return the version of the library that contains `module`; None for the user's own code.
-
-    Libraries are the known ones and what was installed from an index. What was installed from a folder or a repository,
-    such as the user's own project, is the user's code.
-    """
+    """Return the version of the library that contains `module`; None for the user's own code."""
     top = module.partition(".")[0]
-    if top == "builtins" or top in sys.stdlib_module_names:
-        return "python"
-    if top in _KNOWN:
-        return str(attribute(sys.modules.get(top), "__version__", "unknown"))
-    if top != module:
-        return library_version(top)
-    spec = _spec_of(top)
-    folders = [] if spec is None else [*(spec.submodule_search_locations or ()), spec.origin or ""]
-    files = f"{top}/".encode(), f"{top}.py,".encode()
-    sites = {parent for folder in folders for parent in Path(folder).parents if parent.name in _SITES}
-    for record in (record for site in sites for record in sorted(site.glob("*.dist-info/RECORD"))):
-        lines = [line for line in record.read_bytes().splitlines() if line.startswith(files)]
-        if lines:
-            installer = record.with_name("INSTALLER")
-            conda = installer.exists() and "conda" in installer.read_text()  # what it packs, it installs from a folder
-            if record.with_name("direct_url.json").exists() and not conda:
-                return None
-            hashes = xxhash.xxh3_128_hexdigest(b"\n".join(line for line in lines if b".pyc," not in line))
-            return f"{record.parent.name.removesuffix('.dist-info').rpartition('-')[2]} {hashes}"
-    return None
+    if top not in _KNOWN:
+        return None
+    standard = top == "builtins" or top in sys.stdlib_module_names
+    return "python" if standard else str(attribute(sys.modules.get(top), "__version__", "unknown"))
 
 
 def module_of(thing: Any) -> str:
@@ -90,7 +66,7 @@ def module_of(thing: Any) -> str:
 
 def is_library(thing: object) -> bool:
     """Return whether the function, class or module `thing` belongs to a library, not to the user."""
-    return library_version(module_of(thing)) is not None
+    return is_known(module_of(thing))
 
 
 def comes_from(thing: type, library: str) -> bool:
@@ -99,63 +75,7 @@ def comes_from(thing: type, library: str) -> bool:
     return module == library or module.startswith(library + ".")
 
 
-@functools.cache  # the first answer holds: a module that is imported later is represented by its source still
-def _source_unless_imported(module: str) -> str | None:
-    """Return a digest of the source of `module`, which is not run, and of the user's modules that it imports."""
-    if is_known(module) or module in sys.modules or _spec_of(module) is None:
-        return None
-    digest, seen, todo = xxhash.xxh3_128(), set[str](), [module]
-    while todo and len(seen) < _MOST_FILES:
-        name = todo.pop()
-        if name in seen or is_known(name):
-            continue
-        seen.add(name)
-        if (version := library_version(name)) is not None:
-            digest.update(f"{name} {version}".encode())
-        elif (spec := _spec_of(name)) is not None:
-            with contextlib.suppress(OSError, ImportError, SyntaxError, AttributeError):  # no file, or not of Python
-                digest.update(name.encode() + Path(str(spec.origin)).read_bytes())
-                package = name if spec.submodule_search_locations else name.rpartition(".")[0]
-                code = attribute(spec.loader, "get_code")(name)
-                todo += reversed(_uses(code, package)[1]) if code is not None else ()
-    return digest.hexdigest()
-
-
-def _spec_of(module: str) -> ModuleSpec | None:
-    """Return the specification of a module, which is not imported for that; None if there is none."""
-    if module in sys.modules:
-        spec: ModuleSpec | None = attribute(sys.modules[module], "__spec__")
-        return spec
-    path = None
-    for name in accumulate(module.split("."), "{}.{}".format):
-        finders = (attribute(finder, "find_spec") for finder in sys.meta_path)
-        spec = next((found for find in finders if find and (found := find(name, path)) is not None), None)
-        if spec is None or name == module:
-            return spec
-        path = spec.submodule_search_locations
-        if path is None:
-            return None
-    return None
-
-
-def _uses(code: CodeType, package: str) -> tuple[set[str], list[str]]:
-    """Return the names of globals that `code` of `package` reads, and the full names of modules that it may import."""
-    found, modules = set(), []
-    for part in codes(code):
-        before: list[Any] = [0, None]  # the level of an import and the names after "from" are loaded before it
-        extended = 0
-        for op, argument in zip(part.co_code[::2], part.co_code[1::2], strict=True):
-            argument |= extended
-            extended = argument << 8 if op == dis.EXTENDED_ARG else 0
-            if op in (_GLOBAL, _NAME):
-                found.add(part.co_names[argument >> (op == _GLOBAL)])
-            elif op in (_CONSTANT, _SMALL):
-                before = [before[1], part.co_consts[argument] if op == _CONSTANT else argument]
-            elif op == _IMPORT:
-                with contextlib.suppress(ImportError):  # beyond the top of its package
-                    name = importlib.util.resolve_name("." * before[0] + part.co_names[argument], package)
-                    modules += [name, *(f"{name}.{inner}" for inner in before[1] or ())]
-    return found, modules
+# --- what code names -------------------------------------------------------------------------------------------------
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
@@ -171,6 +91,24 @@ def code_names(code: CodeType) -> set[str]:
     return {name for part in codes(code) for name in part.co_names}
 
 
+@functools.lru_cache(maxsize=4096)
+def _uses(code: CodeType, package: str) -> tuple[frozenset[str], tuple[str, ...]]:
+    """Return the names of globals that `code` of `package` reads, and the full names of modules that it may import."""
+    names, modules = set(), []
+    for part in codes(code):
+        loaded: list[Any] = [0, None]  # the level of an import and the names after "from" are loaded before it
+        for step in dis.get_instructions(part):
+            if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+                names.add(step.argval)
+            elif step.opname in ("LOAD_CONST", "LOAD_SMALL_INT"):
+                loaded = [loaded[1], step.argval]
+            elif step.opname == "IMPORT_NAME":
+                with contextlib.suppress(ImportError):  # beyond the top of its package
+                    name = importlib.util.resolve_name("." * loaded[0] + step.argval, package)
+                    modules += [name, *(f"{name}.{inner}" for inner in loaded[1] or ())]
+    return frozenset(names), tuple(modules)
+
+
 def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str, Any]:
     """Return the values outside of `function` that its code names, such as `SCALE`, `tools.scale` and `pkg.sub.scale`.
 
@@ -180,11 +118,11 @@ def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str
     """
     names, values = code_names(function.__code__), function.__globals__
     globals_, modules = _uses(function.__code__, values.get("__package__") or "")
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     expanded: set[int] = set()
 
     def add(path: str, value: Any) -> None:
-        found[path] = value
+        named[path] = value
         if isinstance(value, ModuleType) and id(value) not in expanded:
             expanded.add(id(value))
             known = is_known(value.__name__)
@@ -201,44 +139,61 @@ def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str
             add(name, values[name])
     for name in modules:
         if (source := _source_unless_imported(name)) is not None:
-            found[f"import {name}"] = source
+            named[f"import {name}"] = source
         elif name in sys.modules and (libraries or not is_known(name)):
             add(name, sys.modules[name])
-    return found
+    return named
+
+
+@functools.cache  # the first answer holds: a module that is imported later is represented by its source still
+def _source_unless_imported(module: str) -> str | None:
+    """Return a digest of the files of the user's `module`, which is not run, and of others in its package or folder.
+
+    None for a module that is known or imported, and for what is none.
+    """
+    parent, _, name = module.rpartition(".")
+    if is_known(module) or module in sys.modules or hasattr(sys.modules.get(parent), name):
+        return None
+    try:
+        spec = importlib.util.find_spec(module.partition(".")[0])
+    except (ImportError, ValueError):  # a module that was made by hand has none
+        return None
+    folders = [] if spec is None else [*(spec.submodule_search_locations or ())]
+    single = spec is not None and not folders and str(spec.origin).endswith(".py")
+    files = [file for folder in folders for file in Path(folder).rglob("*.py")]
+    files += Path(str(spec.origin)).parent.glob("*.py") if single and spec is not None else ()
+    digest = xxhash.xxh3_128()
+    for file in sorted(files)[:_MOST_FILES]:
+        digest.update(file.name.encode() + file.read_bytes())
+    return digest.hexdigest() if files else None
 
 
 def closure_values(function: FunctionType) -> dict[str, Any]:
     """Return the closure values of `function` by name, without empty cells."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            found[name] = cell.cell_contents
-        except ValueError:
-            continue
-    return found
+        with contextlib.suppress(ValueError):
+            values[name] = cell.cell_contents
+    return values
 
 
 def class_functions(cls: type) -> Iterator[FunctionType]:
     """Yield the functions defined in the body of `cls`, including properties, class methods and static methods."""
     for member in vars(cls).values():
-        for name in ("__func__", "fget", "fset", "func"):
-            inner = attribute(member, name)
-            if isinstance(inner, FunctionType):
-                yield inner
-        if isinstance(member, FunctionType):
-            yield member
+        inner = (attribute(member, name) for name in ("__func__", "fget", "fset", "func"))
+        yield from (each for each in (*inner, member) if isinstance(each, FunctionType))
 
 
 def attributes(thing: object) -> dict[str, Any]:
     """Return the attributes that `thing` itself holds, in its `__dict__` or in slots."""
-    found: dict[str, Any] = dict(attribute(thing, "__dict__", ()))
+    own: dict[str, Any] = dict(attribute(thing, "__dict__", ()))
     for cls in type(thing).__mro__:
         slots = vars(cls).get("__slots__", ())
         for slot in (slots,) if isinstance(slots, str) else slots:
             name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
             if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                found[name] = getattr(thing, name)
-    return found
+                own[name] = getattr(thing, name)
+    return own
 
 
 def current(variable: ContextVar[Any] | weakref.ref[Any]) -> Any:

@@ -1,1 +1,0 @@
-"""Classification of pipeline steps as deterministic or random."""

@@ -1,0 +1,226 @@
+"""What a call of an object may use: the user's code that it runs, the names in it, and generators of random numbers."""
+
+from __future__ import annotations
+
+import functools
+import random
+import re
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
+from itertools import islice
+from operator import itemgetter
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+import torch
+
+from stallfree.pipeline.objects import (
+    attribute,
+    attributes,
+    closure_values,
+    code_names,
+    comes_from,
+    current,
+    describe,
+    is_known,
+    is_library,
+    module_of,
+    named_values,
+)
+
+GENERATOR_TYPES = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+
+_NAMES = re.compile(
+    r"rand|randn|randu|randint|randrange|randperm|randbelow|randbits|randbytes|rand(n|int)?_like|randShuffle|"
+    r"random|random_|random_(sample|integers|raw|bytes|noise)|ranf|default_rng|Random|RandomState|SystemRandom|"
+    r"Generator|SeedSequence|PCG64|PCG64DXSM|MT19937|Philox|SFC64|shuffle|choices?|permutation|permuted|"
+    r"urandom|getrandom|getrandbits|secrets|token_(bytes|hex|urlsafe)|uuid[1467]|"
+    r"gauss|\w+variate|triangular|standard_(normal|cauchy|exponential|gamma|t)|bernoulli\w*|multinomial|rvs|"
+    r"(normal|uniform|exponential|cauchy|geometric|log_normal)_|effect_(spread|noise)"
+)
+"""Names that make or use randomness, whatever has them."""
+_LIBRARY_NAMES = re.compile(r"[rR]and\w*|normal|poisson")
+"""Further names that do if they are of a known library."""
+_MODULES = {"random", "secrets", "mtrand"}
+_TYPES = {"collections.abc", "typing"}
+"""Modules of types, one of which is `Generator`."""
+
+_VALUES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor, PurePath)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_MOST_ITEMS, _MOST_OBJECTS = 4096, 20_000
+_ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
+_UNCALLED = {
+    *("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__eq__"),
+    *("__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__init_subclass__", "__class_getitem__"),
+}
+_PRINTED = ("__repr__", "__annotate__")
+"""Methods that no sample depends on. From Python 3.13 on, `__repr__` of a dataclass refers to `threading.get_ident`."""
+_BARE = ("builtins", "abc", "collections.abc", "typing", "enum", "torch.utils.data.dataset")
+"""Modules whose classes call no method and read no attribute of the classes that are derived from them."""
+_OF_PROCESS = ("logging", "threading", "multiprocessing", "weakref")
+"""Libraries whose objects lead to all of the process."""
+
+
+def random_name(thing: Any) -> str | None:
+    """Return where the user's code that a call of `thing` runs names a source of randomness.
+
+    Such as "default_rng in Flip.__call__"; None if it names none.
+    """
+    sources = [(isinstance(value, ModuleType), label) for value, label in _Walk(thing).run() if _is_source(value)]
+    return min(sources, key=itemgetter(0))[1] if sources else None  # a module says the least
+
+
+def _is_source(value: Any) -> bool:
+    if isinstance(value, str):
+        return any(_NAMES.fullmatch(part) for part in value.split("."))
+    if isinstance(value, (*GENERATOR_TYPES, np.random.BitGenerator, np.random.SeedSequence)):
+        return True
+    module = module_of(value)
+    if not is_known(module) or module in _TYPES:
+        return False
+    if _MODULES.intersection(module.split(".")):
+        return True
+    name = attribute(value, "__name__") if callable(value) else None
+    return isinstance(name, str) and any(names.fullmatch(name) for names in (_NAMES, _LIBRARY_NAMES))
+
+
+def generators_of(thing: Any) -> list[Any]:
+    """Return the generators that `thing` owns or refers to, in a fixed order, each once.
+
+    Searched are attributes, slots, containers, closures, partial functions, bound methods, and what user code names and
+    has as default values. Generators inside compiled library code, and those created only while it runs, are not found.
+    """
+    reached = (value for value, _ in _Walk(thing, everything=True).run())
+    return [value for value in reached if isinstance(value, GENERATOR_TYPES)]
+
+
+def attributes_used(thing: Any) -> list[tuple[Any, str, Any]]:
+    """Return the attributes that a call of `thing` may use, of it and of what it holds: owner, name and value.
+
+    Data in the bodies of the user's classes are among them, with the class as the owner.
+    """
+    walk = _Walk(thing)
+    deque(walk.run(), 0)
+    return [(owner, name, value) for owner, name, value, called in walk.attributes if called or name in walk.named]
+
+
+class _Walk:
+    """Goes through the objects that a call of `root` may use, each with where it is named, as "RNG in Flip.__call__".
+
+    Functions of the user are among them, with the values that they name and the methods that they name of the objects
+    which they hold; of `root` itself, what `root(...)` or `root[...]` runs. A name of an attribute that none of these
+    objects has, of a result for instance, is yielded as text. The code of libraries is not followed, but the user's
+    code that they hold is. With `everything`, attributes and methods count whether code names them or not.
+    """
+
+    def __init__(self, root: Any, *, everything: bool = False) -> None:
+        self._root, self._everything = root, everything
+        self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
+        self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
+        self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
+        self._classes: set[tuple[type, bool, frozenset[str]]] = set()
+        self.attributes: list[tuple[Any, str, Any, bool]] = []
+        """Attributes with their owner, and whether they count even if no code names them."""
+        self.named: dict[str, str] = {}
+        """Names in the code so far, with the function that was seen first to use them."""
+        self._unnamed: defaultdict[str, list[Any]] = defaultdict(list)
+        """Attributes and methods of objects, by name, whose name has not been used so far."""
+        self._owned: set[str] = set()
+        """Names of values that the code names, and of attributes that one of the objects has."""
+
+    def run(self) -> Iterator[tuple[Any, str]]:
+        while self._todo and len(self._seen) < _MOST_OBJECTS:
+            thing, label = self._todo.popleft()
+            if id(thing) not in self._seen:
+                self._seen[id(thing)] = thing
+                yield thing, label
+                self._follow(thing, label)
+        yield from ((name, f"{name} in {user}") for name, user in self.named.items() if name not in self._owned)
+
+    def _follow(self, thing: Any, label: str) -> None:
+        if isinstance(thing, FunctionType):
+            return self._function(thing)
+        if isinstance(thing, type):
+            return self._class(thing, made=not (isinstance(self._kind, type) and issubclass(self._kind, thing)))
+        if isinstance(thing, functools.partial):
+            self._add((thing.func, thing.args, thing.keywords), label)
+        elif isinstance(thing, (MethodType, BuiltinFunctionType)):
+            self._add((thing.__self__, attribute(thing, "__func__")), label)
+        elif isinstance(thing, _CONTAINERS):
+            self._add(islice(thing.values() if isinstance(thing, dict) else thing, _MOST_ITEMS), label)
+        elif isinstance(thing, (ContextVar, weakref.ref)):
+            self._add((current(thing),), label)
+        if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
+            own = attributes(thing)
+            self._class(type(thing), made=False, own=frozenset(own))
+            if not any(comes_from(type(thing), library) for library in _OF_PROCESS):
+                called = is_library(type(thing)) or bool(_libraries(type(thing)))
+                for name, value in own.items():
+                    self.attributes.append((thing, name, value, called))
+                    self._offer(name, value, called=called and not isinstance(value, GENERATOR_TYPES))
+
+    def _add(self, values: Iterable[Any], label: str) -> None:
+        for value in values:
+            flat = type(value) in (tuple, list) and all(isinstance(item, _VALUES) for item in value[:8])
+            if not isinstance(value, _VALUES) and not (flat and len(value) <= 8):  # such as (path, label)
+                self._todo.append((value, label))
+
+    def _function(self, function: FunctionType) -> None:
+        where = function.__qualname__
+        if is_library(function):
+            return self._add((*closure_values(function).values(), attribute(function, "__wrapped__")), where)
+        values = named_values(function, libraries=True) | vars(function) | (function.__kwdefaults__ or {})
+        values |= {f"default {number}": value for number, value in enumerate(function.__defaults__ or ())}
+        for name, value in values.items():
+            if not (self._everything and isinstance(value, (type, ModuleType)) and is_library(value)):
+                self._add((value,), f"{name} in {where}")
+            self._owned.update(name.split("."))
+        for name in sorted(code_names(function.__code__) - self.named.keys()):
+            self.named[name] = where
+            self._add(self._unnamed.pop(name, ()), f"{name} in {where}")
+
+    def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
+        """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
+
+        Methods that create an instance count only if one is `made` in a call, those that a subclass overrides only if
+        their name is used, as by `super()`.
+        """
+        own = own.intersection(dir(cls)) if own else own
+        if (cls, made, own) in self._classes:
+            return
+        self._classes.add((cls, made, own))
+        libraries = _libraries(cls)
+        overridden: set[str] = set()
+        for base in cls.__mro__:
+            if is_library(base):
+                held = (value for value in vars(base).values() if isinstance(value, GENERATOR_TYPES))
+                self._add(held if self._everything else (), describe(base))
+                continue
+            for name, member in vars(base).items():
+                if name in own and not hasattr(type(member), "__set__"):
+                    continue
+                if isinstance(member, (*_VALUES, *_CONTAINERS)):
+                    self.attributes.append((base, name, member, False))
+                special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
+                called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
+                inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
+                for value in (member, *(each for each in inner if isinstance(each, FunctionType))):
+                    self._offer(name, value, called=called and (made or name not in _UNCALLED))
+            overridden.update(vars(base))
+
+    def _offer(self, name: str, value: Any, *, called: bool) -> None:
+        """Register an attribute or a method, which counts once its name is used, or now if it is `called` unnamed."""
+        self._owned.add(name)
+        if called or name in self.named or (self._everything and name not in _PRINTED):
+            self._add((value,), f"{name} in {self.named[name]}" if name in self.named else name)
+        else:
+            self._unnamed[name].append(value)
+
+
+def _libraries(cls: type) -> list[type]:
+    """Return the classes of libraries from which `cls` is derived, and whose code may call its methods."""
+    return [base for base in cls.__mro__ if is_library(base) and base.__module__ not in _BARE]
