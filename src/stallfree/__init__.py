@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from stallfree.sampling.plans.importance import ImportanceSampler
     from stallfree.sampling.plans.schedule import BySamples
     from stallfree.shared.shared_loader import SharedLoader
-    from stallfree.sources.cutting.cut import cut
+    from stallfree.sources.cut import cut
     from stallfree.sources.decode import DecodeImage
     from stallfree.sources.files import FileDataset
     from stallfree.sources.image_folder import ImageFolder
@@ -76,7 +76,7 @@ _PLACES = {
     "sampling.plans.importance": "ImportanceSampler",
     "sampling.plans.schedule": "BySamples",
     "shared.shared_loader": "SharedLoader",
-    "sources.cutting.cut": "cut",
+    "sources.cut": "cut",
     "sources.decode": "DecodeImage",
     "sources.files": "FileDataset",
     "sources.image_folder": "ImageFolder",

@@ -268,7 +268,7 @@ class Archive(Dataset[Any]):
 
 
 @pytest.mark.filterwarnings("ignore:meet of type")
-@pytest.mark.parametrize("form", ["fetched", "auto", "reads", None])
+@pytest.mark.parametrize("form", ["fetched", "auto", "files", None])
 def test_workers_open_the_files_that_a_data_set_keeps_open(tmp_path: Path, form: str | None) -> None:
     path = tmp_path / "archive"
     path.write_bytes(b"".join(bytes([id]) * 1000 for id in range(8)))

@@ -126,7 +126,7 @@ def test_processes_of_a_fork_server(way: str, tmp_path: Path) -> None:
     check(InReader, tmp_path, way, 1, method="forkserver")
 
 
-@pytest.mark.parametrize("form", ["fetched", "prepared", "reads"])
+@pytest.mark.parametrize("form", ["fetched", "prepared", "files"])
 def test_each_form(form: str, tmp_path: Path) -> None:
     with (
         lazy_rows(InReader, tmp_path, 48) as rows,

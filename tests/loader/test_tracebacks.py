@@ -83,15 +83,14 @@ def test_an_interrupt(workers: int, interpreter: Interpreter) -> None:
     assert done.err.count("Traceback") == 1, done.err
 
 
-def test_an_open_that_fails_after_reads_were_recorded(tmp_path: Path) -> None:
-    """`open` is replaced from then on, also for code that has nothing to do with a loader."""
+def test_an_open_that_fails_while_files_are_cached(tmp_path: Path) -> None:
     (path := tmp_path / "file").write_text("1")
 
     class Files(Data):
         def __getitem__(self, id: int) -> Any:
             return read(id) if id == 5 else torch.tensor(int(path.read_text()))
 
-    with sf.CachedDataset(Files(), capacity="1MiB", form="reads") as data:
+    with sf.CachedDataset(Files(), capacity="1MiB", form="files") as data:
         for loader in (sf.DataLoader(data), sf.DataLoader(Data())):
             with loader, pytest.raises(FileNotFoundError, match="fetching sample 5") as caught:
                 list(loader)

@@ -12,12 +12,11 @@ import numpy as np
 import pytest
 from package_job import WANTED, Job, package_size
 
-from reads_data import Crops, gone, write_arrays
-from stallfree import CachedDataset, mark_deterministic
+from stallfree import mark_deterministic
 from stallfree.cache.records import MISS
 from stallfree.errors import CodecError
 from stallfree.sampling import packages as packages_module
-from stallfree.sampling.packages import LOW, MISSED, PENDING, Field, PackageWork, SharedFlags
+from stallfree.sampling.packages import LOW, MISSED, PENDING, Field, PackageWork
 from stallfree.sampling.plans.retention import FRESH
 from stallfree.sources.mapped import as_source
 
@@ -172,26 +171,6 @@ def test_what_the_source_keeps_is_not_changed(tmp_path: Path) -> None:
     assert all((row == id).all() for row, id in data.rows)
     work.close()
     job.close()
-
-
-def test_reads_of_a_data_set_are_packed_and_served(tmp_path: Path) -> None:
-    """With `form="reads"`, packages hold what samples read from files."""
-    folder = write_arrays(tmp_path / "data", 30, 32)
-    with CachedDataset(Crops(folder, side=32), capacity="1MiB", policy="importance", form="reads") as data:
-        shared = SharedFlags(30)
-        shared.flags[10:30] = WANTED
-        packages = tmp_path / "packages"
-        packages.mkdir()
-        work = PackageWork(data.reader, shared, packages, 1 << 20, 10_000)
-        do(work)
-        assert shared.stats()["samples_packed"] == 16  # two packages of eight
-        shared.fields[Field.REGION] = 20
-        do(work)
-        packed = [id for id in range(10, 30) if data.cache.resident([id])[0]]
-        assert len(packed) == 16
-        with gone(folder):
-            assert [id for _, id in data.__getitems__(packed)] == packed
-        work.close()
 
 
 def test_stopping_does_not_wait_for_all_packages(job: Job) -> None:

@@ -133,11 +133,6 @@ class Bag:
         vars(self).update(parts)
 
 
-class Object(Base):
-    def __getitem__(self, id: int) -> Any:
-        return Bag(image=self.transform(self.read(id)), labels=[id])
-
-
 class Unused(Base):
     def __getitem__(self, id: int) -> Any:
         self.transform(0)
@@ -172,7 +167,6 @@ FLAT: dict[str, tuple[Base, tuple[str, ...]]] = {
     "label first": (LabelFirst(normal, noisy), ("transform", "other")),
     "alone": (Alone(noisy), ("transform",)),
     "nested": (Nested(noisy), ("transform",)),
-    "named tuple": (Named(noisy), ("transform",)),
     "chain": (Chain(noisy, normal), ("transform", "other")),
     "twice": (Twice(sf.Compose([noisy, normal])), ("transform",)),
 }
@@ -180,7 +174,7 @@ PLANNED: dict[str, tuple[Base, tuple[str, ...]]] = {
     "unpacked": (Unpacked(both), ("transform",)),
     "by key": (ByKey(named), ("transform",)),
     "crops": (Crops(crops, noisy), ("transform", "other")),
-    "object": (Object(noisy), ("transform",)),
+    "named tuple": (Named(noisy), ("transform",)),
     "unused": (Unused(noisy, noisy), ("transform", "other")),
     "same": (Same(noisy), ("transform",)),
     "by sample": (BySample(noisy, normal), ("transform", "other")),

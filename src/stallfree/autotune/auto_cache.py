@@ -40,7 +40,7 @@ from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
-from stallfree.sources.cutting.cut import cut
+from stallfree.sources.cut import cut
 from stallfree.sources.mapped import as_source
 from stallfree.workers.worker_pool import Options
 
@@ -111,7 +111,7 @@ class AutoCache:
     process decides, and a new decision waits until the others have exited.
 
     Samples are cached, in the form that is fastest. If they are random and cannot be separated from their prep, the
-    files are cached that the data set reads (`form="reads"`).
+    files are cached that the data set reads (`form="files"`).
 
     Args:
         dataset: a source or any map-style data set, without a cache.
@@ -305,7 +305,7 @@ class AutoCache:
             self._reader = _without(as_source(self._dataset), subject.steps)
         else:
             try:
-                self.cached = self._create(choice, reads=bool(subject.why))
+                self.cached = self._create(choice, files=bool(subject.why))
             except (CapacityError, StorageError) as error:
                 self._go_without(subject, error)
                 return
@@ -317,12 +317,12 @@ class AutoCache:
         because = f"; {subject.why}" if subject.why else ""
         self._say(f"{why}{short}{found.advice}", f"{why}{full}{because}{found.advice}")
 
-    def _create(self, choice: Choice, *, reads: bool) -> CachedDataset:
+    def _create(self, choice: Choice, *, files: bool) -> CachedDataset:
         form = {0.0: "fetched", 1.0: "prepared"}.get(choice.share or 0.0, choice.share or 0.0)
         return CachedDataset(
             self._dataset,
             capacity=self._room,
-            form="reads" if reads else form,
+            form="files" if files else form,
             transform=self._transform,
             seed=self._seed,
         )
@@ -339,9 +339,6 @@ class AutoCache:
         if self.cached is None:
             return
         reader = self.cached.reader
-        if reader.tracker is not None:
-            reader.store(list(records), list(records.values()))
-            return
         with suppress(StallfreeError):  # raised again when the samples are requested
             values = call_in_child(partial(_prepared, reader, records), "the preparation of measured samples")
             for id, value in values.items():

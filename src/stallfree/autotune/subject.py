@@ -6,15 +6,14 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from stallfree.autotune.measure import Probe, measure, measure_reads
+from stallfree.autotune.measure import Probe, measure
 from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
-from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import InputError, StallfreeError, dataset_random, text_of
+from stallfree.errors import InputError, StallfreeError, text_of
 from stallfree.notes import is_users
 from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.protocol import Source
-from stallfree.sources.mapped import MapSource, as_source
+from stallfree.sources.mapped import as_source
 
 
 class NotCachedError(StallfreeError):
@@ -41,9 +40,6 @@ class Subject:
 
     def measure(self, seed: int, *, brief: bool = True) -> Probe:
         """Measure storage, prep and cache on some samples; if `brief`, a small data set takes less time."""
-        if self.why:
-            assert isinstance(self.source, MapSource)
-            return measure_reads(self.source, self.steps, seed=seed, brief=brief)
         return measure(self.source, self.steps, self.first, seed=seed)
 
 
@@ -60,18 +56,7 @@ def subject_of(dataset: Any, transform: Transform | None) -> Subject:
         if is_users(error):
             raise
         why = reason_in(error)
-        if not why:
-            raise NotCachedError(text_of(error)) from error
-    try:
-        source = reads_source(dataset)
-        steps = steps_of(source, transform)
-        return Subject(source, steps, look_at_reads(source, steps), why)
-    except InputError as error:
-        if is_users(error):
-            raise
-        raise NotCachedError(f"{why}, and no files that it reads can be cached") from dataset_random(
-            f"{why}; {text_of(error)}"
-        )
+        raise NotCachedError(why or text_of(error)) from error
 
 
 def steps_of(source: Source, transform: Transform | None) -> Compose:

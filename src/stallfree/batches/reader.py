@@ -53,10 +53,6 @@ class Reader(SampleAccess):
                 with self.randomness:
                     if self.direct:
                         return index_samples(self, ids.tolist(), seed, epochs, skip=skip)
-                    if self.tracker is not None:
-                        from stallfree.batches.recorded_reads import RecordedReads
-
-                        return RecordedReads(self, self.tracker, pending, seed, epochs, skip=skip).make()
                     return BatchState(self, pending, seed, epochs, skip, buffer).make()
             except StopIteration as error:
                 raise raisable(error) from error

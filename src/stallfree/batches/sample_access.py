@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -27,9 +27,6 @@ from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource
-
-if TYPE_CHECKING:
-    from stallfree.sources.reads.open_calls import Tracker
 
 _Access = TypeVar("_Access", bound="SampleAccess")
 
@@ -75,13 +72,11 @@ class SampleAccess:
         whole: steps applied to a sample that is cached as fetched, each time it is read.
         steps: all steps in the order that the user gave, which determines the seeds of their generators;
             `deterministic` and `rest` if None.
-        reads: the cache holds the file reads of the data set. `source` is then a `MapSource`.
 
     Attributes:
         split: the steps before and after the cache. It changes when a step turns out to be random.
         threads: whether threads fetch the records.
         seeds_fetch: whether generators are seeded before a fetch, since the source may draw random numbers.
-        tracker: records and serves the data set's file reads if these are cached, otherwise None.
     """
 
     single = whole = False  # batches are single samples; `__getitems__` returns batches, and not lists of samples
@@ -96,18 +91,15 @@ class SampleAccess:
         share: float = 1.0,
         whole: Compose = _NOTHING,
         steps: Compose | None = None,
-        reads: bool = False,
     ) -> None:
         self.source, self.cache = source, cache
-        self.tracker = _tracker() if reads else None
         self.io_threads = IO_THREADS
         beneath = plain_beneath(source, 0)
         self._dataset = None if beneath is None else beneath[0].dataset
         origin = source if beneath is None else self._dataset
-        watched = None if reads else cache  # a cache of the steps' outputs
-        self.split = TransformSplit(source, watched, origin, deterministic, rest, share, whole)
+        self.split = TransformSplit(source, cache, origin, deterministic, rest, share, whole)
         copied = cache is None and type(source) is not MapSource
-        notices = copied or watched is not None
+        notices = copied or cache is not None
         self.settings = Settings(source, *deterministic, *rest) if notices else Settings()
         self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
         self._pool: Executor | None = None
@@ -125,7 +117,7 @@ class SampleAccess:
         threads = bool(getattr(self.source, "threads", True))
         may_draw = drew(self.split.origin) or (self.cache is None and not threads)
         dataset = self.source if self._dataset is None and may_draw else self._dataset
-        self.seeds_fetch = dataset is not None and (not self.caches or self.tracker is not None)
+        self.seeds_fetch = dataset is not None and not self.caches
         self.threads = threads and not self.seeds_fetch
         steps = Compose([*self.rest, *self.split.whole])
         drawing: Callable[[Any], Any] | None = steps if len(steps) else None
@@ -159,7 +151,7 @@ class SampleAccess:
     @property
     def plain(self) -> bool:
         """Whether a cached value is the finished sample."""
-        return self.caches and not self.rest.transforms and self.split.share == 1 and self.tracker is None
+        return self.caches and not self.rest.transforms and self.split.share == 1
 
     @property
     def current(self) -> bool:
@@ -170,7 +162,7 @@ class SampleAccess:
     def in_place(self) -> bool:
         """Whether all steps after the cache can write into a batch buffer. See `Reader.finish`."""
         split = self.split
-        if not split.rest.transforms or self.tracker is not None:
+        if not split.rest.transforms:
             return False
         steps = [*split.rest, *split.whole]
         return (split.share == 1 or len(split.whole) > 0) and all(map(works_in_place, steps))
@@ -183,7 +175,7 @@ class SampleAccess:
     @property
     def indexes(self) -> bool:
         """Whether samples are the return values of `dataset[id]`, to which the data set may keep references."""
-        return self.direct or self.tracker is not None
+        return self.direct
 
     # -- a batch ------------------------------------------------------------------------------------------------------
 
@@ -286,8 +278,7 @@ class SampleAccess:
     def __copy__(self: _Access) -> _Access:
         """Return a reader of the same cache with separate threads and a separate split."""
         other = object.__new__(type(self))
-        tracker = copy.copy(self.tracker)
-        other.__dict__.update(self.__dict__, split=copy.copy(self.split), tracker=tracker, _pool=None, _pid=-1)
+        other.__dict__.update(self.__dict__, split=copy.copy(self.split), _pool=None, _pid=-1)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
@@ -299,12 +290,6 @@ def _count_unused(cache: SampleCache, future: Future[Any]) -> None:
     if not future.cancelled() and future.exception() is None:
         with contextlib.suppress(StallfreeError, ValueError):  # the cache may be closed already
             cache.count_fetch(1, payload_bytes(future.result()))
-
-
-def _tracker() -> Tracker:
-    from stallfree.sources.reads.open_calls import Tracker
-
-    return Tracker()
 
 
 class _Drawing:

@@ -47,7 +47,7 @@ class TransformSplit:
 
     Args:
         source: source of the records.
-        cache: cache of the outputs of `deterministic`; None if nothing is cached, or the files that samples read.
+        cache: cache of the outputs of `deterministic`; None if nothing is cached.
         origin: object whose random draws count as draws of the fetch: the user's data set, or `source`.
         deterministic: steps applied to a record before it is cached.
         rest: steps applied to a cached value each time it is read.

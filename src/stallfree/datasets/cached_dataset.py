@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import operator
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +22,8 @@ from stallfree.cache.store import Store, default_store, derived_name, is_tier, o
 from stallfree.cache.tier import Tier
 from stallfree.datasets.dataset_probe import FirstLook, choose_form, example_for, example_of_both, look
 from stallfree.datasets.private_names import private_name
-from stallfree.datasets.reads_probe import look_at_reads, reads_source
-from stallfree.errors import CodecError, IdError, InputError, argument_conflict
+from stallfree.errors import CodecError, IdError, InputError, StallfreeWarning, argument_conflict
+from stallfree.frames import users_level
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose
@@ -36,6 +37,9 @@ from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
+
+if TYPE_CHECKING:
+    from stallfree.sources.cached_files import CachedFiles
 
 _FORMAT = "records-1"
 _MOST_EPOCHS = 2**31 - 2
@@ -84,11 +88,10 @@ class CachedDataset(Dataset[SampleT_co]):
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them, a
             number between 0 and 1 that share of the samples prepared and the others as fetched. "auto" (the default) is
             the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")` measures and chooses.
-            "reads" caches the contents of the files that `dataset[id]` reads through Python's `open`, `fsspec`,
-            `cv2.imread`, `torchvision.io`, `soundfile` or `torchaudio.load`: for a data set that reads, decodes and
-            augments in `__getitem__`. On a hit `dataset[id]` runs as always, and these calls are served from memory,
-            without a look at storage; what was not recorded is read from there. A `StallfreeWarning` reports reads past
-            these calls.
+            "files" caches whole files of up to 64 MiB that `dataset[id]` opens by Python's `open`, `fsspec`,
+            `cv2.imread` or `torchvision.io`: for a data set that reads, decodes and augments in `__getitem__`, which
+            runs as always. The first time a loader opens a file, its size and time are compared with storage. A
+            `StallfreeWarning` reports reads past these calls.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
             holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
@@ -103,7 +106,7 @@ class CachedDataset(Dataset[SampleT_co]):
         dataset: as given.
         cache: the `stallfree.cache.SampleCache` that holds the samples in memory, or in a folder.
         tier: what holds them behind it, as the `attach` of the store returned it; None without a tier.
-        form: "fetched", "prepared", "reads", or the share of the samples that is cached prepared.
+        form: "fetched", "prepared", "files", or the share of the samples that is cached prepared.
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
         next_epoch: with a `seed`, the number of the epoch that the next iteration of stallfree's loaders has; they all
@@ -121,6 +124,9 @@ class CachedDataset(Dataset[SampleT_co]):
                 train(images, labels)
         ```
     """
+
+    files: CachedFiles | None = None
+    """The data set, whose files are cached, with `form="files"`."""
 
     def __init__(
         self,
@@ -140,18 +146,18 @@ class CachedDataset(Dataset[SampleT_co]):
         if name is not None:
             check_name(name)
         self._auto = store == "auto"
-        reads = form == "reads"
-        if reads and is_tier(store):
-            raise argument_conflict("form='reads' with a tier: give store='memory' or a folder")
         self.dataset = dataset
-        self.source: Source = reads_source(dataset) if reads else as_source(dataset)
+        if form == "files":
+            self._cache_files(policy, size, store, name, persist, transform, seed)
+            return
+        self.source: Source = as_source(dataset, runs=True)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
-        first = look_at_reads(self.source, self.steps) if reads else look(self.source, self.steps)
+        first = look(self.source, self.steps)
         found, memory = store, size
         if self._auto:
             with tolerant() as steps:
@@ -162,24 +168,24 @@ class CachedDataset(Dataset[SampleT_co]):
         count, room = len(self.source), room_of(found, memory)
         self.form, self.decision = choose_form(form, first, count, room, scored=policy.scored, on_disk=on_disk)
         log.info("%s", self.decision)
-        share = {"fetched": 0.0, "reads": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
+        share = {"fetched": 0.0, "prepared": 1.0}.get(str(self.form), self.form)
         assert isinstance(share, float)
         before = first.parts.deterministic if share else Compose([])
         rest = first.parts.random if share else self.steps
         self._epochs = SharedCounts(1 + count)
-        key, steps = _key_of(data, before, share, reads)
+        key, steps = _key_of(data, before, share)
         if name is None and (unknown := [*unknown, *steps]):
             key = name = private_name(found, unknown[0], persist=persist)
         folder = (user_root(str(found)) if on_disk else default_root()) / (name or derived_name(key, policy, memory))
         is_new = not folder.exists()
         values = first.values(share)
-        example = self._example(first, list(values.values()), share) if is_new else next(iter(values.values()))
+        example = _example(first, list(values.values()), share) if is_new else next(iter(values.values()))
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         self.cache: SampleCache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
         try:
             whole = self.steps if 0 < share < 1 else Compose([])
             parts_of = self.source, self.cache, before, rest
-            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps, reads=reads)
+            self.reader = Reader(*parts_of, share=share or 1.0, whole=whole, steps=self.steps)
             self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
             for id, value in values.items():
                 with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
@@ -188,11 +194,39 @@ class CachedDataset(Dataset[SampleT_co]):
             self.cache.close()
             raise
 
-    def _example(self, first: FirstLook, values: list[Any], share: float) -> Any:
-        """An example for the layout of a new cache."""
-        if self.form == "reads":
-            return bytes(len(values[0]))  # of no fixed size
-        return example_of_both(first) if 0 < share < 1 else example_for(values)
+    def _cache_files(
+        self, policy: Policy, size: int, store: Store, name: str | None, persist: bool, transform: Any, seed: int | None
+    ) -> None:
+        """Cache the files that the data set opens: see `stallfree.sources.cached_files`."""
+        from stallfree.sources.cached_files import CachedFiles, ids_of_cache, look_at_files
+
+        if is_tier(store) or self._auto or policy.given:
+            what = f"policy={policy.name!r}" if policy.given else "a tier"
+            raise argument_conflict(f"form='files' with {what}: give another policy, and store='memory' or a folder")
+        source, files, warning = look_at_files(self.dataset)
+        if warning:
+            warnings.warn(warning, StallfreeWarning, stacklevel=users_level())
+        with tolerant() as unknown:
+            key = key_of(**{"data set": fingerprint(source.fingerprint())}, form="files", format=_FORMAT)
+        if name is None and unknown:
+            key = name = private_name(store, unknown[0], persist=persist)
+        sizes = sorted(len(data) for _, _, data in files)
+        options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist}
+        options["example"] = bytes(100), bytes(sizes[len(sizes) // 2])
+        self.cache = open_cache(store, ids_of_cache(len(source)), capacity=size, fingerprint=key, **options)
+        try:
+            self.source = self.files = CachedFiles(source, self.cache)
+            for file in files:
+                self.files.table.put(*file)
+            self.steps = Compose([] if transform is None else [transform])
+            self.reader = Reader(self.source, None, Compose([]), self.steps)
+        except BaseException:
+            self.cache.close()
+            raise
+        self.form, self.decision = "files", "caching the files that the data set opens, as asked"
+        log.info("%s", self.decision)
+        self.seed, self._drawn, self._store = None if seed is None else parse_whole(seed, "seed"), None, None
+        self.next_epoch, self._epochs = 0, SharedCounts(1 + len(source))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -262,6 +296,8 @@ class CachedDataset(Dataset[SampleT_co]):
 
         Loaders that use the seed of this data set count their epochs in it.
         """
+        if self.files is not None:
+            self.files.table.forget()
         return order_of(replace(setup, counter=self) if setup.seed_of_data else setup)
 
     def where(self, id: int) -> str:
@@ -312,20 +348,25 @@ class CachedDataset(Dataset[SampleT_co]):
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
 
-def _key_of(data: str, before: Compose, share: float, reads: bool) -> tuple[str, list[str]]:
+def _example(first: FirstLook, values: list[Any], share: float) -> Any:
+    """An example for the layout of a new cache."""
+    return example_of_both(first) if 0 < share < 1 else example_for(values)
+
+
+def _key_of(data: str, before: Compose, share: float) -> tuple[str, list[str]]:
     """The fingerprint of what is cached, and the objects in the steps that have none."""
-    form = repr(share) if 0 < share < 1 else "prepared" if len(before) else "reads" if reads else "fetched"
+    form = repr(share) if 0 < share < 1 else "prepared" if len(before) else "fetched"
     with tolerant() as unknown:
         key = key_of(**{"data set": data, "transforms": before}, form=form, format=_FORMAT)
     return key, unknown
 
 
 def _check_form(form: Any) -> None:
-    if form in ("auto", "fetched", "prepared", "reads"):
+    if form in ("auto", "fetched", "prepared", "files"):
         return
     if isinstance(form, bool) or not isinstance(form, (int, float)) or not 0 <= form <= 1:
         raise InputError(
-            f"form={form!r}: use 'fetched', 'prepared', 'reads' or 'auto', or the share of samples to cache prepared, "
+            f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto', or the share of samples to cache prepared, "
             "0 to 1"
         )
 

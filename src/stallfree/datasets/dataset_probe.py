@@ -200,7 +200,7 @@ class _Fetch:
 
 
 _FREEZE = (
-    "a cache would freeze its augmentation. Give form='reads', which caches the files that it reads, not the result; "
+    "a cache would freeze its augmentation. Give form='files', which caches the files that it reads, not the result; "
     "or make the data set without its random transforms and give them as CachedDataset(..., transform=...); or give "
     "stallfree.cut(dataset, 'transform') if an attribute holds them"
 )

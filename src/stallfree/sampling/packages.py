@@ -28,7 +28,6 @@ import torch
 import xxhash
 
 from stallfree.batches.reader import Reader
-from stallfree.batches.recorded_reads import record_sample
 from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.capacity import free_space
 from stallfree.errors import StallfreeError
@@ -38,7 +37,6 @@ from stallfree.pipeline.codec import encode, read_record, record_size, write_rec
 from stallfree.pipeline.structure import Structure
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sampling.plans.retention import FRESH
-from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -282,7 +280,7 @@ class PackageWork:
         self.packages = Packages(folder, shared, allow_pickle=reader.cache.allow_pickle, write_budget=write_budget)
         self._random = np.random.default_rng()
         self._pool: ThreadPoolExecutor | None = None
-        if reader.tracker is None and getattr(reader.source, "threads", True):
+        if getattr(reader.source, "threads", True):
             self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
         self._taken = np.zeros(len(self._flags), np.bool_)  # for the next package, or unreadable
         self._ids: list[int] = []
@@ -392,11 +390,8 @@ class PackageWork:
         return split.deterministic(private(record))  # the source may keep a reference
 
     def _fetch(self, id: int) -> tuple[Any] | None:
-        source = self._reader.source
         try:
-            if self._reader.tracker is not None and isinstance(source, MapSource):
-                return (record_sample(source.dataset, id)[0],)
-            return (source.fetch(id),)
+            return (self._reader.source.fetch(id),)
         except Exception:
             return None
 
