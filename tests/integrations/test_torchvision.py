@@ -13,7 +13,7 @@ from PIL import Image
 import stallfree as sf
 from loader_data import same
 from optional_library import library
-from stallfree.sources.cut import CutSource
+from stallfree.sources.cut_source import CutSource
 from stallfree.sources.mapped import as_source
 
 pytestmark = pytest.mark.libraries

@@ -21,7 +21,7 @@ import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError
 from stallfree.sources import mapped
-from stallfree.sources.cut import CallTransforms, CutSource
+from stallfree.sources.cut_source import CallTransforms, CutSource
 from stallfree.sources.known import DividedSource
 from stallfree.sources.mapped import MapSource
 

@@ -145,34 +145,34 @@ class CachedFiles(BaseSource):
         cache: for the files, with `ids_of_cache(len(dataset))` ids.
 
     Attributes:
-        dataset: as given.
+        source: the data set as a source.
         table: the files in the cache.
     """
 
     threads = False
+    passes_through = True  # its samples, and so its draws, are those of `source`
 
     def __init__(self, dataset: Any, cache: FileCache) -> None:
-        self._source = dataset if isinstance(dataset, MapSource) else MapSource(dataset)
-        self.dataset = self._source.dataset
+        self.source = dataset if isinstance(dataset, MapSource) else MapSource(dataset)
         self.pipeline = Compose([])
         self.table = FileTable(cache)
 
     def __len__(self) -> int:
-        return len(self._source)
+        return len(self.source)
 
     def _record(self, id: int) -> Any:
         with serving(Files(self.table)):
-            return self.dataset[id]
+            return self.source.dataset[id]
 
     def _where(self, id: int) -> str:
         return ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set object."""
-        return f"CachedFiles {self._source.fingerprint()}"
+        return f"CachedFiles {self.source.fingerprint()}"
 
     def __repr__(self) -> str:
-        return f"CachedFiles({type(self.dataset).__name__}, {len(self)} samples)"
+        return f"CachedFiles({type(self.source.dataset).__name__}, {len(self)} samples)"
 
 
 # --- the first look -------------------------------------------------------------------------------------------------
