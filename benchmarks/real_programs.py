@@ -42,7 +42,7 @@ def stallfree_loader(dataset: Any, *, native: bool = False, **options: Any) -> A
     """
     import stallfree as sf
 
-    return sf.DataLoader(dataset if native else sf.CachedDataset(dataset, capacity="1GiB", form="reads"), **options)
+    return sf.DataLoader(dataset if native else sf.CachedDataset(dataset, capacity="1GiB", form="files"), **options)
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def misses(given: Json) -> None:
     total = sum(path.stat().st_size for path in Path(given["root"]).rglob("*.jpg"))
     disk = SlowDisk(Path(), Path(), given["device"])
     with (
-        sf.CachedDataset(dataset, capacity=int(total * SHARE), form="reads") as cached,
+        sf.CachedDataset(dataset, capacity=int(total * SHARE), form="files") as cached,
         sf.DataLoader(cached, shuffle=True, seed=SEED, **options) as loader,
     ):
         for _ in loader:

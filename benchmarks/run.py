@@ -54,7 +54,6 @@ NAMES = (
     "model_rates",
     "observer",
     "run_forecast",
-    "reads_cost",
     "plain_loader",
     "first_batch",
     "watch_cost",

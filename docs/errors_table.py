@@ -21,7 +21,7 @@ TOPICS = {
     "Data set and pipeline": """
         dataset-type dataset-empty dataset-changed dataset-random iterable-unsupported value-unstorable
         transform-input image-unreadable image-folder tar-unreadable tar-samples cut-attribute cut-refused cut-random
-        reads-nothing no-fingerprint""",
+        no-files no-fingerprint""",
     "Cache": """
         cache-mismatch cache-damaged cache-not-found cache-required cache-ids capacity-too-large capacity-too-small
         storage-full folder-unusable folder-owner folder-gone name-invalid lock-held window-late record-malformed

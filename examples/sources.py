@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from stallfree.sources.image_folder import ImageFolder
+from stallfree.sources.files import ImageFolder
 from stallfree.testing import ThrottledSource
 
 

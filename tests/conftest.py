@@ -23,7 +23,7 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from stallfree.sources.reads import recorded
+from stallfree.sources import file_opens
 from stallfree.vision import native
 from warm import Interpreter
 
@@ -151,7 +151,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 @pytest.fixture(scope="session", autouse=True)
 def files_are_old() -> None:
     """Files that a test has just written do not count as perhaps written by the data set that reads them."""
-    recorded.TICK = 0
+    file_opens.TICK = 0
 
 
 @pytest.fixture(autouse=True)

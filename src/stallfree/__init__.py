@@ -46,10 +46,9 @@ if TYPE_CHECKING:
     from stallfree.pipeline.compose import Compose, OnItem, mark_deterministic, mark_random
     from stallfree.ray.workers import RayWorkers
     from stallfree.shared.shared_loader import SharedLoader
-    from stallfree.sources.cutting.cut import cut
+    from stallfree.sources.cut import cut
     from stallfree.sources.decode import DecodeImage
-    from stallfree.sources.files import FileDataset
-    from stallfree.sources.image_folder import ImageFolder
+    from stallfree.sources.files import FileDataset, ImageFolder
     from stallfree.sources.tar import TarDataset
     from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
     from stallfree.vision.crops import DecodeRandomResizedCrop
@@ -76,10 +75,9 @@ _PLACES = {
     "importance.plans.importance": "ImportanceSampler",
     "importance.plans.schedule": "BySamples",
     "shared.shared_loader": "SharedLoader",
-    "sources.cutting.cut": "cut",
+    "sources.cut": "cut",
     "sources.decode": "DecodeImage",
-    "sources.files": "FileDataset",
-    "sources.image_folder": "ImageFolder",
+    "sources.files": "FileDataset ImageFolder",
     "sources.tar": "TarDataset",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
     "vision.crops": "DecodeRandomResizedCrop",

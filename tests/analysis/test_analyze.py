@@ -132,44 +132,12 @@ class Augmented(Files):
         return data[:100] + np.uint8(random.randrange(3)), id
 
 
-def negative(sample: Any) -> Any:
-    return -sample[0].astype(np.int16), sample[1]
-
-
-def test_reads_are_measured_apart_from_prep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """S is what files give, P needs none, and a worker does one after the other."""
-    parts: set[Any] = set()
-    monkeypatch.setattr("stallfree.analysis.analyzer.read_file", lambda *part: parts.add(part))
-    monkeypatch.setattr("stallfree.analysis.job.put_out", lambda paths: None)
-
-    def step(batch: Any) -> None:
-        assert batch[0].max() <= 0
-
-    data = Augmented(tmp_path, 8)
-    with sf.CachedDataset(data, capacity="1MiB", form="reads", transform=negative) as cached:
-        before = cached.stats()
-        report = quick(cached, step, batch_size=2)
-        assert cached.stats() == before
-    assert parts == {(str(path), 10_000, 20_000) for path in data.paths}
-    rates = {name: found["value"] for name, found in report.data["rates"].items()}
-    assert rates["P"] == rates["P_hit"] < 20 < min(rates["S"], rates["C"])
-    assert report.data["job"]["sample_bytes"] == 10_000
-    assert report.data["job"]["cache_share"] == 1
-    assert report.data["job"]["form"] == "reads"
-    assert not report.setting().loading.overlap
-    slow = report.predict(storage="100KB/s", cache=0)
-    assert slow.F == pytest.approx(10)
-    # in turn, and not at once, which would give min(F, P); other limits, such as the CPUs, may be lower still
-    assert slow.throughput <= 1.001 / (1 / 10 + 1 / slow.P)
-    assert report.predict(storage="100KB/s").throughput == pytest.approx(report.predict().throughput)
-
-
-def test_a_random_data_set_is_advised_to_have_its_reads_cached(tmp_path: Path) -> None:
+def test_a_random_data_set_is_advised_to_have_its_files_cached(tmp_path: Path) -> None:
     with Timed(make_job(Augmented(tmp_path, 8), nothing, 4, 1, None, {}), S=100.0, cold=80.0) as analysis:
         analysis.round()
         report = analysis.report()
     (line,) = [item["do"] for item in report.data["advice"] if "sf.CachedDataset" in item["do"]]
-    assert line.endswith("form='reads')")
+    assert line.endswith("form='files')")
 
 
 def test_a_plain_data_set_without_files_says_what_it_cannot_know() -> None:

@@ -7,7 +7,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +17,13 @@ import torch
 import stallfree as sf
 from cached_data import Given, Numbers
 from stallfree.autotune import auto_cache as auto
-from stallfree.autotune import measure as measuring
 from stallfree.autotune import subject
 from stallfree.autotune.choice import Measured
-from stallfree.autotune.measure import Probe, measure, measure_reads
+from stallfree.autotune.measure import Probe, measure
 from stallfree.cache import capacity as limits
 from stallfree.datasets.split import is_prepared
 from stallfree.errors import CapacityError, StorageError, text_of
 from stallfree.ipc.folders import SharedFolder, default_root
-from stallfree.sources.mapped import as_source
 from stallfree.testing import ThrottledSource
 
 COUNT = 40
@@ -130,7 +127,7 @@ def test_a_share_of_the_samples_is_kept_prepared_and_all_are_what_they_are(share
 
 def test_a_form_that_is_none_is_refused() -> None:
     for form in (-0.1, 1.1, "half", True, math.nan):
-        with pytest.raises(sf.InputError, match="'fetched', 'prepared', 'reads' or 'auto', or the share"):
+        with pytest.raises(sf.InputError, match="'fetched', 'prepared', 'files' or 'auto', or the share"):
             sf.CachedDataset(Numbers(), capacity=ROOM, form=form)
 
 
@@ -337,52 +334,6 @@ def shifted(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers[:8] + random.random()
 
 
-@pytest.fixture
-def slow_files(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A measurement of files by which they lie in slow storage."""
-    real = subject.measure_reads
-
-    def slow(source: Any, steps: Any, **options: Any) -> Probe:
-        probe = real(source, steps, **options)
-        return Probe(replace(probe.measured, fetching=1.0), probe.records)
-
-    monkeypatch.setattr(subject, "measure_reads", slow)
-
-
-def double(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
-    return 2 * sample[0], sample[1]
-
-
-@pytest.mark.usefixtures("slow_files")
-@pytest.mark.parametrize("transform", [None, double])
-def test_files_are_cached_where_samples_are_random(tmp_path: Path, transform: Any) -> None:
-    data = Files(tmp_path)
-    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
-        expected = epochs(without, 3)
-    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": transform}
-    with sf.DataLoader(data, 8, capacity=ROOM, **options) as loader:
-        found = epochs(loader, 2)
-        for file in tmp_path.iterdir():
-            file.unlink()
-        found += epochs(loader, 1)
-        assert loader.cached is not None
-        assert loader.cached.form == "reads"
-        assert "files cached that the data set reads, 100% of them fit" in loader.decision
-        assert "it drew random numbers" in loader.decision
-    for epoch, wanted in zip(found, expected, strict=True):
-        assert epoch.keys() == wanted.keys()
-        for id, sample in wanted.items():
-            factor = 2 if transform else 1
-            np.testing.assert_array_equal(np.frombuffer(epoch[id]), factor * np.frombuffer(sample))
-
-
-def test_a_brief_measurement_makes_a_part_of_the_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring, "BRIEF", 0.0)
-    source = as_source(Files(tmp_path))
-    assert len(measure_reads(source, sf.Compose([]), seed=0).records) == COUNT
-    assert len(measure_reads(source, sf.Compose([]), seed=0, brief=True).records) == max(4, -(-COUNT // 20))
-
-
 def test_a_measurement_of_files_leaves_no_trace_in_the_generators(tmp_path: Path) -> None:
     before = random.getstate()
     chosen = auto.AutoCache(Files(tmp_path), 1 << 22, 0)
@@ -390,30 +341,6 @@ def test_a_measurement_of_files_leaves_no_trace_in_the_generators(tmp_path: Path
     assert random.getstate() == before
     assert "drew random numbers" in chosen.decision or "names" in chosen.decision
     chosen.close()
-
-
-def test_files_are_measured(tmp_path: Path) -> None:
-    source = as_source(Files(tmp_path))
-    probe = measure_reads(source, sf.Compose([]), seed=0)
-    assert sorted(probe.records) == list(range(COUNT))
-    assert 1000 < probe.measured.sizes[0] < 1500
-    assert probe.measured.fetching > 0
-    assert probe.measured.whole > 0
-    (tmp_path / "3").unlink()
-    assert sorted(measure_reads(source, sf.Compose([]), seed=0).records) == [id for id in range(COUNT) if id != 3]
-
-
-@pytest.mark.usefixtures("slow_files")
-def test_what_cut_would_gain_is_said(
-    tmp_path: Path, measured: Callable[[Measured], list[int]], capfd: pytest.CaptureFixture[str]
-) -> None:
-    measured(rates(whole=1e-7, deterministic=0.0, random=1e-7))
-    data = Files(tmp_path)
-    for wrapped, name in ((data, "augment"), (torch.utils.data.Subset(data, range(8)), "dataset.augment")):
-        with sf.DataLoader(wrapped, 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
-            next(iter(loader))
-            assert f"stallfree.cut(dataset, {name!r})" in loader.decision
-            assert f"stallfree.cut(dataset, {name!r})" in capfd.readouterr().err
 
 
 def test_a_share_of_the_free_memory_is_that_of_the_process_that_decides(

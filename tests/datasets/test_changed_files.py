@@ -33,15 +33,6 @@ class Noisy:
         return np.frombuffer(data, np.uint8).astype(np.float64) + random.random() / 2
 
 
-def form_of_files() -> str:
-    """The form in which files are cached."""
-    try:
-        sf.CachedDataset([1], capacity="1MiB", form="files").close()
-    except sf.InputError:
-        return "reads"
-    return "files"
-
-
 def write(folder: Path, id: int, number: int, size: int, *, replaced: bool = False) -> None:
     path = folder / f"{id}.new" if replaced else folder / str(id)
     path.write_bytes(bytes([number]) * size)
@@ -57,7 +48,6 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="cached files")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("kept", ["memory", "disk"])
 @pytest.mark.parametrize("change", CHANGES)
@@ -67,7 +57,7 @@ def test_the_next_job_reads_a_file_that_has_changed(change: str, kept: str, work
     for id in range(COUNT):
         write(folder, id, id, 500)
         os.utime(folder / str(id), (1e9, 1e9))
-    options: dict[str, Any] = {"capacity": "1MiB", "form": form_of_files(), "name": "changed"}
+    options: dict[str, Any] = {"capacity": "1MiB", "form": "files", "name": "changed"}
     if kept == "disk":
         options |= {"store": tmp_path / "store", "persist": True}
 

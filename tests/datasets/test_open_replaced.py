@@ -27,7 +27,7 @@ real = [open, os.stat]
 for id in range(4):
     with open(f"{{id}}.txt", "w") as file:
         file.write(str(id))
-with sf.CachedDataset(Files(), capacity="1MiB", form="reads") as data:
+with sf.CachedDataset(Files(), capacity="1MiB", form="files") as data:
     for _ in range(2):
         assert [int(number) for batch in sf.DataLoader(data, 2) for number in batch] == [0, 1, 2, 3]
 assert {check}
@@ -41,7 +41,6 @@ CHECKS = {
 }
 
 
-@pytest.mark.xfail(strict=True, reason="rebuilt as cached files")
 @pytest.mark.parametrize("check", CHECKS)
 def test_open_stays_what_it_was(check: str, interpreter: Interpreter) -> None:
     ended = interpreter.run(PROGRAM.format(check=CHECKS[check]))

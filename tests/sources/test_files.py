@@ -23,8 +23,7 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.protocol import Source
 from stallfree.sources import paths
 from stallfree.sources.decode import DecodeImage
-from stallfree.sources.files import FileDataset
-from stallfree.sources.image_folder import ImageFolder
+from stallfree.sources.files import FileDataset, ImageFolder
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from PIL import Image
 
 from stallfree.errors import InputError
 from stallfree.pipeline.protocol import Source
-from stallfree.sources.image_folder import ImageFolder
+from stallfree.sources.files import ImageFolder
 
 ORDER = ["cat/1.JPG", "cat/2.jpg", "cat/more/0.png", "dog/a.jpg", "dog/b.jpeg"]  # of torchvision's ImageFolder
 LABELS = [0, 0, 0, 1, 1]

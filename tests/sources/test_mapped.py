@@ -15,9 +15,9 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 import stallfree as sf
 from stallfree.errors import InputError
 from stallfree.pipeline.protocol import Source
-from stallfree.sources.image_folder import ImageFolder
+from stallfree.sources.files import ImageFolder
 from stallfree.sources.mapped import MapSource, as_source
-from stallfree.sources.throttle import ThrottledSource
+from stallfree.testing.throttle import ThrottledSource
 
 
 class Squares(Dataset[int]):

@@ -20,7 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import stallfree as sf
 from stallfree import StallfreeWarning
 from stallfree.errors import InputError
-from stallfree.sources import tar, tar_index
+from stallfree.sources import tar
 from stallfree.sources.tar import TarDataset
 
 FILES = [
@@ -67,7 +67,7 @@ def make(tmp_path: Path) -> Callable[..., TarDataset]:
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
 def test_samples(tmp_path: Path, make: Callable[..., TarDataset], form: int) -> None:
     data = make(write(tmp_path / "a.tar", form=form))
-    assert list(data) == SAMPLES  # type: ignore[call-overload]
+    assert list(data) == SAMPLES
     assert data[-1] == data.fetch(np.int64(2)) == SAMPLES[2]
     assert data.where(1) == f"{tmp_path}/a.tar: train/001"
     with pytest.raises(IndexError):
@@ -95,9 +95,9 @@ def test_only_what_is_wanted_is_read(
     shard = write(tmp_path / "a.tar", files)
     reads: list[int] = []
 
-    def read_at(fd: int, offset: int, size: int, read: Any = tar._read_at) -> bytes:
+    def read_at(file: Any, offset: int, size: int, read: Any = tar._read_at) -> Any:
         reads.append(size)
-        return read(fd, offset, size)
+        return read(file, offset, size)
 
     monkeypatch.setattr(tar, "_read_at", read_at)
     assert make(shard, keys=("a", "c", "d"))[0] == (b"a" * 100, b"c" * 100, b"d" * 50)
@@ -117,10 +117,10 @@ def test_several_shards_with_the_same_names(tmp_path: Path, make: Callable[..., 
     ]
 
 
-def test_a_transform_is_cut_known(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
+def test_a_transform_is_in_the_pipeline(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
     data = make(write(tmp_path / "a.tar"), sf.Compose([sf.OnItem(0, len), sf.OnItem(1, int)]), keys=("jpg", "cls"))
     assert len(data.pipeline) == 2
-    assert list(data) == [(9, 3), (9000, 1), (9, 2)]  # type: ignore[call-overload]
+    assert list(data) == [(9, 3), (9000, 1), (9, 2)]
     assert data.fetch(0) == (b"picture 0", b"3")
     with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, batch_size=3) as loader:
         assert [[part.tolist() for part in batch] for batch in loader] == [[[9, 9000, 9], [3, 1, 2]]]
@@ -131,7 +131,7 @@ def test_urls(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
     try:
         MemoryFileSystem().pipe("/shards/a.tar", content)
         data = make("memory://shards/a.tar")
-        assert list(data) == SAMPLES  # type: ignore[call-overload]
+        assert list(data) == SAMPLES
         MemoryFileSystem().pipe("/shards/a.tar", content[:2048])
         with pytest.raises(OSError, match=r"0 bytes came for the .* the file has been changed"):
             data[2]
@@ -159,7 +159,7 @@ def test_threads_and_processes(tmp_path: Path, make: Callable[..., TarDataset]) 
         assert pool.map(data.fetch, range(300)) == [(content,) for _, content in files]
         pool.close()
         pool.join()
-    assert list(pickle.loads(pickle.dumps(data))) == list(data)  # type: ignore[call-overload]
+    assert list(pickle.loads(pickle.dumps(data))) == list(data)
 
 
 # --- the index ------------------------------------------------------------------------------------------------------
@@ -170,11 +170,11 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The shards whose headers are read."""
     found: list[str] = []
 
-    def read(shard: str, stamp: str, real: Any = tar_index._read) -> Any:
+    def read(shard: str, stamp: str, real: Any = tar._read_headers) -> Any:
         found.append(os.path.basename(shard))
         return real(shard, stamp)
 
-    monkeypatch.setattr(tar_index, "_read", read)
+    monkeypatch.setattr(tar, "_read_headers", read)
     return found
 
 
@@ -183,7 +183,7 @@ def test_headers_are_read_once(tmp_path: Path, make: Callable[..., TarDataset], 
     first = make(shards)
     again = make(shards)
     assert sorted(reads) == ["a.tar", "b.tar"]
-    assert list(again) == list(first) == SAMPLES * 2  # type: ignore[call-overload]
+    assert list(again) == list(first) == SAMPLES * 2
     assert again.fingerprint() == first.fingerprint()
 
 
@@ -213,48 +213,17 @@ def test_the_fingerprint_is_that_of_the_content(tmp_path: Path, make: Callable[.
     assert len({*prints, make(shard).fingerprint()}) == 3
 
 
-def damage(file: Path, way: str) -> None:
-    content = file.read_bytes()
-    if way == "empty":
-        file.write_bytes(b"")
-    elif way == "cut":
-        file.write_bytes(content[: len(content) // 2])
-    elif way == "flipped":
-        for at in range(100, len(content), 97):
-            file.write_bytes(content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :])
-            assert_whole_or_none(file)
-    else:
-        with np.load(file) as kept:
-            arrays = dict(kept)
-        arrays[way] = arrays[way] + (1 << 40 if way != "extension" else 1000) if way != "size" else arrays[way][1:]
-        with open(file, "wb") as out:
-            np.savez(out, **arrays)
-
-
-def assert_whole_or_none(file: Path) -> None:
-    """Whatever byte is flipped, the index is the right one or none."""
-    shard = str(file.parent.parent / "a.tar")
-    index = tar_index._load(file, shard, tar_index.stamp_of(shard))
-    if index is not None:
-        right = tar_index._read(shard, tar_index.stamp_of(shard))
-        assert (index.keys, index.extensions, index.digest) == (right.keys, right.extensions, right.digest)
-        assert all(
-            np.array_equal(getattr(index, n), getattr(right, n)) for n in ("first", "extension", "offset", "size")
-        )
-
-
-@pytest.mark.parametrize("way", ["empty", "flipped", "offset", "size", "first"])
-def test_a_damaged_index_is_made_anew(
-    tmp_path: Path, make: Callable[..., TarDataset], reads: list[str], way: str
-) -> None:
+def test_a_damaged_index_is_made_anew(tmp_path: Path, make: Callable[..., TarDataset], reads: list[str]) -> None:
+    """Whatever byte is flipped."""
     shard = write(tmp_path / "a.tar")
     make(shard)
     [file] = (tmp_path / "index").iterdir()
-    damage(file, way)
-    assert list(make(shard)) == SAMPLES  # type: ignore[call-overload]
-    before = len(reads)
-    make(shard)
-    assert len(reads) == before  # it was kept again
+    content = file.read_bytes()
+    damages = [content[:at] + bytes([content[at] ^ 0xFF]) + content[at + 1 :] for at in range(0, len(content), 23)]
+    for damaged in [b"", content[: len(content) // 2], content[:-32], *damages]:
+        file.write_bytes(damaged)
+        assert list(make(shard)) == SAMPLES
+        assert file.read_bytes() == content  # it was kept again
 
 
 def test_several_processes_at_once(tmp_path: Path, make: Callable[..., TarDataset]) -> None:
@@ -266,11 +235,11 @@ def test_several_processes_at_once(tmp_path: Path, make: Callable[..., TarDatase
     assert found == [SAMPLES * 6] * 8
     names = sorted(os.listdir(tmp_path / "index"))
     assert len(names) == 6
-    assert all(name.endswith(".index.npz") and not name.startswith(".") for name in names)
+    assert all(name.endswith(".index") and not name.startswith(".") for name in names)
 
 
 def _samples_of(shards: list[Path], index: Path) -> list[Any]:
-    return list(TarDataset(shards, index=index))  # type: ignore[call-overload]
+    return list(TarDataset(shards, index=index))
 
 
 def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,7 +256,7 @@ def test_no_place_for_the_index(tmp_path: Path, make: Callable[..., TarDataset])
     (tmp_path / "file").write_text("no folder")
     with pytest.warns(StallfreeWarning, match="cannot be kept in .*file.*give another folder with index="):
         data = make(write(tmp_path / "a.tar"), index=tmp_path / "file")
-    assert list(data) == SAMPLES  # type: ignore[call-overload]
+    assert list(data) == SAMPLES
 
 
 # --- shards that cannot be used -------------------------------------------------------------------------------------
@@ -308,7 +277,7 @@ def test_cut_off_anywhere(tmp_path: Path, make: Callable[..., TarDataset]) -> No
         with pytest.raises(InputError, match=r"a\.tar' is damaged, cut off or no tar file"):
             make(shard)
     shard.write_bytes(content[: end + 512])  # one block of zeros is an end
-    assert list(make(shard)) == SAMPLES  # type: ignore[call-overload]
+    assert list(make(shard)) == SAMPLES
 
 
 def test_garbage(tmp_path: Path, make: Callable[..., TarDataset]) -> None:

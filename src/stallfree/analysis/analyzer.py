@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 from rich.progress import Progress
-from torch.utils.data import Subset
 
 from stallfree.analysis.job import Bare, Cold, Endless, Held, Job, Records, make_job, read_some
 from stallfree.analysis.placement import Placement, both_places, is_on_device, steps_beside_prep
@@ -90,8 +89,7 @@ def analyze(
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
     under `torch.utils.data.DataLoader`, where fetch and prep of a sample cannot be separated. P is then measured with
-    the files in memory, and S by reading the files that the samples opened. With `CachedDataset(form="reads")`, P is
-    measured with reads that a cache serves, and S by reading again what the samples read from files. Each step is
+    the files in memory, and S by reading the files that the samples opened. Each step is
     synchronized before the next batch is requested, also on asynchronous devices.
 
     Args:
@@ -220,12 +218,11 @@ class Analysis:
         self._on_device = [_sent(batch, job.device) for batch in self._few]
         for batch in self._on_device[:3]:
             job.train(batch)
-        if job.parted or job.reads:
+        if job.parted:
             room = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
             name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
-            self._held = Subset(job.source.dataset, some.ids) if job.reads else Held(some.values, job.steps)
-            transform = job.steps if job.reads else None
-            self._full = CachedDataset(self._held, capacity=room, form=job.form, name=name, transform=transform)
+            self._held = Held(some.values, job.steps)
+            self._full = CachedDataset(self._held, capacity=room, form=job.form, name=name)
             for _ in self._batches(self._full, range(len(some.ids))):
                 pass
             self._there = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
@@ -283,10 +280,6 @@ class Analysis:
             cold = self._cold(some)
             self._time("S", _file_reads(cold, some, job), 1)
             self._check_out(cold)
-            if full is not None:
-                workers = max(1, min(job.num_workers, cpu_count()))  # P is theirs together, and contains this
-                self._time("C", _cache_reads(full, self._there, job.batch_size, workers), 2)
-                return
             self._bring_in(some)
             self._time("C", _file_reads(Endless(some.ids), some, job), 1)
         else:
@@ -323,11 +316,9 @@ class Analysis:
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
         """The choice of `DataLoader(cache="auto")`, with the S and the G measured here.
 
-        None for a data set with random samples and inseparable fetch and prep, and for one whose reads are cached.
+        None for a data set with random samples and inseparable fetch and prep.
         """
         job = self._job
-        if job.reads:
-            return None
         given = free_memory() // 2 if cache is None else parse_room(cache, "cache")
         room = int(given * len(job.source) * record_bytes) if isinstance(given, float) else given
         source = job.source if job.parted else as_source(job.dataset)

@@ -35,7 +35,6 @@ from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import MapSource, as_source
-from stallfree.sources.reads.recorded import parts_of
 
 OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
 """Loader arguments that the analysis sets for its runs."""
@@ -77,16 +76,11 @@ class Job:
         return not isinstance(self.source, MapSource)
 
     @property
-    def reads(self) -> bool:
-        """Whether the cache holds what the data set reads from files."""
-        return self.form == "reads"
-
-    @property
     def uncached(self) -> Any:
         """The data set without its cache."""
         if self.parted:
             return Bare(self.source, self.steps)
-        return Stepped(self.source.dataset, self.steps) if self.reads else self.dataset
+        return self.dataset
 
     @property
     def loader(self) -> str:
@@ -288,24 +282,6 @@ class Bare(BaseSource):
         return str(self.source.fingerprint())
 
 
-class Stepped(torch.utils.data.Dataset[Any]):
-    """A plain data set with steps after its own.
-
-    Args:
-        dataset: plain.
-        steps: applied to its samples.
-    """
-
-    def __init__(self, dataset: Any, steps: Compose) -> None:
-        self.dataset, self.steps = dataset, steps
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, id: int) -> Any:
-        return self.steps(self.dataset[id])
-
-
 class Endless:
     """An infinite sampler: `ids` in a new random order per pass."""
 
@@ -427,20 +403,16 @@ def _read_some(job: Job) -> Records:
                 raise job_failed(
                     f"the job cannot be analysed: {described(error)}. Leave this sample out, or correct it"
                 ) from error
-            if job.reads:
-                found.parts[id] = [part for part in parts_of(record) if os.path.isabs(part[0])]  # of this machine
-                size += sum(stop - start for _, start, stop in found.parts[id])
+            size += payload_bytes(record)
+            if job.parted:
+                found.values.append(record)
             else:
-                size += payload_bytes(record)
-                if job.parted:
-                    found.values.append(record)
-                else:
-                    found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
+                found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
             found.ids.append(id)
             enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
             if enough and len(found.ids) >= 2 * job.batch_size:
                 break
-    if not job.parted and not job.reads:
+    if not job.parted:
         size = sum(os.path.getsize(path) for path in found.files)
     found.sample_bytes = size / len(found.ids) or None
     return found

@@ -178,7 +178,7 @@ class Report:
         placement = None if placed is None else Placement(**placed)
         if placement is not None and placement.on_device:
             found = found.times(1 - placement.takes, "compute")
-        overlap = job["loader"] == "stallfree" and job["form"] != "reads"
+        overlap = job["loader"] == "stallfree"
         loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], overlap)
         setting = Setting(
             found, loading, job["cache_share"], cores, None, job["sample_bytes"], job["record_bytes"], job["samples"]
@@ -371,8 +371,8 @@ def _advice(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[d
             "a worker then fetches the next batches while it prepares one: min(F, P, G) in place of their sum",
             replace(now, loading=replace(now.loading, overlap=True)),
         )
-    whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: what it reads can be cached
-    _offer_caches(offer, now, remedy, "" if whole else ", form='reads'")
+    whole = data["job"]["parted"] or remedy is not None  # a random data set of one's own: its files can be cached
+    _offer_caches(offer, now, remedy, "" if whole else ", form='files'")
     if now.placement is not None:
         speeds = now.placement.speeds(now.rates.fetch_at(now.hits))
         mine, other = reversed(speeds) if now.placement.on_device else speeds

@@ -39,7 +39,7 @@ from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import States
 from stallfree.pipeline.values import private
 from stallfree.platform import cpu_count
-from stallfree.sources.cutting.cut import cut
+from stallfree.sources.cut import cut
 from stallfree.sources.mapped import as_source
 
 _FILE = "choice.json"
@@ -109,7 +109,7 @@ class AutoCache:
     process decides, and a new decision waits until the others have exited.
 
     Samples are cached, in the form that is fastest. If they are random and cannot be separated from their prep, the
-    files are cached that the data set reads (`form="reads"`).
+    files are cached that the data set reads (`form="files"`).
 
     Args:
         dataset: a source or any map-style data set, without a cache.

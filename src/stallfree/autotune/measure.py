@@ -27,9 +27,6 @@ from stallfree.pipeline.compose import Compose, works_in_place
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.pipeline.values import payload_bytes, private
-from stallfree.sources.mapped import MapSource
-from stallfree.sources.reads.open_calls import Tracker
-from stallfree.sources.reads.recorded import Block
 
 LEVELS = (8, 16, 32, 64)
 """Numbers of concurrent fetches to try, each with twice as many samples."""
@@ -39,9 +36,6 @@ SECONDS = 1.0
 
 BYTES = 256 << 20
 """Maximum bytes of records held during the measurement."""
-
-ENOUGH, BRIEF = 1 / 20, 0.1
-"""A brief measurement ends after this share of the samples, if it has taken so many seconds."""
 
 _BUSY = 0.7
 _PREPARED = 64
@@ -104,53 +98,6 @@ def measure(source: Source, steps: Compose, first: FirstLook, *, seed: int) -> P
         sizes=sizes,
     )
     return Probe(measured, {} if drew else fetched.records)  # a cache would freeze random records
-
-
-def measure_reads(source: MapSource, steps: Compose, *, seed: int, brief: bool = False) -> Probe:
-    """Index some random samples of a data set twice, with its files in storage and then in records, and time it.
-
-    Takes about two seconds at most if single samples are fast; if `brief`, less for a small data set.
-    Raises the error of a sample if all fail.
-    """
-    ids = np.random.default_rng(seed & (2**64 - 1)).permutation(len(source)).tolist()
-    dataset, tracker, records = source.dataset, Tracker(), dict[int, Any]()
-    reading, held, problem = 0.0, 0, None
-
-    def make(block: Block, id: int) -> None:
-        tracker.run(block, lambda: steps(dataset[id]))
-
-    with _one_thread():
-        samples, began = len(source) if brief else math.inf, time.monotonic()
-        for id in ids:
-            if _enough(len(records), began, samples) or (len(records) >= _LEAST and held > BYTES):
-                break
-            block = Block()
-            try:
-                make(block, id)
-            except Exception as error:
-                note_sample(error, source, id, "fetching")
-                problem = error
-                continue
-            record = records[id] = block.record(id, tracker.shared)
-            reading, held = reading + block.seconds, held + len(record)
-        if problem is not None and not records:
-            raise problem
-        count, made, began = len(records), 0, time.monotonic()
-        for id, record in records.items():
-            with contextlib.suppress(Exception):  # raised again when the sample is requested
-                make(Block(record), id)
-            made += 1
-            if _enough(made, began, samples):
-                break
-        whole = (time.monotonic() - began) / made
-    sizes = sum(_sizes(list(records.values()))) / count, math.inf
-    return Probe(Measured(len(source), {1: math.inf}, reading / count, whole, 0.0, whole, (0.0, 0.0), sizes), records)
-
-
-def _enough(made: int, began: float, samples: float) -> bool:
-    """Whether `made` of `samples` are enough for a measurement that began at a time."""
-    seconds = time.monotonic() - began
-    return made >= _LEAST and (seconds > SECONDS or (seconds > BRIEF and made >= ENOUGH * samples))
 
 
 @dataclass

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -24,7 +24,7 @@ from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.probe import choose_form, example_for, look
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import Reader
-from stallfree.errors import CodecError, IdError, InputError, StallfreeWarning, no_fingerprint
+from stallfree.errors import CodecError, IdError, InputError, StallfreeWarning, argument_conflict, no_fingerprint
 from stallfree.frames import users_level
 from stallfree.ipc.folders import check_name, default_root, user_root
 from stallfree.ipc.shared_array import SharedCounts
@@ -37,6 +37,9 @@ from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
+
+if TYPE_CHECKING:
+    from stallfree.sources.cached_files import CachedFiles
 
 _FORMAT = "records-2"
 _MOST_EPOCHS = 2**31 - 2
@@ -89,7 +92,10 @@ class CachedDataset(Dataset[SampleT_co]):
               server is installed, or if the data set has no fingerprint and no `name` is given.
         form: "fetched" caches records as they are fetched, "prepared" what the deterministic part makes of them. "auto"
             (the default) is the prepared form if all of it fits, else the smaller one; `DataLoader(cache="auto")`
-            measures and chooses.
+            measures and chooses. "files" caches whole files of up to 64 MiB that `dataset[id]` opens by Python's
+            `open`, `fsspec`, `cv2.imread` or `torchvision.io`: for a data set that reads, decodes and augments in
+            `__getitem__`, which runs as always. The first time a loader opens a file, its size and time are compared
+            with storage. A `StallfreeWarning` reports reads past these calls.
         name: of the cache; processes that give the same name share it. By default it follows from what is cached, so
             that jobs with the same data, policy and capacity share one. If the data set or a deterministic transform
             holds an object without a fingerprint (a lock, an open file, a client), the cache is private to this process
@@ -104,7 +110,7 @@ class CachedDataset(Dataset[SampleT_co]):
         dataset: as given.
         cache: the `stallfree.cache.SampleCache` that holds the samples in memory, or in a folder.
         tier: what holds them behind it, as the `attach` of the store returned it; None without a tier.
-        form: "fetched" or "prepared".
+        form: "fetched", "prepared" or "files".
         steps: all that is applied to a record, the source's own pipeline and `transform`.
         decision: one line that says why. It goes to the log `stallfree` too, as information.
         next_epoch: with a `seed`, the number of the epoch that the next iteration of stallfree's loaders has; they all
@@ -122,6 +128,9 @@ class CachedDataset(Dataset[SampleT_co]):
                 train(images, labels)
         ```
     """
+
+    files: CachedFiles | None = None
+    """The data set, whose files are cached, with `form="files"`."""
 
     def __init__(
         self,
@@ -142,7 +151,10 @@ class CachedDataset(Dataset[SampleT_co]):
             check_name(name)
         self._auto = store == "auto"
         self.dataset = dataset
-        self.source: Source = as_source(dataset)
+        if form == "files":
+            self._cache_files(policy, size, store, name, persist, transform, seed)
+            return
+        self.source: Source = as_source(dataset, runs=True)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None
@@ -182,6 +194,40 @@ class CachedDataset(Dataset[SampleT_co]):
         except BaseException:
             self.cache.close()
             raise
+
+    def _cache_files(
+        self, policy: Policy, size: int, store: Store, name: str | None, persist: bool, transform: Any, seed: int | None
+    ) -> None:
+        """Cache the files that the data set opens: see `stallfree.sources.cached_files`."""
+        from stallfree.sources.cached_files import CachedFiles, ids_of_cache, look_at_files
+
+        if is_tier(store) or self._auto or policy.given:
+            what = f"policy={policy.name!r}" if policy.given else "a tier"
+            raise argument_conflict(f"form='files' with {what}: give another policy, and store='memory' or a folder")
+        source, files, warning = look_at_files(self.dataset)
+        if warning:
+            warnings.warn(warning, StallfreeWarning, stacklevel=users_level())
+        with tolerant() as unknown:
+            key = key_of(**{"data set": fingerprint(source.fingerprint())}, form="files", format=_FORMAT)
+        if name is None and unknown:
+            key = name = private_name(store, unknown[0], persist=persist)
+        sizes = sorted(len(data) for _, _, data in files)
+        options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist}
+        options["example"] = bytes(100), bytes(sizes[len(sizes) // 2])
+        self.cache = open_cache(store, ids_of_cache(len(source)), capacity=size, fingerprint=key, **options)
+        try:
+            self.source = self.files = CachedFiles(source, self.cache)
+            for file in files:
+                self.files.table.put(*file)
+            self.steps = Compose([] if transform is None else [transform])
+            self.reader = Reader(self.source, None, Compose([]), self.steps)
+        except BaseException:
+            self.cache.close()
+            raise
+        self.form, self.decision = "files", "caching the files that the data set opens, as asked"
+        log.info("%s", self.decision)
+        self.seed, self._drawn, self._store = None if seed is None else parse_whole(seed, "seed"), None, None
+        self.next_epoch, self._epochs = 0, SharedCounts(1 + len(source))
 
     def __len__(self) -> int:
         return len(self.source)
@@ -251,6 +297,8 @@ class CachedDataset(Dataset[SampleT_co]):
 
         Loaders that use the seed of this data set count their epochs in it.
         """
+        if self.files is not None:
+            self.files.table.forget()
         return setup.make_order(counter=self) if setup.seed_of_data else setup.make_order()
 
     def where(self, id: int) -> str:
@@ -310,8 +358,8 @@ def _key_of(data: str, before: Compose) -> tuple[str, list[str]]:
 
 
 def _check_form(form: Any) -> None:
-    if form not in ("auto", "fetched", "prepared"):
-        raise InputError(f"form={form!r}: use 'fetched', 'prepared' or 'auto'")
+    if form not in ("auto", "fetched", "prepared", "files"):
+        raise InputError(f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto'")
 
 
 def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:

@@ -141,7 +141,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         if replace_rate:
             start_method(context)  # before anything is created in a process that may start none
         self.dataset, self.on_error = data, on_error
-        self.source: Source = as_source(data)
+        self.source: Source = as_source(data, runs=True)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         drawn = peek_seed() if self.seed is None else self.seed
         part = hosts_of_job() if hosts is None else checked_hosts(hosts)

@@ -60,8 +60,8 @@ def measure_benefit(
             ratio = sf.measure_benefit(cached, step, batch_size=4, workers=0, batches=3)
         ```
     """
-    if not isinstance(dataset, CachedDataset):
-        raise cache_required(f"dataset={dataset!r:.80} has no cache: give a CachedDataset")
+    if not isinstance(dataset, CachedDataset) or dataset.form == "files":
+        raise cache_required(f"dataset={dataset!r:.80} has no cache of samples: give a CachedDataset")
     if not callable(step):
         raise InputError(f"step={step!r:.80} cannot be called: give a function that trains on a batch")
     _check(workers, batch_size)

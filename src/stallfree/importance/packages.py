@@ -388,9 +388,8 @@ class PackageWork:
         return split.deterministic(private(record))  # the source may keep a reference
 
     def _fetch(self, id: int) -> tuple[Any] | None:
-        source = self._reader.source
         try:
-            return (source.fetch(id),)
+            return (self._reader.source.fetch(id),)
         except Exception:
             return None
 

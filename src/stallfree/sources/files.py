@@ -1,16 +1,22 @@
-"""A data set of files."""
+"""Data sets of files: a list of paths, or a folder of pictures with one folder per class."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import unquote
 
-from stallfree.errors import InputError
+import numpy as np
+
+from stallfree.errors import InputError, StallfreeError, argument_conflict, image_folder
 from stallfree.pipeline.compose import Compose, OnItem, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.sources.base import BaseSource, require_samples
-from stallfree.sources.paths import LabelList, PathList, canonical, read_file
+from stallfree.sources.decode import DecodeImage
+from stallfree.sources.paths import LabelList, PathList, canonical, is_url, open_url, read_file
+
+IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 
 class FileDataset(BaseSource):
@@ -82,3 +88,167 @@ class FileDataset(BaseSource):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} files, first {self._paths[0]!r})"
+
+
+class ImageFolder(FileDataset):
+    """Pictures in `root/CLASS/.../name.jpg`, in the order and with the labels of torchvision's `ImageFolder`.
+
+    A sample is `(transform(picture), label)`. The picture is a uint8 array of shape (H, W, 3), as fast as it can be
+    had; transforms that want a `PIL.Image`, such as those of torchvision v1, need `output="pil"`. When the first step
+    of `transform` takes the encoded bytes itself, as `DecodeRandomResizedCrop` does (its class has `takes_encoded`), it
+    gets them.
+
+    Attributes:
+        root: the folder, absolute, or its URL.
+        classes: the names of the classes, sorted; their positions are the labels.
+        class_to_idx: the label of each class.
+
+    Args:
+        root: a local folder or an fsspec URL that can be listed.
+        transform: called with the picture. None changes nothing.
+        output: `"numpy"` or `"pil"`, see `DecodeImage`.
+        mode: `"RGB"` or `"L"`, see `DecodeImage`.
+        extensions: the files that count, by the end of their name in any case.
+
+    Raises:
+        InputError: there is no such folder, it has no folders of classes, or a class has no picture; `output` or `mode`
+            is given to no purpose, as `transform` decodes.
+
+    Example:
+        ```python
+        data = sf.ImageFolder("pictures", transform=resize)
+        image, label = data[0]
+        assert data.classes == ["a", "b"] and label == 0
+        ```
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        transform: Callable[[Any], Any] | None = None,
+        *,
+        output: Literal["numpy", "pil"] = "numpy",
+        mode: Literal["RGB", "L"] = "RGB",
+        extensions: Sequence[str] = IMAGE_EXTENSIONS,
+    ) -> None:
+        allowed = [extensions] if isinstance(extensions, str) else extensions
+        if not isinstance(allowed, (list, tuple)) or not all(isinstance(ending, str) for ending in allowed):
+            raise InputError(f"extensions={extensions!r:.80}: give endings of files, such as ('.jpg', '.png')")
+        endings = tuple(ending.lower() for ending in allowed)
+        self.root = canonical(root)
+        try:
+            listed = _list_url(self.root) if is_url(self.root) else _list_local(self.root)
+        except StallfreeError:
+            raise
+        except Exception as error:
+            raise image_folder(
+                f"root={self.root!r} cannot be listed ({error}): give a folder that holds one folder per class"
+            ) from error
+        files = {name: [file for file in listed[name] if file.lower().endswith(endings)] for name in sorted(listed)}
+        _require_pictures(files, self.root, endings)
+        self.classes = [unquote(name) if self.root.startswith("http") else name for name in files]
+        self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
+        # folder by folder, and by name within each
+        paths = [
+            _join(self.root, f"{name}/{file}") for name in files for file in sorted(files[name], key=os.path.split)
+        ]
+        labels = np.repeat(np.arange(len(files)), list(map(len, files.values())))
+        super().__init__(paths, labels.tolist(), transform, decode=_decoder(transform, output, mode))
+
+    @property
+    def samples(self) -> Samples:
+        """`(path, label)` of every sample, made when asked for."""
+        return Samples(self._paths, self.targets)
+
+    @property
+    def targets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The label of every sample, read-only."""
+        assert self._labels is not None
+        view: np.ndarray[Any, np.dtype[np.int64]] = self._labels.values.view()
+        view.flags.writeable = False
+        return view
+
+
+class Samples(Sequence[tuple[str, int]]):
+    """The paths and labels of an `ImageFolder`, as a list of pairs that is not kept in memory."""
+
+    def __init__(self, paths: PathList, labels: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self._paths = paths
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(zip(self._paths[index], self._labels[index].tolist(), strict=True))
+        return self._paths[index], int(self._labels[index])
+
+
+def _decoder(
+    transform: Callable[[Any], Any] | None, output: Literal["numpy", "pil"], mode: Literal["RGB", "L"]
+) -> DecodeImage | None:
+    """The first step, unless `transform` begins with one that takes encoded bytes."""
+    steps = flatten(transform)
+    if not steps or not getattr(type(steps[0]), "takes_encoded", False):
+        return DecodeImage(output, mode)
+    if (output, mode) != ("numpy", "RGB"):
+        raise argument_conflict(
+            f"output={output!r}, mode={mode!r} with {steps[0]!r}, which decodes the pictures itself: leave them out"
+        )
+    return None
+
+
+def _require_pictures(files: dict[str, list[str]], root: str, endings: tuple[str, ...]) -> None:
+    if not files:
+        raise image_folder(f"{root!r} has no folders: pictures are expected in {root}/CLASS/, one folder per class")
+    empty = [name for name, inside in files.items() if not inside]
+    if empty:
+        names = ", ".join(map(repr, empty[:5])) + (" ..." if len(empty) > 5 else "")
+        raise image_folder(
+            f"{len(empty)} of {len(files)} classes in {root!r} have no picture: {names}. Remove their folders, or name "
+            f"the ending of their files with extensions= (now {', '.join(endings)})"
+        )
+
+
+def _list_local(root: str) -> dict[str, list[str]]:
+    """The files beneath each folder in `root`, their paths relative to that folder. Links are followed."""
+    names = [entry.name for entry in os.scandir(root) if entry.is_dir()]
+    return {name: [file[len(name) + 1 :] for file in _walk(root, name, ())] for name in names}
+
+
+def _walk(root: str, folder: str, above: tuple[tuple[int, int], ...]) -> list[str]:
+    """All files beneath `root/folder`, relative to `root`; a link back to a folder `above` is not entered again."""
+    path = os.path.join(root, folder)
+    status = os.stat(path)
+    here = (status.st_dev, status.st_ino)
+    if here in above:
+        return []
+    files: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            inner = f"{folder}/{entry.name}"
+            files += _walk(root, inner, (*above, here)) if entry.is_dir() else [inner]
+    return files
+
+
+def _list_url(root: str) -> dict[str, list[str]]:
+    """The same for an fsspec URL, in one listing. Folders without any file do not count there."""
+    filesystem, top = open_url(root)
+    top = top.rstrip("/")
+    files: dict[str, list[str]] = {}
+    for name in filesystem.find(top):
+        folder, _, file = str(name)[len(top) + 1 :].partition("/")
+        if file:
+            files.setdefault(folder, []).append(file)
+    return files
+
+
+def _join(root: str, inner: str) -> str:
+    """`root/inner`; in a chained URL (`zip://train::s3://bucket/a.zip`), within the first part that has a path."""
+    if not is_url(root):
+        return os.path.join(root, inner)
+    parts = root.split("::")
+    first = next((i for i, part in enumerate(parts) if "://" in part), 0)
+    parts[first] += inner if parts[first].endswith("/") else f"/{inner}"
+    return "::".join(parts)

@@ -1,32 +1,49 @@
-"""WebDataset's tar shards as a source whose samples can be had in any order."""
+"""WebDataset's tar shards as a source whose samples are read in any order.
+
+A shard of WebDataset (https://github.com/webdataset/webdataset, README, "The WebDataset Format") is a plain tar. Files
+that share their name up to the first dot of its last part are one sample, and follow each other; what follows that dot
+is the extension, lower case. Where the files are is read once from the headers, by `tarfile`, and kept.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
+import json
 import os
 import re
+import secrets
+import tarfile
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
-from stallfree.errors import InputError, tar_samples
+from stallfree.errors import InputError, StallfreeWarning, tar_samples, tar_unreadable
 from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN
 from stallfree.sources.base import BaseSource, require_samples
 from stallfree.sources.paths import PathList, canonical, is_url, open_url
-from stallfree.sources.tar_index import ShardIndex, index_of, stamp_of_status, user_folder
 
 _KEY = "__key__"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
+_META = re.compile(r"__[^/]*__($|/)")
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
+_VERSION = 2
 _NEAR = 64 << 10
-"""Bytes between two members of a sample up to which both are read at once."""
+"""Bytes between two files of a sample up to which both are read at once."""
 _THREADS = 8
 """Shards whose headers are read at once."""
 
@@ -77,38 +94,37 @@ class TarDataset(BaseSource):
             raise InputError(f"shards={shards!r:.80}: give the path of a tar file, or a list of them")
         if index is not None and not is_path(index):
             raise InputError(f"index={index!r:.80}: give the path of a folder, or None")
-        given = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-        self._shards = [canonical(name) for shard in given for name in _expand(shard)]
+        names = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
+        self._shards = [canonical(name) for shard in names for name in _expand(shard)]
         if not self._shards:
             raise InputError("TarDataset was given no shards: give at least one path of a tar file")
         self._keys = None if keys is None else _checked(keys)
-        folder = user_folder() if index is None else Path(index).absolute()
+        folder = _user_folder() if index is None else Path(index).absolute()
         with ThreadPoolExecutor(min(_THREADS, len(self._shards))) as pool:
-            indexes = list(pool.map(lambda shard: index_of(shard, folder), self._shards))
-        self._take(indexes)
+            indexes = list(pool.map(lambda shard: _index_of(shard, folder), self._shards))
+        self._join(indexes)
         require_samples(len(self), f"TarDataset({self._shards[0]!r}, ...)", "Give shards that hold samples.")
         self._wanted = None if self._keys is None else self._choose(self._keys)
         self.pipeline = Compose(flatten(transform))
 
-    def _take(self, indexes: list[ShardIndex]) -> None:
+    def _join(self, indexes: list[_Index]) -> None:
         """Put the indexes of all shards behind each other."""
         self._stamps = [index.stamp for index in indexes]
         self._digests = [index.digest for index in indexes]
         self._starts = np.cumsum([0, *(len(index.keys) for index in indexes)]).tolist()
         self._names = PathList(key for index in indexes for key in index.keys)
         self._extensions = sorted({extension for index in indexes for extension in index.extensions})
-        places = {extension: place for place, extension in enumerate(self._extensions)}
-        members = np.cumsum([0, *(len(index.offset) for index in indexes)])
-        firsts = [index.first[:-1] + before for index, before in zip(indexes, members, strict=False)]
-        self._first = np.concatenate([*firsts, members[-1:]])
-        self._extension = np.concatenate(
-            [np.array([places[e] for e in index.extensions], np.int32)[index.extension] for index in indexes]
-        )
-        self._offset = np.concatenate([index.offset for index in indexes])
-        self._size = np.concatenate([index.size for index in indexes])
+        rows = []
+        for index, start in zip(indexes, self._starts, strict=False):
+            numbers = np.array([self._extensions.index(extension) for extension in index.extensions], np.int64)
+            sample, extension, offset, size = index.rows.T
+            rows.append(np.stack([sample + start, numbers[extension], offset, size], 1))
+        sample, self._extension, self._offset, self._size = np.concatenate(rows).T.copy()
+        self._extension = self._extension.astype(np.int32)
+        self._first = np.searchsorted(sample, np.arange(len(self) + 1))
 
     def _choose(self, keys: tuple[str, ...]) -> npt.NDArray[np.int64]:
-        """For each sample the numbers of the members that `keys` stand for; -1 for its name."""
+        """Return for each sample the numbers of the files that `keys` stand for; -1 for its name."""
         owner = np.repeat(np.arange(len(self)), np.diff(self._first))
         wanted = np.full((len(self), len(keys)), -1, np.int64)
         for column, key in enumerate(keys):
@@ -121,10 +137,11 @@ class TarDataset(BaseSource):
             lacking = np.flatnonzero(wanted[:, column] < 0)
             if len(lacking):
                 id = int(lacking[0])
-                there = ", ".join(self._extensions[self._extension[member]] for member in self._members(id)[:8])
+                extensions = ", ".join(self._extensions[self._extension[member]] for member in self._members(id)[:8])
                 raise tar_samples(
                     f"{len(lacking)} of {len(self)} samples have no file {key!r}; the first is {self._where(id)}, "
-                    f"which has {there}: leave it out of keys, or name what may stand in its place, such as 'jpg;png'"
+                    f"which has {extensions}: leave it out of keys, or name what may stand in its place, such as "
+                    "'jpg;png'"
                 )
         return wanted
 
@@ -136,18 +153,16 @@ class TarDataset(BaseSource):
 
     def _record(self, id: int) -> Any:
         if self._wanted is None:
-            members = list(self._members(id))
-            data = self._read(id, members)
-            named = {self._extensions[self._extension[member]]: data[member] for member in members}
-            return {_KEY: self._names[id], **named}
+            data = self._read(id, list(self._members(id)))
+            return {_KEY: self._names[id]} | {self._extensions[self._extension[at]]: part for at, part in data.items()}
         members = self._wanted[id].tolist()
         data = self._read(id, sorted({member for member in members if member >= 0}))
         return tuple([data[member] if member >= 0 else self._names[id] for member in members])
 
     def _read(self, id: int, members: list[int]) -> dict[int, bytes]:
-        """The bytes of `members`, which are in rising order, by their numbers."""
+        """Return the bytes of `members`, which are in rising order, by their numbers."""
         spans: list[list[int]] = []
-        parts = []  # per member: number of its span, and where in it
+        parts = []  # per member: number of its span, and its start and end there
         for member in members:
             start = int(self._offset[member])
             end = start + int(self._size[member])
@@ -175,18 +190,14 @@ class TarDataset(BaseSource):
 
 
 def _checked(keys: Any) -> tuple[str, ...]:
-    if (
-        isinstance(keys, str)
-        or not isinstance(keys, Collection)
-        or not len(keys)
-        or not all(isinstance(key, str) for key in keys)
-    ):
+    texts = isinstance(keys, Collection) and not isinstance(keys, str) and all(isinstance(key, str) for key in keys)
+    if not texts or not keys:
         raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
     return tuple(keys)
 
 
 def _expand(shard: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
-    """The names that `{000..146}` in a path stand for, as in a shell."""
+    """Return the names that `{000..146}` in a path stands for, as in a shell."""
     if not isinstance(shard, str) or not _RANGE.search(shard):
         return [shard]
     texts = _RANGE.split(shard)  # text, first, last, text, first, last, text
@@ -202,21 +213,18 @@ def _expand(shard: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
 
 
 def _read_local(path: str, spans: list[list[int]], stamp: str) -> list[bytes]:
-    fd = os.open(path, os.O_RDONLY | OPEN)
-    try:
-        if stamp_of_status(os.fstat(fd)) != stamp:
+    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | OPEN)) as file:
+        if _stamp_of(os.fstat(file.fileno())) != stamp:
             raise OSError(f"{path!r} was changed after its index was read: make a new TarDataset")
-        return [_read_at(fd, start, end - start) for start, end in spans]
-    finally:
-        os.close(fd)
+        return [_read_at(file, start, end - start) for start, end in spans]
 
 
-def _read_at(fd: int, offset: int, size: int) -> bytes:
-    """`size` bytes at `offset`, in as many reads as the kernel makes of it."""
-    os.lseek(fd, offset, os.SEEK_SET)
-    data = os.read(fd, size)
+def _read_at(file: io.FileIO, offset: int, size: int) -> bytes:
+    """Return `size` bytes at `offset`, in as many reads as the kernel makes of it."""
+    file.seek(offset)
+    data = file.read(size)
     while len(data) < size:
-        more = os.read(fd, size - len(data))
+        more = file.read(size - len(data))
         if not more:
             raise OSError(f"the shard ends {size - len(data)} bytes before the end of the sample")
         data += more
@@ -230,3 +238,165 @@ def _read_url(url: str, spans: list[list[int]]) -> list[bytes]:
         if len(piece) != end - start:
             raise OSError(f"{len(piece)} bytes came for the {end - start} at byte {start}: the file has been changed")
     return pieces
+
+
+# --- the index of a shard -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The samples of one shard, in the order of the file.
+
+    Attributes:
+        stamp: size and time of modification of the file (of a URL: its size and what its file system says of it).
+        digest: of the names, sizes and times of the files in it. The same wherever the shard is.
+        keys: of the samples.
+        extensions: all that occur, each once.
+        rows: int64, per file: number of the sample, index in `extensions`, offset and size of the data.
+    """
+
+    stamp: str
+    digest: str
+    keys: list[str]
+    extensions: list[str]
+    rows: npt.NDArray[np.int64]
+
+
+def _index_of(shard: str, folder: Path) -> _Index:
+    """Return the index of `shard`, a local path or an fsspec URL, from `folder` if it is there and fits, else new.
+
+    Any number of processes may do this at once: a file appears whole. One that is damaged, of another shard, or older
+    than the shard is written anew. If that is not possible, there is a `StallfreeWarning`.
+
+    Raises `InputError` for a shard that is missing, compressed, damaged or cut off, and for names that occur twice.
+    """
+    try:
+        if is_url(shard):
+            filesystem, path = open_url(shard)
+            stamp = f"{filesystem.info(path)['size']} {filesystem.ukey(path)}"
+        else:
+            stamp = _stamp_of(os.stat(shard))
+    except Exception as error:
+        raise _unreadable(shard, error) from error
+    file = folder / f"{os.path.basename(shard)[:100]}-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:16]}.index"
+    with contextlib.suppress(Exception):  # there is none, or it is damaged
+        return _loaded(file.read_bytes(), shard, stamp)
+    try:
+        index = _read_headers(shard, stamp)
+    except OSError as error:
+        raise _unreadable(shard, error) from error
+    try:
+        _save(file, shard, index)
+    except OSError as error:
+        warnings.warn(
+            f"the indexes of tar shards cannot be kept in {str(folder)!r} ({error.strerror or error}), so all headers "
+            "are read again in each process: give another folder with index=",
+            StallfreeWarning,
+            stacklevel=2,
+        )
+    return index
+
+
+def _stamp_of(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+def _user_folder() -> Path:
+    """Return the folder of indexes if the user names none: `$XDG_CACHE_HOME/stallfree/tar`, else in `~/.cache`."""
+    named = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "stallfree" / "tar"
+
+
+def _read_headers(shard: str, stamp: str) -> _Index:
+    """Return the index from the headers of all files."""
+    with _opened(shard) as file:
+        start = file.read(tarfile.BLOCKSIZE)
+        for magic, name in _COMPRESSED.items():
+            if start.startswith(magic):
+                raise tar_unreadable(
+                    f"the shard {shard!r} is compressed with {name}, so no sample can be read from the midst of it: "
+                    "decompress it (pictures in it are compressed anyhow)"
+                )
+        file.seek(0)
+        index = _Index(stamp, "", [], [], np.empty((0, 4), np.int64))
+        try:
+            tar: Any
+            with tarfile.open(fileobj=file, mode="r:") as tar:
+                index = _collected(shard, stamp, tar)
+                end = tar.offset
+        except (tarfile.TarError, EOFError, ValueError, OSError) as error:
+            if isinstance(error, InputError):
+                raise
+            raise _damaged(shard, str(error)) from error
+        file.seek(end)  # a tar ends with zeros; `tarfile` also ends where a file is cut off, or where garbage begins
+        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise _damaged(shard, f"neither a file nor the end of the archive at byte {end}")
+    return index
+
+
+def _opened(shard: str) -> Any:
+    if not is_url(shard):
+        return open(shard, "rb")
+    filesystem, path = open_url(shard)
+    return contextlib.closing(filesystem.open(path, "rb"))
+
+
+def _collected(shard: str, stamp: str, tar: Any) -> _Index:
+    """Return the samples of an open tar, without hidden files, names without extension, and `__...__`."""
+    digest, keys = xxhash.xxh3_128(), dict[str, int]()
+    numbers, rows, inside = dict[str, int](), list[tuple[int, int, int, int]](), set[str]()
+    key = None
+    while (member := tar.next()) is not None:
+        tar.members.clear()  # or a million of them would stay in memory
+        name = _NAME.fullmatch(member.name)
+        if not member.isreg() or _META.match(member.name) or name is None:
+            continue
+        if member.issparse():
+            raise tar_samples(f"{member.name!r} in {shard!r} is stored sparse: write the tar without --sparse")
+        if name[1] != key:
+            key, inside = name[1], set()
+            if key in keys:
+                raise tar_samples(
+                    f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files of a sample "
+                    "one after the other, and give each sample a name of its own"
+                )
+            keys[key] = len(keys)
+        extension = name[2].lower()
+        if extension in inside:
+            raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each a name of its own")
+        inside.add(extension)
+        digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
+        rows.append((len(keys) - 1, numbers.setdefault(extension, len(numbers)), member.offset_data, member.size))
+    return _Index(stamp, digest.hexdigest(), list(keys), list(numbers), np.array(rows, np.int64).reshape(-1, 4))
+
+
+def _unreadable(shard: str, error: Exception) -> InputError:
+    return tar_unreadable(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
+
+
+def _damaged(shard: str, why: str) -> InputError:
+    return tar_unreadable(f"the shard {shard!r} is damaged, cut off or no tar file ({why}): write or download it again")
+
+
+def _save(file: Path, shard: str, index: _Index) -> None:
+    """Write an index at once or not at all: a checksum, a line of JSON, and the rows."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    head = [_VERSION, shard, index.stamp, index.digest, index.keys, index.extensions]
+    data = json.dumps(head).encode() + b"\n" + index.rows.tobytes()
+    new = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
+    try:
+        new.write_bytes(xxhash.xxh3_128_digest(data) + data)
+        os.replace(new, file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
+
+
+def _loaded(content: bytes, shard: str, stamp: str) -> _Index:
+    """Return the index in a file. Raises an exception if it is damaged, or of another shard or time."""
+    checksum, data = content[:16], content[16:]
+    head, _, rows = data.partition(b"\n")
+    *what, digest, keys, extensions = json.loads(head)
+    if checksum != xxhash.xxh3_128_digest(data) or what != [_VERSION, shard, stamp]:
+        raise ValueError("not the index of this shard")
+    return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from stallfree.sources.throttle import ThrottledSource
+from stallfree.testing.throttle import ThrottledSource
 
 if TYPE_CHECKING:
     from stallfree.testing.tier_contract import TierContract

@@ -19,14 +19,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
+import stallfree as sf
 from stallfree.errors import InputError
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import payload_bytes
-from stallfree.sources import throttle
 from stallfree.sources.files import FileDataset
-from stallfree.sources.image_folder import ImageFolder
-from stallfree.testing import ThrottledSource
+from stallfree.testing import ThrottledSource, throttle
 
 
 class FakeClock:
@@ -90,8 +90,12 @@ def test_what_fails_is_not_counted(tmp_path: Path) -> None:
     assert (source.requests, source.bytes) == (0, 0)
 
 
-def test_the_data_are_the_same(image_root: Path) -> None:
-    folder = ImageFolder(image_root)
+def test_the_data_are_the_same(tmp_path: Path) -> None:
+    for label in ("cat", "dog"):
+        (tmp_path / label).mkdir()
+        for name in ("a.png", "b.png"):
+            Image.fromarray(np.full((4, 5, 3), ord(name[0]), np.uint8)).save(tmp_path / label / name)
+    folder = sf.ImageFolder(tmp_path)
     source = ThrottledSource(folder)
     assert isinstance(source, Source)
     assert source.pipeline is folder.pipeline

@@ -1,0 +1,305 @@
+"""Cached files: `dataset[id]` runs each time, and the files that it opens come from a cache.
+
+A record is one whole regular file, shared by all samples that open it. Its key is the path (or URL), and it holds size
+and modification time. The first time a loader opens a file, both are compared with storage; then the record is trusted.
+file_opens.py says which calls are served.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from stallfree.errors import InputError, no_files
+from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.shared_array import SharedCounts
+from stallfree.notes import note_sample
+from stallfree.pipeline.classify import spread
+from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.objects import class_functions, code_names
+from stallfree.sources.base import BaseSource
+from stallfree.sources.file_opens import Files, serving
+from stallfree.sources.mapped import MapSource, as_source
+
+_WAYS = np.arange(8, dtype=np.uint64)
+"""A file may take 8 of the ids of its cache, by the hash of its key. As these are many, 8 are rarely all taken."""
+
+
+def ids_of_cache(samples: int) -> int:
+    """Return the number of ids of a cache for the files of so many samples, each of which may have three of its own."""
+    return 4 * samples + 64
+
+
+class FileCache(Protocol):
+    """The part of a `SampleCache` that is used."""
+
+    num_ids: int
+    policy: Any
+
+    def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any: ...
+    def put_many(self, ids: Any, values: Any) -> Any: ...
+    def resident(self, ids: Any) -> Any: ...
+    def evict_one(self, ids: Any) -> None: ...
+    def drop(self, ids: Any) -> None: ...
+    def count_fetch(self, reads: int, size: int) -> None: ...
+    def count_changed(self, samples: int) -> None: ...
+
+
+class FileTable:
+    """The files in a cache, by key.
+
+    Args:
+        cache: holds `(head, content)`, where the head is size, time, id and key. Its ids are places of a hash table.
+
+    Attributes:
+        verified: by id, the hash of the head that was compared with storage since `forget`. All processes share it.
+    """
+
+    def __init__(self, cache: FileCache) -> None:
+        self.cache = cache
+        self.verified = SharedCounts(cache.num_ids)
+
+    def forget(self) -> None:
+        """Compare each file with storage again when it is opened next."""
+        self.verified.array[:] = 0
+
+    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
+        """Return the content of a file; None if it is not cached, or has changed. See `Table.get`."""
+        record = self._find(key)
+        if record is None:
+            return None
+        head, data = record
+        id = _id_in(head)
+        if self.verified.array[id] != _mark(head):
+            try:
+                current = _head(stamp(), id, key)
+            except Exception:  # it is not there any more
+                current = b""
+            if current != head:
+                self.cache.count_changed(1)
+                self._drop(id)
+                return None
+            self.verified.array[id] = _mark(head)
+        return data
+
+    def put(self, key: bytes, stamp: str, data: bytes) -> None:
+        """Store the content of a file as it was read, if there is room."""
+        cache, ids = self.cache, self._ids(key)
+        cache.count_fetch(1, len(data))
+        free = ids[~cache.resident(ids)].tolist()
+        if not free and cache.policy.evicts:
+            with contextlib.suppress(TimeoutError):
+                cache.evict_one(ids)
+            free = ids[~cache.resident(ids)].tolist()
+        if free:
+            head = _head(stamp, free[0], key)
+            cache.put_many(free[:1], [(head, data)])
+            self.verified.array[free[0]] = _mark(head)
+
+    def drop(self, key: bytes) -> None:
+        """Drop the content of a file."""
+        record = self._find(key)
+        if record is not None:
+            self._drop(_id_in(record[0]))
+
+    def _drop(self, id: int) -> None:
+        self.verified.array[id] = 0
+        with contextlib.suppress(TimeoutError):  # another process writes: it is compared again at the next open
+            self.cache.drop([id])
+
+    def _find(self, key: bytes) -> tuple[bytes, bytes] | None:
+        ids = self._ids(key)
+        record = self.cache.find(ids[self.cache.resident(ids)], lambda record: record[0].partition(b"\0")[2] == key)
+        return record if isinstance(record, tuple) else None
+
+    def _ids(self, key: bytes) -> Any:
+        start, step = np.uint64(xxhash.xxh3_64_intdigest(key)), np.uint64(xxhash.xxh3_64_intdigest(key, 1) | 1)
+        return ((start + _WAYS * step) % np.uint64(self.cache.num_ids)).astype(np.int64)
+
+
+def _head(stamp: str, id: int, key: bytes) -> bytes:
+    return f"{stamp} {id}\0".encode() + key
+
+
+def _id_in(head: bytes) -> int:
+    return int(head.partition(b"\0")[0].rpartition(b" ")[2])
+
+
+def _mark(head: bytes) -> int:
+    """Return a hash that fits into `SharedCounts`, and is not 0."""
+    return xxhash.xxh3_64_intdigest(head) >> 33 | 1
+
+
+class CachedFiles(BaseSource):
+    """A plain data set whose files come from a cache while it is indexed.
+
+    Args:
+        dataset: a data set that reads, decodes and augments in `__getitem__`.
+        cache: for the files, with `ids_of_cache(len(dataset))` ids.
+
+    Attributes:
+        source: the data set as a source.
+        table: the files in the cache.
+    """
+
+    threads = False
+    passes_through = True  # its samples, and so its draws, are those of `source`
+
+    def __init__(self, dataset: Any, cache: FileCache) -> None:
+        self.source = dataset if isinstance(dataset, MapSource) else MapSource(dataset)
+        self.pipeline = Compose([])
+        self.table = FileTable(cache)
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def _record(self, id: int) -> Any:
+        with serving(Files(self.table)):
+            return self.source.dataset[id]
+
+    def _where(self, id: int) -> str:
+        return ""
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the data set object."""
+        return f"CachedFiles {self.source.fingerprint()}"
+
+    def __repr__(self) -> str:
+        return f"CachedFiles({type(self.source.dataset).__name__}, {len(self)} samples)"
+
+
+# --- the first look -------------------------------------------------------------------------------------------------
+
+_LOOKS, _LEAST, _SECONDS, _BYTES = 8, 2, 1.0, 64 << 20
+"""Samples of the first look; after `_LEAST` it ends when it took so long, or read so much."""
+
+_UNSEEN_BYTES, _UNSEEN_SHARE = 4096, 0.02
+"""From how many bytes that do not pass `open` on they are reported, and from what share of all."""
+
+_DATA = "open(path, 'rb').read()"
+_CURES = {
+    "cv2": f"cv2.imdecode(np.frombuffer({_DATA}, np.uint8), flags)",
+    "h5py": "h5py.File(open(path, 'rb'), 'r')",
+    "SimpleITK": "nibabel or pydicom",
+    "torchvision": f"torchvision.io.decode_image(torch.frombuffer(bytearray({_DATA}), dtype=torch.uint8))",
+    "torchcodec": f"its decoders with {_DATA}",
+    "decord": "decord.VideoReader(open(path, 'rb'))",
+    "av": "av.open(open(path, 'rb'))",
+    "rasterio": "rasterio.open(open(path, 'rb'))",
+    "netCDF4": f"netCDF4.Dataset('data', memory={_DATA})",
+    "pyarrow": "its readers with open(path, 'rb')",
+    "safetensors": f"safetensors.torch.load({_DATA})",
+    "soundfile": "soundfile.read(open(path, 'rb'))",
+    "torchaudio": "torchaudio.load(open(path, 'rb'))",
+    "lmdb": "form='fetched' with a data set that returns the values, and the rest as transform=",
+}
+"""Libraries that open files natively, and what to use in their place."""
+
+
+class _Memory:
+    """The files of the first look."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, tuple[str, bytes]] = {}
+
+    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
+        return self.files[key][1] if key in self.files else None
+
+    def put(self, key: bytes, stamp: str, data: bytes) -> None:
+        self.files[key] = stamp, data
+
+    def drop(self, key: bytes) -> None:
+        self.files.pop(key, None)
+
+
+def look_at_files(dataset: Any) -> tuple[MapSource, list[tuple[bytes, str, bytes]], str]:
+    """Index some samples in a child process; return the data set, the files that they opened, and a warning or "".
+
+    Raises `InputError` if there are none that can be cached, and the error of the first sample if all fail.
+    """
+    source = as_source(dataset, divide=False)
+    if not isinstance(source, MapSource):
+        raise no_files(
+            f"form='files' is for plain data sets that read and augment in __getitem__, and {type(source).__name__} "
+            "keeps the two separate: use form='fetched', which caches the same bytes"
+        )
+    return source, *call_in_child(partial(_look, source), f"the first look at {type(source.dataset).__name__}")
+
+
+def _look(source: MapSource) -> tuple[list[tuple[bytes, str, bytes]], str]:
+    memory, problem, warning, made, began = _Memory(), None, "", 0, time.monotonic()
+    for id in spread(len(source), _LOOKS):
+        size = sum(len(data) for _, data in memory.files.values())
+        if made >= _LEAST and (time.monotonic() - began > _SECONDS or size > _BYTES):
+            break
+        try:
+            with serving(Files(memory)):
+                source.dataset[id]
+            if not made:
+                warning = _unseen(source.dataset, id, memory)
+        except Exception as error:
+            if problem is None:
+                problem = error
+                note_sample(error, source, id, "fetching")
+            continue
+        made += 1
+    if not made and problem is not None:
+        raise problem
+    if not memory.files:
+        raise _no_files(source.dataset)
+    return [(key, stamp, data) for key, (stamp, data) in memory.files.items()], warning
+
+
+def _unseen(dataset: Any, id: int, memory: _Memory) -> str:
+    """Make a sample again, whose files are in memory now; return a warning if it still reads from storage, else ""."""
+    before, files = _bytes_read(), Files(memory)
+    with serving(files):
+        dataset[id]
+    unseen, seen = _bytes_read() - before, sum(files.served.values())
+    share = unseen / max(1, unseen + seen)
+    if unseen < _UNSEEN_BYTES or share < _UNSEEN_SHARE:
+        return ""
+    name, (library, cure) = type(dataset).__name__, _native_library(dataset)
+    return (
+        f"form='files' caches what passes Python's open(), and {share:.0%} of the bytes of {name}[{id}] do not: "
+        f"{library} opens files itself. In its place use {cure}"
+    )
+
+
+def _no_files(dataset: Any) -> InputError:
+    name, (library, cure) = type(dataset).__name__, _native_library(dataset)
+    return no_files(
+        f"form='files' caches the files that a data set opens by Python's open(), and the samples of {name} opened "
+        f"none of up to 64 MiB: use {cure}, if {library} opens its files. If its samples do not come from files, it "
+        "gains nothing from a cache"
+    )
+
+
+def _bytes_read() -> int:
+    """Bytes that this thread has read by system calls so far; 0 where that is not known."""
+    with contextlib.suppress(OSError, ValueError), open("/proc/thread-self/io", "rb") as file:
+        return int(file.readline().split()[1])
+    return 0
+
+
+def _native_library(dataset: Any) -> tuple[str, str]:
+    """The libraries by which a data set opens files, as far as its code shows, and what to use in their place."""
+    names: set[str] = set()
+    for cls in type(dataset).__mro__[:-1]:
+        for function in class_functions(cls):
+            names |= code_names(function.__code__)
+            for name in code_names(function.__code__) & set(function.__globals__):
+                value = function.__globals__[name]
+                module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+                names.add(str(module).partition(".")[0])
+    found = [library for library in _CURES if library in names]
+    if not found:
+        return "a library", f"its call for data in memory, with {_DATA}"
+    return " or ".join(found), "; or ".join(_CURES[library] for library in found)

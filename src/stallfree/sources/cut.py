@@ -1,0 +1,311 @@
+"""`cut` and `cut_any`: a child process makes eight samples with and without the cut, and compares them bit for bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
+from stallfree.ipc.forked import call_in_child
+from stallfree.notes import note_sample
+from stallfree.pipeline.classify import Trust, make_twice, spread
+from stallfree.pipeline.compose import Compose, Transform, mark_of
+from stallfree.pipeline.objects import attribute, comes_from
+from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.randomness import Randomness, States
+from stallfree.pipeline.reached import random_name
+from stallfree.pipeline.values import same
+from stallfree.sources.base import normalize_id, require_samples
+from stallfree.sources.cut_source import CutSource, Place, Plan, places_of, value_at, with_values
+from stallfree.sources.mapped import is_source, require_map_style
+
+_SAMPLES = 8
+"""Samples that are compared, spread over the data set."""
+
+_TRIES = 6
+"""Combinations of attributes that `cut_any` tries."""
+
+_TRANSFORM = re.compile("transform|aug|norm|process|crop|resize|tensor", re.IGNORECASE)
+_READER = re.compile("load|open|read|decode|fetch|collate|callback", re.IGNORECASE)
+
+
+def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
+    """Split a data set at the attributes that hold its transform.
+
+    What comes before the transform can then be cached.
+
+    The result is a source. Its `fetch(id)` is `dataset[id]` without the transform: the decoded image, the label. Its
+    `pipeline` is the transform. A `CachedDataset` of it caches decoded images, or what the deterministic steps of the
+    transform make of them, and runs the random steps in each epoch.
+
+    To find out what the transform is called with, a copy of the data set has an object in its place that notes each
+    call. `dataset` itself is not changed. A transform may be called several times and with several arguments, its
+    output may be unpacked, an item of it taken, or be passed to another of `attributes`. Anything else that
+    `__getitem__` does with the output needs the output itself, and is refused.
+
+    The first and the last sample and six others are made with and without `cut` from equal states of the random
+    generators, in a child process, and must be equal bit for bit.
+
+    Args:
+        dataset: a map-style data set.
+        attributes: names of attributes that hold a transform, such as `"transform"` and `"target_transform"`. A name
+            may be dotted: `"inner.transform"`, `"datasets.0.transform"`.
+        check: ids of further samples to compare.
+
+    Returns:
+        A source for `DataLoader` and `CachedDataset`. Its samples are those of `dataset`.
+
+    Raises:
+        InputError: an attribute does not exist or holds no transform; `__getitem__` uses the output of a transform,
+            draws random numbers itself, or makes another sample if the transform runs later.
+        Exception: the error of a sample, if none can be read.
+
+    Example:
+        ```python
+        data = sf.cut(images, "transform")  # whose `__getitem__` opens, decodes and transforms
+        image, label = data.fetch(0)  # without the transform
+        cached = sf.CachedDataset(data, capacity="8MiB")
+        ```
+    """
+    if is_source(dataset):
+        raise cut_attribute(
+            f"{type(dataset).__name__} has its transform apart already: give it to a loader or a CachedDataset as it is"
+        )
+    require_map_style(dataset)
+    require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
+    if not attributes:
+        raise cut_attribute("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
+    for name in attributes:
+        _transform_at(dataset, name)
+    ids = [normalize_id(id, len(dataset)) for id in check]
+    call = partial(_Check(dataset, ids), attributes)
+    return call_in_child(call, f"the cut of {type(dataset).__name__}").source(dataset)
+
+
+def _transform_at(dataset: Any, name: str) -> Transform:
+    kind = type(dataset).__name__
+    try:
+        transform: Any = value_at(dataset, name)
+    except (AttributeError, LookupError, TypeError) as error:
+        names = ", ".join(sorted(_callables(dataset)))
+        raise cut_attribute(
+            f"{kind} has no attribute {name!r}: name one that holds a transform (callable are {names})"
+        ) from error
+    if not callable(transform):
+        what = "None" if transform is None else f"of type {type(transform).__name__}, which cannot be called"
+        raise cut_attribute(f"the {name} of {kind} is {what}: name an attribute that holds a transform")
+    return transform  # type: ignore[no-any-return]
+
+
+# --- any data set ---------------------------------------------------------------------------------------------------
+
+
+def cut_any(dataset: Any) -> tuple[Source | None, str]:
+    """Cut a data set at the transforms among its attributes; return it and its words, or None and the reason.
+
+    The attributes of nested data sets count too. Those whose names suggest a transform are tried together, then with
+    all others that can be called, then one by one.
+    """
+    names = [name for name in _callables(dataset) if not _READER.search(name.rpartition(".")[2])]
+    likely = [name for name in names if _TRANSFORM.search(name.rpartition(".")[2])]
+    tries = [likely, names, *([name] for name in (*likely, *names))]
+    tries = [names for at, names in enumerate(tries) if names and names not in tries[:at]][:_TRIES]
+    if not tries:
+        return None, f"no attribute of {type(dataset).__name__} holds a transform"
+    try:
+        source = call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}").source(dataset)
+    except InputError as error:
+        return None, text_of(error)
+    except Exception as error:  # of a sample
+        return None, f"{type(error).__name__}: {text_of(error)}"
+    return source, source.words
+
+
+def _try(dataset: Any, tries: Sequence[Sequence[str]]) -> _Cut:
+    problem: InputError | None = None
+    for names in tries:
+        try:
+            return _Check(dataset)(names, leave_out=True)
+        except InputError as error:
+            problem = problem or error
+    assert problem is not None
+    raise problem
+
+
+def _callables(dataset: Any, prefix: str = "", depth: int = 4) -> Iterator[str]:
+    """Yield the attributes of a data set, and of the data sets in it, that can be called."""
+    for name, value in (attribute(dataset, "__dict__") or {}).items():
+        kind = type(value)
+        joint = kind.__name__ == "StandardTransform" and comes_from(kind, "torchvision.datasets")
+        if joint or (depth and _is_dataset(value)):
+            yield from _callables(value, f"{prefix}{name}.", depth - 1)
+        elif depth and isinstance(value, (list, tuple)) and value and all(map(_is_dataset, value)):
+            for at, inner in enumerate(value):
+                yield from _callables(inner, f"{prefix}{name}.{at}.", depth - 1)
+        elif callable(value) and not isinstance(value, type):
+            yield prefix + name
+
+
+def _is_dataset(value: Any) -> bool:
+    kind = type(value)
+    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and hasattr(value, "__dict__")
+
+
+# --- comparing, in a child process ----------------------------------------------------------------------------------
+
+
+class _Cut(NamedTuple):
+    """How a data set is cut: the attributes, the lengths of outputs that are unpacked, and the plan of flat records."""
+
+    names: list[str]
+    lengths: dict[str, int]
+    plan: Plan | None = None
+    places: list[Place] | None = None
+
+    def source(self, dataset: Any) -> CutSource:
+        source = CutSource(dataset, self.names)
+        source.lengths = self.lengths
+        if self.plan is not None and self.places is not None:
+            source.make_flat(self.plan, self.places)
+        return source
+
+
+class _Check:
+    """Compares samples that a data set makes itself with those that are made of its records.
+
+    Args:
+        dataset: the data set.
+        ids: of further samples.
+    """
+
+    def __init__(self, dataset: Any, ids: Sequence[int] = ()) -> None:
+        self._dataset, self._kind = dataset, type(dataset).__name__
+        self._ids = list(dict.fromkeys([*spread(len(dataset), _SAMPLES), *ids]))
+        self._samples: dict[int, Any] = {}
+        self._what = ""
+
+    def __call__(self, names: Sequence[str], *, leave_out: bool = False) -> _Cut:
+        """Return how the data set is cut at `names`; with `leave_out`, at those that are called.
+
+        Raises `InputError` if it cannot be cut, and the error of the first sample if all fail.
+        """
+        self._what = f"{self._kind} cannot be cut at {' and '.join(map(repr, names))}"
+        transforms = [_transform_at(self._dataset, name) for name in names]
+        with Randomness(Compose(transforms), [self._dataset, *transforms]) as self._randomness:
+            self._make_samples()
+            try:
+                source = CutSource(self._dataset, names)
+            except Exception as error:
+                raise cut_refused(
+                    f"{self._what}: it cannot be copied with another object in that place ({type(error).__name__}: "
+                    f"{text_of(error)}): make the transform a plain attribute"
+                ) from error
+            source.learns = True
+            called = {name for id in self._samples for name in self._recorded(source, id)[2]}
+            if leave_out:  # an attribute that holds the same transform as another one is replaced with it
+                numbers = {source.number_of(value_at(self._dataset, name)) for name in called}
+                called |= {name for name in names if source.number_of(value_at(self._dataset, name)) in numbers}
+            idle = [name for name in names if name not in called]
+            if idle and leave_out and called:
+                return self([name for name in names if name in called], leave_out=True)
+            if idle:
+                raise cut_refused(
+                    f"{self._kind} does not call its {idle[0]} for any of the samples "
+                    f"{', '.join(map(str, self._samples))}: leave it out, or name a sample that it is called for with "
+                    "check=[id]. A data set that keeps its samples after the transform cannot be cut"
+                )
+            source.learns = False
+            self._require_steady(source, names)
+            plans = [self._recorded(source, id) for id in self._samples]
+            first, tree, _ = plans[0]
+            if all(plan == first for plan, *_ in plans):
+                flat = _Cut(list(names), source.lengths, first, places_of(first, tree, source.transforms))
+                if flat.places is not None and not self._difference(flat.source(self._dataset)):
+                    return flat
+            if why := self._difference(source):
+                raise cut_refused(f"{self._what}: {why}")
+            return _Cut(list(names), source.lengths)
+
+    def _make_samples(self) -> None:
+        """Make the samples as the data set does, without those that cannot be read."""
+        problem: Exception | None = None
+        for id in self._ids:
+            try:
+                self._randomness.seed(0, 0, id)
+                self._samples[id] = self._dataset[id]
+            except Exception as error:
+                if problem is None:
+                    problem = error
+                    note_sample(error, self._dataset, id, "fetching")
+        if not self._samples and problem is not None:
+            raise problem
+
+    def _recorded(self, source: CutSource, id: int) -> tuple[Plan, Any, set[str]]:
+        """Return what `CutSource.recorded` does. Raises `InputError` if the sample needs the outputs themselves."""
+        self._randomness.seed(0, 0, id)
+        try:
+            return source.recorded(id)
+        except InputError:
+            raise
+        except Exception as error:
+            raise cut_refused(
+                f"{self._what}: sample {id} cannot be made without the output of the transform "
+                f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
+                "what follows into the transform"
+            ) from error
+
+    def _require_steady(self, source: CutSource, names: Sequence[str]) -> None:
+        """Raise `InputError` if what is read depends on chance."""
+        if mark_of(self._dataset) is False:
+            return
+        bare = with_values(self._dataset, dict.fromkeys(names))
+        states, why = States(), ""
+        for id in self._samples:
+            fetch = partial(source.fetch, id)
+            _, random = make_twice(fetch, fetch, (), [Trust.of(bare)], states)
+            if random is not None and random.certain:
+                raise cut_random(
+                    f"{self._what}: it draws random numbers outside of the transform, which a cache would freeze: when "
+                    f"sample {id} was read, {random.why}. Make all random changes in the transform"
+                )
+            why = why or (f"when sample {id} was read, {random.why}" if random is not None else "")
+        if name := random_name(bare):
+            why = f"its code names {name}"
+        if why:
+            raise cut_random(
+                f"{self._what}: it may give something else each time, also without the transform, which a cache would "
+                f"freeze: {why}. Make all random changes in the transform; or, if what is read is always the same, say "
+                "so with stallfree.mark_deterministic(dataset)"
+            )
+
+    def _difference(self, source: CutSource) -> str:
+        """Return which sample is another one if it is made of its record, and why; "" if all are equal."""
+        for id, sample in self._samples.items():
+            self._randomness.seed(0, 0, id)
+            try:
+                made = source.pipeline(source.fetch(id))
+            except Exception as error:
+                return (
+                    f"sample {id} is made by the data set, but not if the transform runs afterwards "
+                    f"({type(error).__name__}: {text_of(error)}): call the transform with values that stay as they are"
+                )
+            equal = same(sample, made)
+            if equal is None:
+                return (
+                    f"its samples, such as {id} of type {type(sample).__name__}, cannot be compared: return tensors, "
+                    "arrays, numbers, texts, or containers of these"
+                )
+            if not equal:
+                self._randomness.seed(0, 0, id)
+                if same(sample, self._dataset[id]):
+                    return (
+                        f"sample {id} differs if the transform runs after the rest of __getitem__: call the transform "
+                        "with what it needs, and return its output as it is"
+                    )
+                return (
+                    f"sample {id} differs each time, also from equal states of all generators: let the transform draw "
+                    "from a generator that it keeps, or from a global one"
+                )
+        return ""

@@ -1,1 +1,0 @@
-"""`cut`: data sets split at their own attributes that hold a transform."""

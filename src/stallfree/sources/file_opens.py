@@ -1,0 +1,456 @@
+"""The functions that open files, replaced in the thread that makes a sample and in no other.
+
+| call, in the thread that runs `dataset[id]` | gets |
+| --- | --- |
+| `open`, `io.open`, so `pathlib`, `gzip`, `zipfile`, `numpy.load`, `torch.load`, PIL, ... | a `ServedFile` |
+| `open` of an `fsspec` file system on another host | a `ServedFile` |
+| `cv2.imread`, `torchvision.io.read_file` | the same library's function for bytes in memory |
+
+Everything else goes to storage: ranges of large files, mappings, libraries that open files natively, other threads.
+
+While samples are made, the attributes of the modules hold a `Replacement`, which calls the replaced function in every
+other thread; before and after, they hold that function itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import io
+import os
+import stat
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any, NoReturn, Protocol
+
+import numpy as np
+
+from stallfree.platform import at_fork
+
+MOST_BYTES = 64 << 20
+"""Larger files are read from storage."""
+
+_SMALL = 1 << 20
+"""Local files up to this size are read whole when they are opened; larger ones after a sample read most of them."""
+
+_SECOND, TICK = 10**9, 2 * 10**7
+"""Nanoseconds within which two changes of a file may have the same time, if the file system counts seconds or less."""
+
+_MODES = {"rb": "", "br": "", "r": "r", "rt": "r", "tr": "r"}
+_PYTHON = (os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib"))
+_NOT_DATA = tuple(os.fsencode(folder) for folder in ("/proc/", "/sys/", "/dev/", *_PYTHON))
+_FSSPEC_OPTIONS = {"block_size", "cache_options", "compression"}
+_TIMES = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
+
+
+class Table(Protocol):
+    """Contents of files by key."""
+
+    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
+        """Return the content of a file; None if it is not there, or has changed.
+
+        Args:
+            key: of the file.
+            stamp: returns size and time of the file in storage, or raises an exception.
+        """
+
+    def put(self, key: bytes, stamp: str, data: bytes) -> None:
+        """Store the content of a file, if there is room."""
+
+    def drop(self, key: bytes) -> None:
+        """Drop the content of a file."""
+
+
+# --- the files of one sample ----------------------------------------------------------------------------------------
+
+
+class ServedFile(io.BytesIO):
+    """A whole file in memory, open for reading.
+
+    Attributes:
+        name, mode: as of the file object of `open`.
+    """
+
+    def __init__(self, data: bytes, name: Any) -> None:
+        super().__init__(data)
+        self.name, self.mode = name, "rb"  # type: ignore[misc]
+        self._close_number: Callable[[], None] | None = None
+        self._number = -1
+
+    def fileno(self) -> int:
+        """The number of a descriptor of an anonymous file with this content, at this position."""
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        if self._close_number is None:
+            if not hasattr(os, "memfd_create"):
+                raise io.UnsupportedOperation("fileno")
+            self._number = os.memfd_create("stallfree-file")
+            self._close_number = weakref.finalize(self, os.close, self._number)
+            with self.getbuffer() as data:
+                written = 0
+                while written < len(data):
+                    written += os.write(self._number, data[written:])
+            os.lseek(self._number, self.tell(), os.SEEK_SET)
+        return self._number
+
+    def close(self) -> None:
+        """Close the file and its descriptor."""
+        if self._close_number is not None:
+            self._close_number()
+        super().close()
+
+    def peek(self, size: int = 0, /) -> bytes:
+        """Return the next bytes without a change of the position."""
+        with self.getbuffer() as data:
+            return bytes(data[self.tell() : self.tell() + max(size, io.DEFAULT_BUFFER_SIZE)])
+
+    def writable(self) -> bool:
+        """False."""
+        return False
+
+    def write(self, data: Any, /) -> NoReturn:
+        """Raise `io.UnsupportedOperation`."""
+        raise io.UnsupportedOperation("write")
+
+    def writelines(self, lines: Any, /) -> NoReturn:
+        """Raise `io.UnsupportedOperation`."""
+        raise io.UnsupportedOperation("write")
+
+    def truncate(self, size: int | None = None, /) -> NoReturn:
+        """Raise `io.UnsupportedOperation`."""
+        raise io.UnsupportedOperation("truncate")
+
+
+class _LargeFile(io.FileIO):
+    """A large file, read from storage. It notes when most of it has been read."""
+
+    def __init__(self, key: bytes, size: int, files: Files) -> None:
+        super().__init__(key, "r")
+        self._key, self._size, self._files = key, size, files
+        self._taken, self._given = 0, False
+
+    def readinto(self, buffer: Any, /) -> int | None:
+        count = super().readinto(buffer)
+        self._taken += count or 0
+        return count
+
+    def readall(self) -> bytes:
+        data = super().readall()
+        self._taken += len(data)
+        return data
+
+    def fileno(self) -> int:
+        self._given = True
+        return super().fileno()
+
+    def close(self) -> None:
+        if not self.closed:
+            natively = self._given and os.lseek(super().fileno(), 0, os.SEEK_CUR) == self._size
+            if natively or 2 * self._taken >= self._size:
+                self._files.large.add(self._key)
+        super().close()
+
+
+class Files:
+    """Opens the files of one sample.
+
+    Args:
+        table: of files.
+
+    Attributes:
+        large: keys of large files that were read as a whole, which are stored after the sample.
+        served: bytes of each file that was served.
+    """
+
+    def __init__(self, table: Any) -> None:
+        self.table = table
+        self.large: set[bytes] = set()
+        self.served: dict[bytes, int] = {}
+        self._began = time.time_ns()
+
+    def written(self, path: Any) -> None:
+        """Drop the record of a file that the data set writes."""
+        key = _key(path)
+        if key is not None:
+            self.table.drop(key)
+
+    def open(self, path: Any) -> Any:
+        """Return a file open for reading bytes; None if it is not for this class, or cannot be read."""
+        data = self.content(path)
+        if data is not None:
+            return ServedFile(data, path)
+        key = _key(path)
+        with contextlib.suppress(OSError):
+            status = None if key is None else os.stat(key)
+            if key and status and _SMALL < status.st_size <= MOST_BYTES and stat.S_ISREG(status.st_mode):
+                return io.BufferedReader(_LargeFile(key, status.st_size, self))
+        return None
+
+    def content(self, path: Any) -> bytes | None:
+        """Return the content of a local file, if it is cached or small."""
+        key = _key(path)
+        if key is None:
+            return None
+        data = self.table.get(key, lambda: _stamp_of(os.stat(key)))
+        return self._served(key, self.read(key, _SMALL) if data is None else data)
+
+    def read(self, key: bytes, most: int) -> bytes | None:
+        """Read a whole local file of up to `most` bytes from storage, and store it."""
+        try:
+            status = os.stat(key)
+            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                return None
+            with real_open()(key, "rb", buffering=0) as file:
+                status = os.fstat(file.fileno())
+                data = bytes(file.read(status.st_size + 1))
+                after = os.fstat(file.fileno())
+        except OSError:
+            return None
+        if len(data) != status.st_size or _stamp_of(status) != _stamp_of(after):
+            return None
+        changed = status.st_mtime_ns
+        if changed + (TICK if changed % _SECOND else 2 * _SECOND) < self._began:  # otherwise it may change unnoticed
+            self.table.put(key, _stamp_of(status), data)
+        return data
+
+    def open_remote(self, reopen: Callable[[], Any], fs: Any, path: str) -> Any:
+        """Return a file of an fsspec file system, open for reading bytes; None if it cannot be cached."""
+        options = hashlib.sha256(repr(sorted(fs.storage_options.items(), key=str)).encode()).hexdigest()[:16]
+        key = f"{fs.unstrip_protocol(path)}#{type(fs).__name__} {options}".encode("utf-8", "surrogateescape")
+
+        def stamp() -> str:
+            info = fs.info(path)
+            return f"{info['size']} {[str(info[name]) for name in _TIMES if name in info]}"
+
+        data = self.table.get(key, stamp)
+        if data is None:
+            before = stamp()
+            size = before.partition(" ")[0]
+            if not size.isdigit() or int(size) > MOST_BYTES:
+                return None
+            with reopen() as file:
+                data = bytes(file.read())
+            if len(data) != int(size):
+                return None
+            self.table.put(key, before, data)
+        self._served(key, data)
+        served: Any = ServedFile(data, path)
+        served.fs, served.path, served.size = fs, path, len(data)
+        return served
+
+    def _served(self, key: bytes, data: bytes | None) -> bytes | None:
+        if data is not None:
+            self.served[key] = len(data)
+        return data
+
+
+def _key(path: Any) -> bytes | None:
+    """Return the absolute path of a local file; None for what no path is, and for files of the kernel and of Python."""
+    try:
+        key = os.fsencode(path)
+    except (TypeError, ValueError):
+        return None
+    if not key.startswith(b"/"):
+        key = os.path.join(os.getcwdb(), key)
+    special = key.startswith(_NOT_DATA) and not key.startswith(b"/dev/shm/")
+    return None if special or b"\0" in key else key
+
+
+def _stamp_of(status: os.stat_result) -> str:
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
+# --- the functions that open files ----------------------------------------------------------------------------------
+
+
+def _open(
+    files: Files,
+    real: Callable[..., Any],
+    file: Any,
+    mode: str = "r",
+    buffering: int = -1,
+    encoding: str | None = None,
+    errors: str | None = None,
+    newline: str | None = None,
+    closefd: bool = True,
+    opener: Any = None,
+) -> Any:
+    text = _MODES.get(mode) if isinstance(mode, str) else None
+    plain = text is not None and closefd and opener is None and type(file) is not int and (buffering or not text)
+    if plain and (text or (encoding, errors, newline) == (None, None, None)):
+        served = files.open(file)
+        if served is not None and text:
+            served = io.TextIOWrapper(served, encoding, errors, newline, line_buffering=buffering == 1)
+            served.mode = mode  # type: ignore[misc]
+        if served is not None:
+            return served
+    if text is None:
+        files.written(file)
+    return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
+
+
+def _open_remote(
+    files: Files, real: Callable[..., Any], fs: Any, path: Any, mode: str = "rb", *more: Any, **kw: Any
+) -> Any:
+    plain = mode == "rb" and not more and set(kw) <= _FSSPEC_OPTIONS and kw.get("compression") is None
+    if plain and type(path) is str and not getattr(fs, "local_file", False):
+        with serving(None):
+            served = files.open_remote(lambda: real(fs, path, mode, **kw), fs, fs._strip_protocol(path))
+        if served is not None:
+            return served
+    return real(fs, path, mode, *more, **kw)
+
+
+def _imread(files: Files, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if args and len(args) + len(kwargs) <= 2 and set(kwargs) <= {"flags"}:
+        data, image = files.content(args[0]), None
+        if data:
+            flags = args[1:] or (kwargs.get("flags", 1),)
+            image = sys.modules["cv2"].imdecode(np.frombuffer(data, np.uint8), *flags)
+        if image is not None:
+            return image
+    return real(*args, **kwargs)
+
+
+def _read_file(files: Files, real: Callable[..., Any], path: Any) -> Any:
+    data = files.content(path)
+    return sys.modules["torch"].frombuffer(bytearray(data), dtype=sys.modules["torch"].uint8) if data else real(path)
+
+
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "open"): _open,
+    ("io", "open"): _open,
+    ("bz2", "_builtin_open"): _open,
+    ("fsspec.spec", "AbstractFileSystem.open"): _open_remote,
+    ("cv2", "imread"): _imread,
+    ("torchvision.io", "read_file"): _read_file,
+    ("torchvision.io.image", "read_file"): _read_file,
+}
+"""What stands for a function, by its module and name."""
+
+
+class Replacement:
+    """Stands for a function of a library in the thread that makes a sample; in all others it calls that function.
+
+    It may be kept and pickled: it is loaded as the function itself.
+    """
+
+    def __init__(self, module: str, name: str) -> None:
+        self._place, self._instead = (module, name), _FUNCTIONS[module, name]
+        self._owner, self._attribute = _owner_of(module, name)
+        self.real: Any = None
+        self._stands = _replacements.get(("builtins", "open"), self) if self._instead is _open else self
+        self.__annotations__: dict[str, Any] = {}  # for `typing.get_type_hints`
+
+    def install(self) -> None:
+        """Replace the function."""
+        current = vars(self._owner)[self._attribute]
+        if current is not self._stands:
+            self.real = current
+            setattr(self._owner, self._attribute, self._stands)
+
+    def remove(self) -> None:
+        """Put the function back, unless something else has replaced it meanwhile."""
+        if vars(self._owner).get(self._attribute) is self._stands:
+            setattr(self._owner, self._attribute, self.real)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        files = getattr(_thread, "files", None)
+        return self.real(*args, **kwargs) if files is None else self._instead(files, self.real, *args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:  # a routine for `inspect`; bound only where it is one
+        return MethodType(self, instance) if instance is not None and isinstance(self._owner, type) else self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(vars(self)["real"], name)
+
+    def __repr__(self) -> str:
+        return repr(self.real)
+
+    def __reduce__(self) -> Any:
+        return _function_at, self._place
+
+
+def _owner_of(module: str, name: str) -> tuple[Any, str]:
+    owner: Any = importlib.import_module(module)
+    *path, attribute = name.split(".")
+    for part in path:
+        owner = getattr(owner, part)
+    return owner, attribute
+
+
+def _function_at(module: str, name: str) -> Any:
+    owner, attribute = _owner_of(module, name)
+    found = vars(owner)[attribute]
+    return found.real if isinstance(found, Replacement) else found
+
+
+def real_open() -> Any:
+    """Return `open` as it is outside of samples."""
+    return _function_at("io", "open")
+
+
+_thread = threading.local()
+_lock = threading.Lock()
+_serving: set[int] = set()
+_replacements: dict[tuple[str, str], Replacement] = {}
+_modules = 0
+
+
+def _install() -> None:
+    """Install the replacements of the modules that are imported."""
+    global _modules
+    if len(sys.modules) != _modules:
+        _modules = len(sys.modules)
+        for module, name in _FUNCTIONS:
+            if module in sys.modules and (module, name) not in _replacements:
+                with contextlib.suppress(AttributeError, KeyError):  # while another thread imports it
+                    _replacements[module, name] = Replacement(module, name)
+    for replacement in _replacements.values():
+        replacement.install()
+
+
+def _remove() -> None:
+    for replacement in _replacements.values():
+        replacement.remove()
+
+
+def _forget_threads() -> None:
+    """In a forked process, the threads that made samples do not exist."""
+    global _lock
+    _lock = threading.Lock()
+    _serving.clear()
+    _thread.files = None
+    _remove()
+
+
+at_fork(after_in_child=_forget_threads)
+
+
+@contextlib.contextmanager
+def serving(files: Files | None) -> Iterator[None]:
+    """Context in which this thread opens its files by `files`; by the functions themselves if None."""
+    before = getattr(_thread, "files", None)
+    try:
+        if before is None and files is not None:
+            with _lock:
+                _serving.add(threading.get_ident())
+                _install()
+        _thread.files = files
+        yield
+    finally:
+        _thread.files = before
+        if before is None:
+            with _lock:
+                _serving.discard(threading.get_ident())
+                if not _serving:
+                    _remove()
+        if files is not None:
+            for key in files.large:
+                files.read(key, MOST_BYTES)

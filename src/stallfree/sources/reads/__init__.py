@@ -1,1 +1,0 @@
-"""What a data set reads while it is indexed: recorded, and served from records."""

@@ -1,0 +1,542 @@
+"""`CachedDataset(form="files")`: the files that `__getitem__` opens are cached, and its augmentation stays fresh."""
+
+from __future__ import annotations
+
+import builtins
+import bz2
+import gzip
+import inspect
+import io
+import json
+import os
+import pickle
+import random
+import sys
+import threading
+import typing
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Subset
+
+import stallfree as sf
+from cached_data import Numbers
+from loader_data import same
+from opened_files import gone, opens_below
+from stallfree.errors import InputError
+from stallfree.sources import file_opens
+
+COUNT = 12
+nibabel = pytest.importorskip("nibabel")
+
+
+def picture(id: int) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(id).integers(0, 256, (8, 8, 3), np.uint8)
+
+
+def by_open(path: str) -> Any:
+    with open(f"{path}.raw", "rb") as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+def by_lines(path: str) -> Any:
+    with open(f"{path}.txt", encoding="utf-8") as file:
+        return np.array([int(word) for line in file for word in line.split()])
+
+
+def by_pillow(path: str) -> Any:
+    return np.asarray(Image.open(f"{path}.png"))
+
+
+def by_zip(path: str) -> Any:
+    with zipfile.ZipFile(f"{path}.zip") as archive:
+        return np.frombuffer(archive.read("data"), np.uint8)
+
+
+def by_descriptor(path: str) -> Any:
+    with open(f"{path}.raw", "rb") as file:
+        file.seek(100)
+        return np.fromfile(file, np.uint8)
+
+
+def by_map(path: str) -> Any:
+    return np.array(np.load(f"{path}.npy", mmap_mode="r"))
+
+
+def by_volume(path: str) -> Any:
+    return np.asarray(nibabel.load(f"{path}.nii.gz").dataobj)
+
+
+def by_imread(path: str) -> Any:
+    return cv2.imread(f"{path}.png", cv2.IMREAD_COLOR)
+
+
+def by_fsspec(path: str) -> Any:
+    import fsspec
+
+    with fsspec.open(f"file://{path}.raw") as file:
+        return np.frombuffer(file.read(), np.uint8)
+
+
+WAYS: dict[str, Callable[[str], Any]] = {
+    "open": by_open,
+    "lines": by_lines,
+    "bytes": lambda path: np.frombuffer(Path(f"{path}.raw").read_bytes(), np.uint8),
+    "text": lambda path: len(Path(f"{path}.txt").read_text()),
+    "numpy": lambda path: np.load(f"{path}.npy"),
+    "npz": lambda path: np.load(f"{path}.npz")["data"],
+    "map": by_map,
+    "descriptor": by_descriptor,
+    "torch": lambda path: torch.load(f"{path}.pt"),
+    "gzip": lambda path: len(gzip.open(f"{path}.gz").read()),  # noqa: SIM115
+    "bz2": lambda path: len(bz2.open(f"{path}.bz2").read()),  # noqa: SIM115
+    "zip": by_zip,
+    "pickle": lambda path: pickle.load(open(f"{path}.pkl", "rb")),  # noqa: SIM115
+    "pillow": by_pillow,
+    "imread": by_imread,
+    "volume": by_volume,
+    "fsspec": by_fsspec,
+}
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of each kind."""
+    folder = tmp_path_factory.mktemp("kept") / "files"
+    folder.mkdir()
+    for id in range(COUNT):
+        array, path = picture(id), str(folder / str(id))
+        write(Path(f"{path}.raw"), array.tobytes())
+        write(Path(f"{path}.txt"), "\r\n".join(" ".join(map(str, row)) for row in array[:, :, 0].tolist()).encode())
+        np.save(f"{path}.npy", array)
+        np.savez(f"{path}.npz", data=array)
+        torch.save(torch.from_numpy(array), f"{path}.pt")
+        write(Path(f"{path}.gz"), gzip.compress(array.tobytes()))
+        write(Path(f"{path}.bz2"), bz2.compress(array.tobytes()))
+        write(Path(f"{path}.pkl"), pickle.dumps(array))
+        with zipfile.ZipFile(f"{path}.zip", "w") as archive:
+            archive.writestr("data", array.tobytes())
+        Image.fromarray(array).save(f"{path}.png")
+        nibabel.save(nibabel.Nifti1Image(array.astype(np.int16), np.eye(4)), f"{path}.nii.gz")
+    for file in folder.iterdir():
+        os.utime(file, (1e9, 1e9 + 0.5))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Files that a test may change."""
+    (tmp_path / "files").mkdir()
+    for id in range(COUNT):
+        write(tmp_path / "files" / f"{id}.raw", picture(id).tobytes())
+    return tmp_path / "files"
+
+
+def write(path: Path, data: bytes, time: float = 1e9) -> None:
+    path.write_bytes(data)
+    os.utime(path, (time, time + 0.5))
+
+
+class Files:
+    """Reads a file in one way, and adds noise of each global generator."""
+
+    def __init__(self, folder: Path, way: str = "open") -> None:
+        self.folder, self.way = str(folder), way
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        noise = random.random(), np.random.rand(), torch.rand(()).item()
+        return WAYS[self.way](f"{self.folder}/{id}"), id, *noise
+
+
+class Mosaics(Files):
+    """Each sample is of four random files, chosen from an index file."""
+
+    def __getitem__(self, id: int) -> Any:
+        with open(f"{self.folder}/index.json") as file:
+            names = json.load(file)
+        return [by_open(f"{self.folder}/{names[at]}") for at in (id, *random.sample(range(COUNT), 3))]
+
+
+def epochs(data: Any, count: int = 3, **options: Any) -> list[list[Any]]:
+    options = {"batch_size": 5, "shuffle": True, "seed": 1} | options
+    with sf.DataLoader(data, **options) as loader:
+        return [list(loader) for _ in range(count)]
+
+
+def cached(data: Any, **options: Any) -> sf.CachedDataset[Any]:
+    return sf.CachedDataset(data, **{"capacity": "4MiB", "form": "files", **options})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_each_way_to_open_a_file(kept: Path, way: str) -> None:
+    with cached(Files(kept, way)) as data, sf.DataLoader(data, 5, num_workers=0) as loader:
+        found = [list(loader)]
+        assert data.stats().storage_reads == COUNT
+        with opens_below(kept) as opened:
+            found += [list(loader), list(loader)]
+        assert not opened
+        assert data.stats().storage_reads == COUNT
+    plain = [Files(kept, way)[id][0] for id in range(COUNT)]
+    for epoch in found:
+        assert same([value for values, *_ in epoch for value in values], list(map(torch.as_tensor, plain)))
+    assert len({noise for epoch in found for batch in epoch for noise in batch[2].tolist()}) == 3 * COUNT
+
+
+@pytest.mark.parametrize(("workers", "method"), [(1, "fork"), (2, "fork"), (1, "spawn")])
+def test_batches_in_workers_are_those_without_a_cache(kept: Path, workers: int, method: str) -> None:
+    plain = epochs(Files(kept), 2, num_workers=1)
+    with cached(Files(kept)) as data:
+        assert (data.form, len(data)) == ("files", COUNT)
+        found = epochs(data, 2, num_workers=workers, multiprocessing_context=method)
+        stats = data.stats()
+    assert same(found, plain)
+    assert (stats.storage_reads, stats.resident_items) == (COUNT, COUNT)
+    assert stats.hits + stats.misses == 2 * COUNT
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_storage_is_not_needed_any_more(folder: Path, workers: int) -> None:
+    with cached(Files(folder)) as data, sf.DataLoader(data, 5, num_workers=workers) as loader:
+        first = list(loader)
+        with gone(folder):
+            second = list(loader)
+    assert same([batch[:2] for batch in first], [batch[:2] for batch in second])
+
+
+def test_samples_share_files(folder: Path) -> None:
+    write(folder / "index.json", json.dumps(list(range(COUNT))).encode())
+    plain = epochs(Mosaics(folder), num_workers=1, batch_size=None)
+    with cached(Mosaics(folder)) as data:
+        assert same(epochs(data, num_workers=2, batch_size=None), plain)
+        stats = data.stats()
+    assert COUNT + 1 <= stats.storage_reads <= COUNT + 5  # two workers may read the same file at once
+    assert stats.resident_items == COUNT + 1
+
+
+def test_torchs_loader(folder: Path) -> None:
+    with cached(Files(folder), seed=4) as data:
+        first, second = (list(DataLoader(data, 4, num_workers=1)) for _ in range(2))
+        assert same([batch[:2] for batch in first], [batch[:2] for batch in second])
+        assert not same(first, second)
+        data.set_epoch(0)
+        assert same(data[3], data[3])
+
+
+def test_a_transform_and_a_subset(kept: Path) -> None:
+    subset = Subset(Files(kept), [7, 2, 5])
+    with cached(subset, transform=_first) as data:
+        assert same([data[id] for id in range(3)], [Files(kept)[id][:2] for id in (7, 2, 5)])
+
+
+def _first(sample: Any) -> Any:
+    return sample[:2]
+
+
+@pytest.mark.parametrize(("policy", "workers"), [("minio", 0), ("lru", 1), ("random", 0)])
+def test_a_cache_that_is_full(tmp_path: Path, policy: str, workers: int) -> None:
+    for id in range(COUNT):
+        write(tmp_path / f"{id}.raw", bytes([id]) * 100_000)
+    with cached(Files(tmp_path), capacity="700KiB", policy=policy) as data:
+        for epoch in epochs(data, num_workers=workers):
+            assert all((values == ids[:, None]).all() for values, ids, *_ in epoch)
+        assert 0 < data.stats().resident_items < COUNT
+
+
+# --- files that change ----------------------------------------------------------------------------------------------
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "other bytes": lambda path: write(path, bytes(192), 2e9),
+    "truncated": lambda path: write(path, path.read_bytes()[:9]),
+    "longer": lambda path: write(path, path.read_bytes() * 2),
+    "replaced": lambda path: (write(path.with_name("new"), bytes(192), 3e9), os.replace(path.with_name("new"), path))[
+        0
+    ],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_new_loader_reads_what_has_changed(folder: Path, change: str, workers: int) -> None:
+    with cached(Files(folder)) as data:
+        for _ in range(2):
+            found = epochs(data, 2, batch_size=None, shuffle=False, num_workers=workers)
+            for epoch in found:
+                for values, id, *_ in epoch:
+                    assert values.tolist() == list((folder / f"{id}.raw").read_bytes())
+            CHANGES[change](folder / "3.raw")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_file_that_vanished(folder: Path, workers: int) -> None:
+    with cached(Files(folder)) as data:
+        epochs(data, 1, num_workers=workers)
+        (folder / "7.raw").unlink()
+        with pytest.raises(FileNotFoundError, match=r"7\.raw'\n.*sample 7") as caught:
+            epochs(data, 1, num_workers=workers)
+        assert caught.value.filename == f"{folder}/7.raw"
+        write(folder / "7.raw", bytes(5))
+        assert epochs(data, 1, batch_size=None, shuffle=False)[0][7][0].tolist() == [0] * 5
+
+
+class Writes:
+    """Writes a file, by Python's `open` or unseen, and reads it."""
+
+    def __init__(self, folder: Path, *, unseen: bool, remove: bool) -> None:
+        self.folder, self.unseen, self.remove = str(folder), unseen, remove
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        by_open(f"{self.folder}/{id}")
+        number, path = random.randrange(256), f"{self.folder}/{id}.written"
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT), "wb") if self.unseen else open(path, "wb") as file:
+            file.write(bytes([number]))
+        os.utime(path, None if self.unseen else (1e9, 1e9 + 0.5))
+        with open(path, "rb") as file:
+            found = file.read()[0]
+        if self.remove:
+            os.remove(path)
+        return number, found
+
+
+@pytest.mark.parametrize(("unseen", "remove"), [(False, False), (True, False), (True, True)])
+def test_files_that_the_data_set_writes(
+    folder: Path, unseen: bool, remove: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_opens, "TICK", 20_000_000)
+    with cached(Writes(folder, unseen=unseen, remove=remove)) as data:
+        for epoch in epochs(data):
+            assert all(torch.equal(numbers, found) for numbers, found in epoch)
+
+
+class Parts:
+    """Reads a part of a large file, or all of it."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.folder, self.size = str(folder), size
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        with open(f"{self.folder}/{id}.raw", "rb") as file:
+            file.seek(10)
+            return file.read(self.size)
+
+
+@pytest.mark.parametrize(("size", "most", "stored"), [(20, 1 << 20, 1), (90_000, 1 << 20, COUNT), (90_000, 1000, 1)])
+def test_large_files_are_stored_if_most_of_them_is_read(
+    folder: Path, size: int, most: int, stored: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_opens, "_SMALL", 1000)
+    monkeypatch.setattr(file_opens, "MOST_BYTES", most)
+    write(folder / "0.raw", bytes(800))
+    for id in range(1, COUNT):
+        write(folder / f"{id}.raw", bytes([id]) * 100_000)
+    with warnings.catch_warnings(), cached(Parts(folder, size)) as data:
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            for id in range(1, COUNT):
+                assert data[id] == bytes([id]) * size
+        assert data.stats().resident_items == stored
+
+
+# --- nobody else sees it --------------------------------------------------------------------------------------------
+
+
+class Captures(Files):
+    """Captures functions while it is indexed."""
+
+    def __getitem__(self, id: int) -> Any:
+        self.captured = [open, io.open, cv2.imread]
+        self.routine = inspect.isroutine(open) and typing.get_type_hints(open) == {} and open is io.open
+        self.signature = inspect.signature(open)
+        return super().__getitem__(id)
+
+
+def test_open_is_untouched_outside_of_samples(kept: Path) -> None:
+    before = [open, io.open, cv2.imread, os.stat, threading.Thread.start]
+    plain = Captures(kept)
+    with cached(plain) as data:
+        epochs(data, 1, num_workers=0)
+        assert [builtins.open, io.open, cv2.imread, os.stat, threading.Thread.start] == before
+        assert plain.routine
+        assert plain.signature == inspect.signature(open)
+        assert pickle.loads(pickle.dumps(plain.captured)) == before[:3]
+        plain.opener, type(plain).opener = plain.captured[0], plain.captured[0]
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            plain.opener("nowhere")
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            Captures.opener("nowhere")
+        epochs(data, 1, num_workers=1, multiprocessing_context="spawn")
+
+
+class Waits(Files):
+    """Waits in a sample until another thread is done."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.inside, self.go_on = threading.Event(), threading.Event()
+
+    def __getitem__(self, id: int) -> Any:
+        if id == 5:
+            self.inside.set()
+            self.go_on.wait()
+        return super().__getitem__(id)
+
+    def __reduce__(self) -> Any:
+        return Waits, (Path(self.folder),)
+
+
+def test_other_threads_read_storage(folder: Path) -> None:
+    waits = Waits(folder)
+    waits.go_on.set()
+    with cached(waits, name=f"threads-{os.getpid()}") as data:
+        epochs(data, 1)
+        waits.inside.clear(), waits.go_on.clear()
+        values: list[Any] = []
+        thread = threading.Thread(target=lambda: values.append(data[5]))
+        thread.start()
+        waits.inside.wait()
+        write(folder / "5.raw", b"new")
+        assert (folder / "5.raw").read_bytes() == b"new"
+        with sf.CachedDataset(Files(folder), capacity="4MiB", form="files") as other:
+            assert len(other[4]) == 5  # begins and ends while the first one goes on
+        waits.go_on.set()
+        thread.join()
+        assert values[0][0].tolist() == picture(5).ravel().tolist()
+        assert builtins.open is io.open is sys.modules["_io"].open
+
+
+# --- other libraries ------------------------------------------------------------------------------------------------
+
+
+class Remote(Files):
+    def __getitem__(self, id: int) -> Any:
+        import fsspec
+
+        with fsspec.open(f"memory://{self.folder}/{id}.raw") as file:
+            return np.frombuffer(file.read(), np.uint8), random.random()
+
+
+def test_files_of_fsspec_elsewhere(kept: Path) -> None:
+    fs = pytest.importorskip("fsspec").filesystem("memory")
+    fs.pipe({f"{kept}/{id}.raw": picture(id).tobytes() for id in range(COUNT)})
+    try:
+        with cached(Remote(kept)) as data, sf.DataLoader(data, 5) as loader:
+            first = list(loader)
+            fs.rm(str(kept), recursive=True)
+            second = list(loader)
+            assert data.stats().storage_reads == COUNT
+            assert same([batch[0] for batch in first], [batch[0] for batch in second])
+            with pytest.raises(FileNotFoundError):
+                epochs(data, 1)
+    finally:
+        fs.store.clear()
+
+
+class TorchvisionPictures(Files):
+    def __getitem__(self, id: int) -> Any:
+        return sys.modules["torchvision.io.image"].read_image(f"{self.folder}/{id}.raw")
+
+
+def test_pictures_of_torchvision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of the same shape: `read_image` decodes what `read_file` reads natively."""
+    module: Any = ModuleType("torchvision.io.image")
+    code = """
+def read_file(path):
+    import os, torch
+    file = os.open(path, os.O_RDONLY)
+    data = os.read(file, 1000)
+    os.close(file)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+def read_image(path):
+    return read_file(path) + 1
+"""
+    exec(code, vars(module))
+    monkeypatch.setitem(sys.modules, "torchvision.io.image", module)
+    with cached(TorchvisionPictures(folder)) as data, sf.DataLoader(data, 5) as loader:
+        first = list(loader)
+        with gone(folder):
+            assert same(list(loader), first)
+    with pytest.raises(FileNotFoundError):
+        module.read_file("nowhere")
+
+
+class PartlyNative(Files):
+    native = 30_000
+
+    def __getitem__(self, id: int) -> Any:
+        file = os.open(self.folder + "/archive", os.O_RDONLY)
+        data = os.pread(file, self.native, 0)
+        os.close(file)
+        return by_open(f"{self.folder}/{id}"), len(data)
+
+    def _never(self) -> Any:
+        import h5py  # type: ignore[import-not-found]
+
+        return h5py
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/thread-self/io"), reason="the kernel does not count reads")
+def test_bytes_that_are_read_natively_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "archive").write_bytes(bytes(30_000))
+    words = r"99% of the bytes of PartlyNative\[0\] do not: h5py opens files itself. .* use h5py.File\(open\("
+    with pytest.warns(sf.StallfreeWarning, match=words) as caught:
+        cached(PartlyNative(folder)).close()
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        monkeypatch.setattr(PartlyNative, "native", 0)
+        cached(PartlyNative(folder)).close()
+
+
+class Native(Files):
+    def __getitem__(self, id: int, read: Any = cv2.imread) -> Any:
+        return read(f"{self.folder}/{id}.png"), cv2.COLOR_BGR2RGB
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "words"),
+    [
+        (Native, {}, r"opened none of up to 64 MiB: use cv2\.imdecode.*, if cv2 opens its files"),
+        (lambda folder: Numbers(), {}, "and Numbers keeps .* use form='fetched'"),
+        (lambda folder: Subset(Numbers(), [1]), {}, "SubsetSource"),  # type: ignore[arg-type]
+        (lambda folder: sf.testing.ThrottledSource(Files(folder)), {}, "ThrottledSource"),
+        (lambda folder: 3, {}, "has no __getitem__"),
+        (Files, {"policy": "importance"}, "policy='importance'"),
+        (Files, {"store": sf.DiskTier("/tmp/nowhere", capacity="1MiB")}, "with a tier"),
+    ],
+)
+def test_what_cannot_be_cached_in_this_form(kept: Path, make: Any, options: Any, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        cached(make(kept), **options)
+
+
+def test_samples_that_fail(folder: Path) -> None:
+    (folder / "0.raw").unlink()
+    with cached(Files(folder)) as data:
+        with pytest.raises(FileNotFoundError, match="fetching sample 0"):
+            data[0]
+        with warnings.catch_warnings(), sf.DataLoader(data, 4, on_error="skip") as loader:
+            warnings.simplefilter("ignore")
+            assert sorted(id for _, ids, *_ in loader for id in ids.tolist()) == list(range(1, COUNT))
+    for file in folder.iterdir():
+        file.unlink()
+    with pytest.raises(FileNotFoundError, match="fetching sample 0"):
+        cached(Files(folder))
