@@ -24,8 +24,8 @@ from stallfree.errors import (
 
 if TYPE_CHECKING:
     from stallfree import clara, testing, vision
-    from stallfree.analysis.analyzer import analyze
-    from stallfree.analysis.prediction import Prediction
+    from stallfree.analysis.analyze import analyze
+    from stallfree.analysis.predict import Prediction
     from stallfree.analysis.replay import Replay, replay
     from stallfree.analysis.report import Report
     from stallfree.cache.disk_tier import DiskTier
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from stallfree.loader.benefit import measure_benefit
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.output import Batch
-    from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
+    from stallfree.analysis.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
     from stallfree.pipeline.compose import Compose, OnItem
     from stallfree.sampling.plans.importance import ImportanceSampler
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from stallfree.workers.ray_workers import RayWorkers
 
 _PLACES = {
-    "analysis.analyzer": "analyze",
-    "analysis.prediction": "Prediction",
+    "analysis.analyze": "analyze",
+    "analysis.predict": "Prediction",
     "analysis.replay": "Replay replay",
     "analysis.report": "Report",
     "cache.disk_tier": "DiskTier",

@@ -134,7 +134,9 @@ class CachedDataset(Dataset[SampleT_co]):
         persist: bool = False,
         transform: Callable[[Any], SampleT_co] | None = None,
         seed: int | None = None,
+        _look: FirstLook | None = None,
     ) -> None:
+        form = "reads" if form == "files" else form
         _check_form(form)
         size, policy = parse_capacity(capacity, store), make_policy(policy)
         if name is not None:
@@ -151,7 +153,7 @@ class CachedDataset(Dataset[SampleT_co]):
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
-        first = look_at_reads(self.source, self.steps) if reads else look(self.source, self.steps)
+        first = _look or (look_at_reads if reads else look)(self.source, self.steps)
         found, memory = store, size
         if self._auto:
             with tolerant() as steps:

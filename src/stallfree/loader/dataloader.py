@@ -180,7 +180,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.seed, self._dataset_kind = seed_of(dataset, seed, generator), int(is_iterable(dataset))
         self._auto: Any = None
         if room is not None:
-            from stallfree.autotune.auto_cache import AutoCache
+            from stallfree.analysis.auto import AutoCache
 
             self._auto = AutoCache(dataset, room, num_workers, transform)
         self.num_workers = (num_workers or 0) if self._auto is None else self._auto.num_workers

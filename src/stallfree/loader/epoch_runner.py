@@ -43,7 +43,7 @@ class Prefetcher(Protocol):
 
 
 class Tuner(Protocol):
-    """Chooses how batches are prepared: see `stallfree.autotune.auto_cache`."""
+    """Chooses how batches are prepared: see `stallfree.analysis.auto`."""
 
     def tuned(self, options: Options) -> Options:
         """The options of the next epoch."""

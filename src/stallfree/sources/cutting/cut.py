@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
-from stallfree.errors import cut_attribute
+from stallfree.errors import StallfreeError, cut_attribute, text_of
+from stallfree.pipeline._objects import attribute
 from stallfree.pipeline.compose import Transform
+from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cut_source import CutSource
 from stallfree.sources.cutting.check import Check
@@ -84,3 +87,31 @@ def _transform_at(dataset: Any, name: str) -> Transform:
             "that holds a transform"
         )
     return transform  # type: ignore[no-any-return]
+
+
+_CUTS = 4
+"""Maximum attributes of a data set that are tried as its transform."""
+
+
+def cut_any(dataset: Any) -> tuple[Source | None, str]:
+    """Cut a data set at the first of its callable attributes that verifies.
+
+    Returns:
+        The cut source and words such as "cut at transform"; or None and the reason.
+    """
+    reason = "no attribute holds a transform"
+    for name in _callables(dataset)[:_CUTS]:
+        try:
+            return cut(dataset, name), f"cut at {name}"
+        except StallfreeError as error:
+            reason = text_of(error)
+    return None, reason
+
+
+def _callables(dataset: Any, prefix: str = "") -> list[str]:
+    """The callable attributes of a data set; first those whose names suggest a transform."""
+    held: dict[str, Any] = attribute(dataset, "__dict__") or {}
+    names = [prefix + name for name, value in held.items() if callable(value) and not isinstance(value, type)]
+    if not prefix and (inner := held.get("dataset")) is not None:  # of a `Subset`, say
+        names += _callables(inner, "dataset.")
+    return sorted(names, key=lambda name: not re.search("transform|aug", name))
