@@ -18,16 +18,16 @@ import logging
 import sys
 import time
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stallfree.analysis.measure import Probe, measure_files, measure_samples
+from stallfree.analysis.measure import measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
 from stallfree.batches.reader import Reader, reader_of
+from stallfree.batches.sample_access import IO_THREADS
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.dataset_probe import FirstLook, look, reason_in
@@ -37,7 +37,6 @@ from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.locks import FileLock
 from stallfree.notes import is_users
-from stallfree.pipeline.classify.outcomes import StepError, Trust, make_twice
 from stallfree.pipeline.compose import Compose, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.protocol import Source
@@ -52,8 +51,14 @@ _VERDICT = "verdict.json"
 _WAIT = 300.0
 """Maximum seconds to wait for the process that decides."""
 
-_SECONDS, _SHARE, _LEAST = 0.3, 0.03, 0.06
-"""A decision may take so many seconds or this share of the first epoch; a measurement gets a minimum in any case."""
+_SECONDS, _SHARE = 0.3, 0.03
+"""A decision may take so many seconds or this share of the first epoch, whichever is longer."""
+
+_LEAST, _MOST = 0.03, 2.0
+"""Seconds that a measurement gets in any case, and the most that it is worth."""
+
+_LOOKED = 8
+"""Samples of a look."""
 
 _SHORT = 0.3
 """Seconds of work in an epoch up to which no workers are started, unless the user gave their number."""
@@ -87,12 +92,11 @@ class Verdict:
 
 @dataclass
 class Trial:
-    """What the process that decides has at hand: for its own cache the look, the records, or the cache itself."""
+    """What the process that decides has at hand: for its own cache the samples, or the cache itself."""
 
     costs: Costs | None = None
     source: Any = None
     first: FirstLook | None = None
-    records: dict[int, Any] = field(default_factory=dict)
     files: CachedDataset[Any] | None = None
 
     def close(self) -> None:
@@ -215,9 +219,10 @@ class AutoCache:
         if subject is not None:
             trial.source, trial.first = subject
             seconds = self._seconds_left(began, len(source), len(trial.first.samples))
-            call = partial(measure_samples, *subject, seconds=0.6 * seconds, workers=self.num_workers)
-            probe: Probe = call_in_child(call, "the measurement for cache='auto'")
-            costs, trial.records = probe.costs, probe.records
+            threads = IO_THREADS * max(1, self.num_workers)
+            call = partial(measure_samples, *subject, seconds=seconds, threads=threads)
+            costs, samples = call_in_child(call, "the measurement for cache='auto'")
+            trial.first = replace(trial.first, samples=[*trial.first.samples, *samples])  # cached with those
             choice = choose(costs, room, self.num_workers)
         if choice is None or (choice.hits < 1 and isinstance(source, MapSource)):
             option = self._try_files(trial, capacity, began, reasons, choice)
@@ -240,10 +245,10 @@ class AutoCache:
             return None
 
     def _seconds_left(self, began: float, samples: int, looked: int) -> float:
-        """What remains of the time for the decision, after a look that made `looked` samples twice."""
+        """Seconds for a measurement, after a look that made `looked` samples twice; as much goes to processes."""
         spent = time.monotonic() - began
         epoch = samples * spent / (2 * looked) / max(1, self.num_workers)
-        return max(_LEAST, max(_SECONDS, _SHARE * epoch) - spent)
+        return min(_MOST, max(_LEAST, (max(_SECONDS, _SHARE * epoch) - spent) / 2))
 
     def _try_files(
         self, trial: Trial, capacity: int, began: float, reasons: list[str], best: Option | None
@@ -255,7 +260,7 @@ class AutoCache:
             reasons.append(text_of(error))
             return None
         try:
-            seconds = max(2 * _LEAST, _SECONDS - (time.monotonic() - began))
+            seconds = self._seconds_left(began, len(cached), _LOOKED)
             call = partial(measure_files, cached, seconds=seconds)
             costs = call_in_child(call, "the measurement for cache='auto'")
             option = choose(costs, max(0, capacity - _INDEX * len(cached)), self.num_workers)
@@ -274,17 +279,13 @@ class AutoCache:
     # -- applying -----------------------------------------------------------------------------------------------------
 
     def _adopt(self, verdict: Verdict, trial: Trial) -> Reader:
-        """Create or attach to the cache of a verdict; the process that decided stores what it fetched."""
-        source = trial.source
-        if source is None:
+        """Create the cache of a verdict, with the samples that were made for it, or attach to it."""
+        source, files = trial.source, verdict.form == "files"
+        if source is None or files:
             source = cut_any(self._dataset)[0] if verdict.cut else self._dataset
         self.cached = trial.files
         if self.cached is None:
-            first = trial.first if verdict.form != "files" else None
-            self.cached = self._create(source, verdict.form, verdict.capacity, first)
-            if trial.records:
-                with suppress(Exception):  # raised again when the samples are requested
-                    call_in_child(partial(_store, self.cached.reader, trial.records), "the storing of measured samples")
+            self.cached = self._create(source, verdict.form, verdict.capacity, None if files else trial.first)
         return self.cached.reader
 
     def _create(self, source: Any, form: str, capacity: int, first: FirstLook | None = None) -> CachedDataset[Any]:
@@ -323,17 +324,3 @@ class AutoCache:
             f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this saves "
             f"up to {format_seconds(saved)} of loading per epoch; {processes}"
         )
-
-
-def _store(reader: Reader, records: dict[int, Any]) -> None:
-    """Store the cached values of `records`, which are made twice and compared as while a cache is filled."""
-    source, steps = reader.source, reader.deterministic.transforms
-    again: Callable[[int], Any] | None = source.fetch if isinstance(source, MapSource) else None
-    trust = [Trust.of(reader.split.origin), *map(Trust.of, steps)]
-    for id, record in records.items():
-        with suppress(StepError):  # raised when the sample is requested
-            repeat = None if again is None else partial(again, id)
-            value, differs = make_twice(lambda record=record: record, repeat, steps, trust)
-            if differs is not None:
-                return  # found again, and reported, by the reader
-            reader.store([id], [value])

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import math
-import pickle
-import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from statistics import fmean
+from statistics import StatisticsError, fmean, median
 from typing import Any
 
 import numpy as np
@@ -23,13 +21,11 @@ import numpy.typing as npt
 import torch
 
 from stallfree.analysis.model import Costs
-from stallfree.batches.sample_access import IO_THREADS
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.dataset_probe import FirstLook
+from stallfree.datasets.dataset_probe import FirstLook, Sample
 from stallfree.errors import CodecError
 from stallfree.notes import note_sample
+from stallfree.pipeline.classify.outcomes import same
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.pipeline.in_place import works_in_place
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.values import payload_bytes, private
@@ -39,126 +35,101 @@ from stallfree.pipeline.values import payload_bytes, private
 _LEAST, _MOST_SAMPLES, _MOST_BYTES = 4, 256, 256 << 20
 """Samples that are fetched in any case, and the most samples and bytes."""
 
-_PREPARED = 32
-"""Records that are prepared and stored on trial."""
-
-_BUSY = 0.7
-"""Share of CPU time in the fetches from which storage is not what they wait for."""
+_WAIT = 50e-6
+"""Seconds of a fetch without CPU time from which it waits for storage."""
 
 
-@dataclass(frozen=True)
-class Probe:
-    """The result of a measurement.
-
-    Attributes:
-        costs: of a sample.
-        records: as fetched, by id, so that they need not be fetched again.
-    """
-
-    costs: Costs
-    records: dict[int, Any] = field(default_factory=dict)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Probe, (self.costs, {id: record for id, record in self.records.items() if _can_be_sent(record)})
-
-
-def _can_be_sent(record: Any) -> bool:
-    with contextlib.suppress(Exception):
-        pickle.dumps(record)
-        return True
-    return False
-
-
-def measure_samples(source: Source, first: FirstLook, *, seconds: float, workers: int) -> Probe:
+def measure_samples(source: Source, first: FirstLook, *, seconds: float, threads: int) -> tuple[Costs, list[Sample]]:
     """Fetch and prepare some samples, and time it. Call it in a child process.
 
-    The records are fetched by as many threads as `workers` processes have, or one after the other if the source allows
-    no threads: the wait for storage is then a part of the work. Samples that fail are left out.
+    The records are fetched by so many threads, or one after the other if the source allows no threads: the wait for
+    storage is then a part of the work. Each sample is made twice, as those of the first look.
+
+    Returns:
+        The costs of a sample, and the samples that came out the same, to be cached.
 
     Raises the error of a sample if all fail.
     """
     torch.set_num_threads(1)  # as in workers
-    used = {sample.id for sample in first.samples}
+    used, end = {sample.id for sample in first.samples}, time.monotonic() + seconds
     ids = np.random.default_rng(0).permutation(len(source))[: _MOST_SAMPLES + len(used)].tolist()
     ids = [id for id in ids if id not in used] or list(used)
-    end = time.monotonic() + seconds / 2
-    records, storage, fetching = _fetch(source, ids, end, IO_THREADS * max(1, workers))
+    records, storage, fetching = _fetch(source, ids, end - 0.6 * seconds, threads)
     deterministic, random = first.parts.deterministic, first.parts.random
-    values, made, times = list(records.values())[:_PREPARED], list[Any](), list[tuple[float, float]]()
+    samples, times = list[Sample](), list[tuple[float, float, float, float]]()
     with Randomness(random if len(random) else None) as randomness:
         randomness.seed(0, 0, 0)
-        for value in [*values[:1], *values]:  # the first one may load libraries
+        for id, record in records.items():
             with contextlib.suppress(Exception):  # raised when the sample is requested
-                mine, begun = private(value), time.perf_counter()
-                prepared = deterministic(mine) if len(deterministic) else mine
-                middle, kept = time.perf_counter(), private(prepared)
-                again = time.perf_counter()
-                random(prepared)
-                times.append((middle - begun, time.perf_counter() - again))
-                made.append(kept)
-            if len(times) > _LEAST and time.monotonic() > end + seconds / 4:
+                clock = [time.perf_counter()]
+                copy = private(record)
+                clock.append(time.perf_counter())
+                prepared = private(deterministic(copy) if len(deterministic) else copy)
+                clock.append(time.perf_counter())
+                copy = private(prepared)
+                clock.append(time.perf_counter())
+                random(copy)
+                clock.append(time.perf_counter())
+                times.append(tuple(np.diff(clock).tolist()))
+                again = record if getattr(source, "threads", True) else source.fetch(id)
+                if same(prepared, deterministic(private(again)) if len(deterministic) else again) is not False:
+                    samples.append(Sample(id, record, prepared))
+            if len(times) >= _LEAST and time.monotonic() > end:
                 break
-    before, after = (fmean(part) for part in zip(*(times[1:] or times or [(0.0, 0.0)]), strict=True))
-    forms = {"fetched": (values, before + after, [*deterministic, *random])}
+    copying, before, copying_prepared, after = map(median, zip(*(times or [(0.0,) * 4]), strict=True))
+    read = {"fetched": copying, "prepared": copying_prepared}
+    hit = {"fetched": copying + before + after, "prepared": copying_prepared + after}
+    size = {"fetched": _record_size([sample.record for sample in samples])}
     if len(deterministic):
-        forms["prepared"] = (made[1:], after, list(random))
-    hit, read, size = {}, {}, {}
-    for form, (kept, rest, steps) in forms.items():
-        size[form], read[form] = _in_cache(kept, all(map(works_in_place, steps)) and bool(steps))
-        hit[form] = read[form] + rest
-    return Probe(Costs(len(source), storage, fetching + before + after, hit, read, size), records)
+        size["prepared"] = _record_size([sample.prepared for sample in samples])
+    return Costs(len(source), storage, fetching + before + after, hit, read, size), samples
 
 
 def _fetch(source: Source, ids: list[int], end: float, threads: int) -> tuple[dict[int, Any], float, float]:
-    """Fetch until `end`: the records, S, and seconds of a fetch, without the waits if threads fetch."""
-    at_once = bool(getattr(source, "threads", True))
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="stallfree-measure") if at_once else None
-    records, held, problem = dict[int, Any](), 0, None
-    began, used = time.monotonic(), time.process_time()
-    calls = [partial(source.fetch, id) if pool is None else pool.submit(source.fetch, id).result for id in ids]
-    for id, call in zip(ids, calls, strict=True):
+    """Fetch until `end`: the records, S, and seconds of a fetch.
+
+    The first records are fetched in turn. If they wait, and the source allows threads, the others are fetched at once:
+    S is their rate, and the waits are not in the seconds. Medians leave out a first fetch that loads libraries, and
+    other processes that take the core.
+    """
+    at_once, waits = bool(getattr(source, "threads", True)), False
+    records, problem, held = dict[int, Any](), None, 0
+    walls, used = list[float](), list[float]()
+    for id in ids:
+        clock, processor = time.perf_counter(), time.thread_time()
         try:
-            records[id] = private(call())
+            records[id] = private(source.fetch(id))
         except Exception as error:
             note_sample(error, source, id, "fetching")
             problem = error
             continue
+        walls.append(time.perf_counter() - clock)
+        used.append(time.thread_time() - processor)
         held += payload_bytes(records[id])
-        if not at_once and len(records) == 1 < len(ids):
-            began = time.monotonic()  # the first one may load libraries
-        elif len(records) >= _LEAST and (time.monotonic() > end or held > _MOST_BYTES):
+        waits = at_once and median(walls) > median(used) + max(_WAIT, 0.3 * median(used))
+        if len(records) >= _LEAST and (waits or time.monotonic() > end or held > _MOST_BYTES):
             break
-    seconds, busy = time.monotonic() - began, time.process_time() - used
-    if pool is not None:
-        pool.shutdown(wait=False, cancel_futures=True)
     if problem is not None and not records:
         raise problem
-    if not at_once:
-        return records, math.inf, seconds / max(1, len(records) - 1)
-    return records, math.inf if busy > _BUSY * seconds else len(records) / seconds, busy / len(records)
+    if not waits:
+        return records, math.inf, median(used if at_once else walls)
+    pool, began, count = ThreadPoolExecutor(threads), time.monotonic(), 0
+    for id, future in [(id, pool.submit(source.fetch, id)) for id in ids[len(walls) :][: 4 * threads]]:
+        with contextlib.suppress(Exception):  # raised when the sample is requested
+            records[id], count = future.result(), count + 1
+            held += payload_bytes(records[id])
+        if count >= _LEAST and (time.monotonic() > end or held > _MOST_BYTES):
+            break
+    storage = count / (time.monotonic() - began) if count else 1 / median(walls)
+    pool.shutdown(wait=False, cancel_futures=True)
+    return records, storage, median(used)
 
 
-def _in_cache(values: list[Any], in_place: bool) -> tuple[float, float]:
-    """Bytes of a record in a cache, infinite if it cannot be stored, and seconds to read it."""
-    try:
-        sizes = [record_size(*encode(value, allow_pickle=True)) for value in values]
-    except (CodecError, RecursionError):
-        sizes = []
-    if not sizes:
-        return math.inf, 0.0
-    name, capacity = f"measure-{secrets.token_hex(8)}", sum(size + size // 4 + 4096 for size in sizes) + (1 << 20)
-    seconds, ids = 0.0, np.arange(len(values))
-    with (
-        contextlib.suppress(Exception),  # no room for a trial
-        SampleCache(len(values), capacity=capacity, fingerprint=name, name=name, example=values[0]) as cache,
-    ):
-        cache.put_many(ids, values)
-        read = cache.borrow if in_place else cache.get_many
-        read(ids)
-        began = time.perf_counter()
-        read(ids)
-        seconds = (time.perf_counter() - began) / len(values)
-    return fmean(sizes), seconds
+def _record_size(values: list[Any]) -> float:
+    """Mean bytes of a record in a cache; infinite if the values cannot be stored."""
+    with contextlib.suppress(CodecError, RecursionError, StatisticsError):
+        return fmean(record_size(*encode(value, allow_pickle=True)) for value in values)
+    return math.inf
 
 
 def measure_files(cached: Any, *, seconds: float) -> Costs:
@@ -187,7 +158,7 @@ def measure_files(cached: Any, *, seconds: float) -> Costs:
             break
     size = (cached.stats().resident_bytes - stats.resident_bytes) / len(cold)
     warm = list(map(make, ids[: len(cold)].tolist()))
-    miss, hit = fmean(cold[1:] or cold), fmean(warm[1:] or warm)
+    miss, hit = median(cold), median(warm)
     return Costs(len(cached), math.inf, miss, {"files": hit}, {}, {"files": size or math.inf})
 
 
