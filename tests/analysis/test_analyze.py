@@ -18,7 +18,7 @@ import stallfree as sf
 from stallfree import InputError
 from stallfree.analysis.analyzer import Analysis, rounds_in
 from stallfree.analysis.job import Job, make_job
-from stallfree.analysis.stopwatch import Rate
+from stallfree.analysis.measure import Rate
 from stallfree.cli import main
 from stallfree.sources.base import BaseSource
 
