@@ -329,7 +329,7 @@ class Analysis:
         """The rates with prep on the CPUs and on the device, for a step that can run on either; else None."""
         job, values = self._job, self._some.values
         movable = job.parted and any(hasattr(_inner(step), "on_device") for step in job.steps)
-        if job.device.type != "cuda" or not movable or importlib.util.find_spec("torchvision") is None:
+        if not movable or not _decodes(job.device):
             return None
 
         def part(on_device: bool) -> PartSource:
@@ -456,6 +456,10 @@ def _batches_of(job: Job, dataset: Any, ids: list[int]) -> list[Any]:
                 f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
                 "where"
             ) from error
+
+
+def _decodes(device: torch.device) -> bool:
+    return device.type == "cuda" and importlib.util.find_spec("torchvision") is not None
 
 
 def _inner(step: Any) -> Any:
