@@ -110,7 +110,6 @@ class Watch:
         self._pid, self._started = os.getpid(), clock()
         self._passes: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
         self._threads: dict[int, Thread] = {}
-        self._wrapped: set[type] = set()
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
@@ -153,8 +152,7 @@ class Watch:
             row.passes += 1
             self._passes[iterator] = Pass(row)
             kind = type(iterator)
-            if kind not in self._wrapped:
-                self._wrapped.add(kind)
+            if not hasattr(kind.__next__, "is_timed"):
                 kind.__next__ = self._timed_next(kind.__next__)
             return iterator
 
@@ -194,6 +192,7 @@ class Watch:
                     one.mark = thread.waits
                 one.last, one.thread, one.is_fresh = None if ended else now, thread if outermost else None, False
 
+        __next__.is_timed = True  # type: ignore[attr-defined]
         return __next__
 
     def _thread(self) -> Thread:
@@ -292,15 +291,22 @@ def use_cache() -> None:
 
     import stallfree
 
-    class DataLoader(stallfree.DataLoader):  # type: ignore[type-arg]
-        """stallfree's loader with a cache that it chooses itself, for any map-style data set."""
+    torchs: Any = torch.utils.data.DataLoader
+
+    class DataLoader(stallfree.DataLoader[Any]):
+        """stallfree's loader with a cache that it chooses itself; torch's for iterable data sets."""
+
+        def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Any:
+            if cls is DataLoader and isinstance(dataset, torch.utils.data.IterableDataset):
+                return torchs(dataset, *arguments, **options)
+            return super().__new__(cls)
 
         def __init__(self, dataset: Any, *arguments: Any, **options: Any) -> None:
             if not isinstance(dataset, torch.utils.data.IterableDataset) and not hasattr(dataset, "reader"):
                 options.setdefault("cache", "auto")
             super().__init__(dataset, *arguments, **options)
 
-    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
+    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc, assignment]
 
 
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:
