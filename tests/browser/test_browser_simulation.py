@@ -10,7 +10,7 @@ import pytest
 
 from report_examples import recording, simulation, worked_out
 from stallfree.events import Event
-from stallfree.report import run_data, simulation_page
+from stallfree.analysis.simulate import run_data, simulation_page
 
 if TYPE_CHECKING:
     from conftest import Open, Opened
