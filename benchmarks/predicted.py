@@ -21,7 +21,7 @@ import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, scratch_folder
 from benchmarks.photos import SIDE, make_photos
-from stallfree.analysis.analyzer import Analysis
+from stallfree.analysis.analyze import Analysis
 from stallfree.analysis.job import make_job
 
 NAME = "predicted"

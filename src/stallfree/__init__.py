@@ -24,8 +24,9 @@ from stallfree.errors import (
 
 if TYPE_CHECKING:
     from stallfree import clara, testing, vision
-    from stallfree.analysis.analyzer import analyze
-    from stallfree.analysis.prediction import Prediction
+    from stallfree.analysis.analyze import analyze
+    from stallfree.analysis.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
+    from stallfree.analysis.predict import Prediction
     from stallfree.analysis.replay import Replay, replay
     from stallfree.analysis.report import Report
     from stallfree.cache.disk_tier import DiskTier
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from stallfree.importance.plans.schedule import BySamples
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.run import Batch
-    from stallfree.observe.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline.classify import Split, split
     from stallfree.pipeline.compose import Compose, OnItem, mark_deterministic, mark_random
     from stallfree.ray.workers import RayWorkers
@@ -54,8 +54,8 @@ if TYPE_CHECKING:
     from stallfree.vision.crops import DecodeRandomResizedCrop
 
 _PLACES = {
-    "analysis.analyzer": "analyze",
-    "analysis.prediction": "Prediction",
+    "analysis.analyze": "analyze",
+    "analysis.predict": "Prediction",
     "analysis.replay": "Replay replay",
     "analysis.report": "Report",
     "cache.disk_tier": "DiskTier",

@@ -6,27 +6,9 @@ from typing import Any
 
 import torch
 
-from stallfree.analysis.job import Job
-from stallfree.analysis.placement import Placement
-from stallfree.analysis.report import Remedy, Report, Sizes, make_report
-from stallfree.analysis.stopwatch import Rate
-
-
-class Samples:
-    """A data set of that length, which nobody reads."""
-
-    def __init__(self, length: int) -> None:
-        self._length = length
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, id: int) -> int:
-        return id
-
-
-class Source(Samples):
-    """One that separates fetch from prep, as far as a report can tell."""
+from stallfree.analysis.measure import Rate
+from stallfree.analysis.predict import Remedy
+from stallfree.analysis.report import Report, make_report
 
 
 def make(
@@ -35,19 +17,27 @@ def make(
     parted: bool = True,
     cache: Any = None,
     remedy: Remedy | None = None,
-    placement: Placement | None = None,
+    placement: dict[str, Any] | None = None,
     measured: dict[str, Rate] | None = None,
     **changed: Any,
 ) -> Report:
     """A report with these rates: G, P, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
-    source = Source(10_000)
-    job = Job(source, print, 32, 4, torch.device("cpu"), source=source)
-    if not parted:
-        from stallfree.sources.mapped import MapSource
-
-        job.source = MapSource(source)
-    for name, value in changed.items():
-        setattr(job, name, value)
+    workers = changed.get("num_workers", 4)
+    job = {
+        "dataset": "Source",
+        "samples": 10_000,
+        "batch_size": 32,
+        "num_workers": workers,
+        "ahead": 2 * max(1, workers),
+        "loader": "stallfree" if parted else "torch",
+        "parted": parted,
+        "device": "cpu",
+        "sample_bytes": 50_000.0 if parted else None,
+        "record_bytes": 50_000.0,
+        "prepared_bytes": 150_528.0,
+        "fetch_share": 0.0,
+        **changed,
+    }
     default: dict[str, float | None] = {"G": 1000, "P": 2000, "S": 250, "C": 50_000, "copy": None}
     merged = {**default, **rates}
     merged.setdefault("P_hit", merged["P"])
@@ -60,5 +50,4 @@ def make(
         for name, value in merged.items()
     }
     found |= measured or {}
-    sizes = Sizes(50_000.0 if parted else None, 50_000.0, 150_528.0)
-    return make_report(job, found, sizes, 0.0, cache, [], remedy, placement)
+    return make_report(job, torch.device("cpu"), found, cache, [], remedy=remedy, placement=placement)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.analysis import stopwatch
-from stallfree.analysis.stopwatch import Limits, Rate, combined, rate_of, steady_rate
+from stallfree.analysis import measure as stopwatch
+from stallfree.analysis.measure import Limits, Rate, combined, rate_of, steady_rate
 
 
 class Clock:

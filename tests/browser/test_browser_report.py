@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import pytest
 
 from report_examples import NAME, report
-from stallfree.report import report_page
+from stallfree.analysis.report import report_page
 
 if TYPE_CHECKING:
     from conftest import Open, Opened

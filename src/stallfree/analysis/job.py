@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
-from stallfree.analysis.residency import put_out, resident_share
+from stallfree.analysis.residency import drop_pages, resident_share
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import (
@@ -28,6 +29,7 @@ from stallfree.errors import (
     text_of,
 )
 from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.shared_array import SharedCounts
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
 from stallfree.notes import described, note_sample
@@ -36,10 +38,14 @@ from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import MapSource, as_source
 
-OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
+_OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
 """Loader arguments that the analysis sets for its runs."""
 
+_OF_STALLFREE = ("seed", "with_ids", "on_error", "staging")
+"""Loader arguments that torch's loader does not have."""
+
 _PREFETCH = 2
+_MOST_SAMPLES, _MOST_BYTES, _MOST_SECONDS = 2048, 1 << 28, 5.0
 
 
 @dataclass
@@ -56,7 +62,6 @@ class Job:
         source: the fetch; fetch and prep if they are inseparable.
         steps: the prep; empty if they are inseparable.
         cached: whether the job has a sample cache.
-        form: the form of samples in that cache, or in a potential one.
     """
 
     dataset: Any
@@ -68,19 +73,11 @@ class Job:
     source: Any = None
     steps: Compose = field(default_factory=lambda: Compose([]))
     cached: bool = False
-    form: str | float = "fetched"
 
     @property
     def parted(self) -> bool:
         """Whether fetch and prep can be separated."""
         return not isinstance(self.source, MapSource)
-
-    @property
-    def uncached(self) -> Any:
-        """The data set without its cache."""
-        if self.parted:
-            return Bare(self.source, self.steps)
-        return self.dataset
 
     @property
     def loader(self) -> str:
@@ -96,12 +93,10 @@ class Job:
         """The job's loader over `ids` of `dataset`."""
         arguments = {**self.arguments, "sampler": ids, **changed}
         arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        known = {
-            key: value for key, value in arguments.items() if key not in ("seed", "with_ids", "on_error", "staging")
-        }
         try:
             if self.loader == "stallfree":
                 return DataLoader(dataset, **arguments)
+            known = {key: value for key, value in arguments.items() if key not in _OF_STALLFREE}
             return torch.utils.data.DataLoader(dataset, **known)
         except StallfreeError:
             raise
@@ -154,10 +149,11 @@ def make_job(
     if where.type == "cuda" and not torch.cuda.is_available():
         raise device_unknown(f"device={device!r}: there is no such accelerator here; give 'cpu', or leave it out")
     job = Job(dataset, step, batch_size, num_workers, where)
-    job.arguments = {key: value for key, value in arguments.items() if key not in OURS}
+    job.arguments = {key: value for key, value in arguments.items() if key not in _OURS}
     if isinstance(dataset, CachedDataset):
-        job.source, job.form, job.cached = dataset.source, dataset.form, True
-        job.steps = Compose([dataset.reader.deterministic, dataset.reader.rest])
+        job.source, job.steps, job.cached = dataset.source, dataset.steps, True
+        if dataset.form in ("files", "reads"):  # one process makes a sample from files, wherever these come from
+            job.source = as_source(dataset.dataset, divide=False)
     else:
         job.source = as_source(dataset, divide=False)
         job.steps = job.source.pipeline
@@ -178,11 +174,21 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
         raise job_function(
             f"{where!r} names no function: give a file or a module and a function, such as my_job.py:build"
         )
-    module = _import(place)
+    is_file = place.endswith(".py") or os.sep in place
+    path = Path(place)
+    if is_file and not path.is_file():
+        raise job_function(f"there is no file {place}: give a file or a module and a function, such as my_job.py:build")
+    sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())  # worker processes import from it
+    try:
+        module = vars(importlib.import_module(path.stem if is_file else place))
+    except Exception as error:
+        raise job_failed(
+            f"{place} cannot be loaded: {type(error).__name__}: {text_of(error)}. Correct it there"
+        ) from error
     build = module.get(name)
     if not callable(build):
-        there = ", ".join(sorted(key for key, value in module.items() if callable(value) and key[0] != "_")[:8])
-        raise job_function(f"{place} has no function {name!r}: give one that it has ({there or 'it has none'})")
+        names = ", ".join(sorted(key for key, value in module.items() if callable(value) and key[0] != "_")[:8])
+        raise job_function(f"{place} has no function {name!r}: give one that it has ({names or 'it has none'})")
     try:
         built = build()
     except StallfreeError:
@@ -198,26 +204,6 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     return dataset, {"batch_size": 1, "num_workers": 0, **arguments}, step
 
 
-def _import(place: str) -> dict[str, Any]:
-    try:
-        if place.endswith(".py") or os.sep in place:
-            path = Path(place)
-            if not path.is_file():
-                raise job_function(
-                    f"there is no file {place}: give a file or a module and a function, such as my_job.py:build"
-                )
-            sys.path.insert(0, str(path.resolve().parent))
-            return vars(importlib.import_module(path.stem))  # so that worker processes can import from it
-        sys.path.insert(0, os.getcwd())
-        return vars(importlib.import_module(place))
-    except StallfreeError:
-        raise
-    except Exception as error:
-        raise job_failed(
-            f"{place} cannot be loaded: {type(error).__name__}: {text_of(error)}. Correct it there"
-        ) from error
-
-
 def _shape(value: Any, depth: int = 2) -> str:
     """A short description of a value."""
     if isinstance(value, torch.Tensor):
@@ -229,129 +215,100 @@ def _shape(value: Any, depth: int = 2) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-class Held(BaseSource):
-    """Records in memory with a pipeline, to measure prep without the cost of storage.
+# -- parts of the job -------------------------------------------------------------------------------------------------
+
+
+class PartSource(BaseSource):
+    """A part of a job's work: some fetches, some steps, no cache.
 
     Args:
-        records: as fetched.
-        steps: the pipeline.
+        fetch: returns the record of an id.
+        length: number of samples.
+        steps: the prep.
+        threads: whether threads may fetch.
+        clock: measures the CPU time of fetches and steps; None: nothing does.
     """
 
-    def __init__(self, records: Sequence[Any], steps: Compose) -> None:
-        self.records = records
+    def __init__(
+        self, fetch: Callable[[int], Any], length: int, steps: Compose, threads: bool, clock: CpuClock | None = None
+    ) -> None:
+        self._fetch, self._length, self.threads = fetch, length, threads
         self.pipeline = steps
+        if clock is not None:
+            self._fetch, self.pipeline = partial(clock.time, 0, fetch), Compose([partial(clock.time, 1, steps)])
 
     def __len__(self) -> int:
-        return len(self.records)
+        return self._length
 
     def _record(self, id: int) -> Any:
-        return self.records[id]
+        return self._fetch(id)
 
     def _where(self, id: int) -> str:
         return ""
 
     def fingerprint(self) -> str:
         """A fingerprint unique to this object."""
-        return f"held-{os.getpid()}-{id(self)}"
+        return f"part-{os.getpid()}-{id(self)}"
 
 
-class Bare(BaseSource):
-    """Fetches of another source, without its cache.
+class CpuClock:
+    """CPU seconds of fetches and of steps, interleaved, in all worker processes.
 
     Args:
-        source: to fetch from.
-        steps: the prep.
+        workers: their number.
     """
 
-    def __init__(self, source: Any, steps: Compose) -> None:
-        self.source = source
-        self.pipeline = steps
-        self.threads = getattr(source, "threads", True)
+    def __init__(self, workers: int) -> None:
+        self._counts = SharedCounts(2 * (workers + 1))  # microseconds of each process, so that none overwrites another
 
-    def __len__(self) -> int:
-        return len(self.source)
+    def time(self, kind: int, call: Callable[[Any], Any], argument: Any) -> Any:
+        """Return `call(argument)`, and count its time as that of fetches, 0, or of steps, 1."""
+        began = time.thread_time_ns()
+        try:
+            return call(argument)
+        finally:
+            worker = get_worker_info()
+            place = 2 * (0 if worker is None else worker.id + 1) + kind
+            self._counts.array[place] += round((time.thread_time_ns() - began) / 1000)
 
-    def _record(self, id: int) -> Any:
-        return self.source.fetch(id)
-
-    def _where(self, id: int) -> str:
-        return str(self.source.where(id))
-
-    def fingerprint(self) -> str:
-        """The fingerprint of the source."""
-        return str(self.source.fingerprint())
+    @property
+    def share(self) -> float:
+        """CPU time of the fetches as a share of that of the steps; 0 if there are none."""
+        fetching, preparing = self._counts.array.reshape(-1, 2).sum(axis=0).tolist()
+        return fetching / preparing if preparing else 0.0
 
 
-class Endless:
-    """An infinite sampler: `ids` in a new random order per pass."""
+class CyclingSampler:
+    """An infinite sampler: `ids` in a new random order per pass.
 
-    def __init__(self, ids: Sequence[int], seed: int = 0) -> None:
-        self._ids = np.asarray(ids)
-        self._seed = seed
+    Args:
+        ids: ids to yield.
+        paths: maps an id to its files, which are dropped from memory before the id is yielded; None: they stay.
+        seed: of the orders.
+
+    Attributes:
+        resident: share of the pages of files that were still in memory after they were dropped.
+    """
+
+    _CHECKED = 200
+
+    def __init__(self, ids: Sequence[int], paths: Callable[[int], list[str]] | None = None, seed: int = 0) -> None:
+        self._ids, self._paths, self._seed = np.asarray(ids), paths, seed
+        self.resident: list[float] = []
 
     def __iter__(self) -> Iterator[int]:
         rng = np.random.default_rng(self._seed)
         while True:
-            yield from rng.permutation(self._ids).tolist()
+            for id in rng.permutation(self._ids).tolist():
+                if self._paths is not None:
+                    paths = self._paths(id)
+                    drop_pages(paths)
+                    if len(self.resident) < self._CHECKED and (share := resident_share(paths)) is not None:
+                        self.resident.append(share)
+                yield id
 
 
-class Cold:
-    """An infinite sampler in random order, which drops the files of each id from memory before yielding it.
-
-    Args:
-        ids: ids to yield.
-        paths: maps an id to its files.
-        seed: of the orders.
-
-    Attributes:
-        looked: files checked after they were dropped, and the share of their pages still in memory.
-    """
-
-    _LOOKS = 200
-
-    def __init__(self, ids: Sequence[int], paths: Callable[[int], list[str]], seed: int = 0) -> None:
-        self._ids = Endless(ids, seed)
-        self._paths = paths
-        self.looked: list[float] = []
-
-    def __iter__(self) -> Iterator[int]:
-        for id in self._ids:
-            paths = self._paths(id)
-            put_out(paths)
-            if len(self.looked) < self._LOOKS and (there := resident_share(paths)) is not None:
-                self.looked.append(there)
-            yield id
-
-
-class Opened:
-    """Records the files opened for reading in the block. Only one instance may be active."""
-
-    _recorded: list[str] | None = None
-    _hooked = False
-
-    def __enter__(self) -> Opened:
-        Opened._recorded = []
-        if not Opened._hooked:  # an audit hook cannot be removed, so all instances share one
-            Opened._hooked = True
-            sys.addaudithook(_record_open)
-        return self
-
-    def take(self) -> list[str]:
-        """Regular files opened since the last call, without those of Python itself."""
-        inside = (sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-")
-        paths, Opened._recorded = Opened._recorded or [], []
-        return [path for path in dict.fromkeys(paths) if not path.startswith(inside) and os.path.isfile(path)]
-
-    def __exit__(self, *_: object) -> None:
-        Opened._recorded = None
-
-
-def _record_open(event: str, arguments: tuple[Any, ...]) -> None:
-    recorded = Opened._recorded
-    if recorded is not None and event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
-        flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
-        if flags & os.O_ACCMODE == os.O_RDONLY:
-            recorded.append(os.path.abspath(os.fsdecode(arguments[0])))
+# -- samples read in advance ------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -361,26 +318,19 @@ class Records:
     Attributes:
         ids: their ids.
         values: their records, if fetch and prep can be separated; else empty.
-        parts: what each was read from, if they cannot be separated: files of this host, each with start and stop.
+        files: the files that each was read from, if they cannot be separated.
         sample_bytes: mean bytes of a fetch; None if unknown.
     """
 
     ids: list[int]
     values: list[Any]
-    parts: dict[int, list[tuple[str, int, int]]]
-    sample_bytes: float | None
-
-    def paths(self, id: int) -> list[str]:
-        """The files that a sample was read from."""
-        return list(dict.fromkeys(path for path, _, _ in self.parts[id]))
+    files: dict[int, list[str]]
+    sample_bytes: float | None = None
 
     @property
-    def files(self) -> list[str]:
-        """All files of the samples."""
-        return list(dict.fromkeys(path for id in self.parts for path in self.paths(id)))
-
-
-MOST_SAMPLES, MOST_BYTES, MOST_SECONDS = 2048, 1 << 28, 5.0
+    def all_files(self) -> list[str]:
+        """The files of all samples."""
+        return list(dict.fromkeys(path for paths in self.files.values() for path in paths))
 
 
 def read_some(job: Job) -> Records:
@@ -393,26 +343,38 @@ def read_some(job: Job) -> Records:
 
 def _read_some(job: Job) -> Records:
     order = np.random.default_rng(0).permutation(len(job.source)).tolist()
-    started, size, found = time.monotonic(), 0, Records([], [], {}, None)
-    with Opened() as opened:
-        for id in order[:MOST_SAMPLES]:
-            try:
-                record = job.source.fetch(id)
-            except Exception as error:
-                note_sample(error, job.source, id, "fetching")
-                raise job_failed(
-                    f"the job cannot be analysed: {described(error)}. Leave this sample out, or correct it"
-                ) from error
+    started, size, some, opened = time.monotonic(), 0, Records([], [], {}), list[str]()
+    sys.addaudithook(partial(_note_open, opened))  # ends with this process
+    for id in order[:_MOST_SAMPLES]:
+        opened.clear()
+        try:
+            record = job.source.fetch(id)
+        except Exception as error:
+            note_sample(error, job.source, id, "fetching")
+            raise job_failed(
+                f"the job cannot be analysed: {described(error)}. Leave this sample out, or correct it"
+            ) from error
+        some.ids.append(id)
+        if job.parted:
+            some.values.append(record)
             size += payload_bytes(record)
-            if job.parted:
-                found.values.append(record)
-            else:
-                found.parts[id] = [(path, 0, os.path.getsize(path)) for path in opened.take()]
-            found.ids.append(id)
-            enough = size > MOST_BYTES or time.monotonic() - started > MOST_SECONDS
-            if enough and len(found.ids) >= 2 * job.batch_size:
-                break
+        else:
+            some.files[id] = [path for path in dict.fromkeys(opened) if os.path.isfile(path)]
+            size += payload_bytes(record)
+        enough = size > _MOST_BYTES or time.monotonic() - started > _MOST_SECONDS
+        if enough and len(some.ids) >= 2 * job.batch_size:
+            break
     if not job.parted:
-        size = sum(os.path.getsize(path) for path in found.files)
-    found.sample_bytes = size / len(found.ids) or None
-    return found
+        size = sum(map(os.path.getsize, some.all_files))
+    some.sample_bytes = size / len(some.ids) or None
+    return some
+
+
+def _note_open(opened: list[str], event: str, arguments: tuple[Any, ...]) -> None:
+    """Add the path of a file that is opened for reading, unless it is one of Python or of stallfree."""
+    if event == "open" and len(opened) < _MOST_SAMPLES and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
+        path = os.path.abspath(os.fsdecode(arguments[0]))
+        own = path.startswith((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-"))
+        if flags & os.O_ACCMODE == os.O_RDONLY and not own:
+            opened.append(path)

@@ -1,4 +1,4 @@
-"""The throughput model: F, P and G, the bottleneck, and the loss from queues of finite length.
+"""The throughput model: F, P and G, the bottleneck, what a cache saves, and the loss from queues of finite length.
 
     F = 1 / (x / C + (1 - x) / S)      fetch rate, for a share x of hits
     throughput = min(F, P, G)          if fetch, prep and compute overlap
@@ -7,6 +7,8 @@ This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data S
 section 3.4 and appendix) with two additions. A miss costs more CPU time than a hit, so P depends on x as F does. And
 the number of misses in a batch is random, so a loader that works only a few batches ahead stalls occasionally if F is
 near P or G; `sustained` simulates the queues of the loader batch by batch.
+
+`analyze` and `predict` evaluate it for a job (`setting`), `cache="auto"` for each form of a cache (`choose`).
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -29,6 +31,18 @@ _PARTS = 1_000_000
 
 _WORKERS = 128
 """Maximum workers that `sustained` simulates; more are modelled as this number of faster ones."""
+
+NOTHING = "nothing"
+"""The form of no cache; the others are those of `CachedDataset`."""
+
+_GAIN, _LEAST_SAVED = 1.1, 50e-6
+"""A cache must make the loader at least so much faster, and save so many worker seconds per sample.
+
+Short measurements vary by some percent, and costs of about 50 µs are not in the model.
+"""
+
+_EQUAL = 1.02
+"""Forms whose rates differ by less are equal; the one that costs less prep is taken."""
 
 
 @dataclass(frozen=True)
@@ -152,3 +166,72 @@ def _mix(hit: float, miss: float, hits: float) -> float:
         raise InputError(f"{hits!r} is no share of hits: give 0 to 1")
     seconds = hits / hit + (1 - hits) / miss
     return 1 / seconds if seconds else math.inf
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the samples of a data set cost, in seconds of one process per sample.
+
+    Attributes:
+        samples: of the data set.
+        storage: S in samples/s, of all processes together; infinite if no wait was observed.
+        miss: a sample that is not cached, without waits that overlap with prep.
+        hit: a cached sample, by form.
+        read: the read from the cache in it, by form.
+        size: bytes of a cached sample, by form; infinite if it cannot be stored.
+        compute: G in samples/s; infinite if unknown.
+    """
+
+    samples: int
+    storage: float
+    miss: float
+    hit: Mapping[str, float]
+    read: Mapping[str, float] = field(default_factory=dict)
+    size: Mapping[str, float] = field(default_factory=dict)
+    compute: float = math.inf
+
+
+@dataclass(frozen=True)
+class Option:
+    """A form of the cache, and its effect.
+
+    Attributes:
+        form: `NOTHING` or one of a `CachedDataset`.
+        hits: x, the share of the samples that fit.
+        rates: of the parts.
+        memory: bytes of the cached samples.
+    """
+
+    form: str
+    hits: float
+    rates: Rates
+    memory: float
+
+    @property
+    def rate(self) -> float:
+        """Samples/s of the loader by itself, min(F, P)."""
+        return min(self.rates.fetch_at(self.hits), self.rates.prep_at(self.hits))
+
+
+def expect(costs: Costs, form: str, capacity: int, workers: int) -> Option:
+    """The effect of a cache of this form in `capacity` bytes, with so many workers."""
+    workers, size = max(1, workers), costs.size.get(form, math.inf)
+    hits = min(1.0, capacity / (costs.samples * size))
+    hit, read = costs.hit.get(form, costs.miss), costs.read.get(form, 0.0)
+    miss_rate, hit_rate, read_rate = (workers / max(1e-9, seconds) for seconds in (costs.miss, hit, read))
+    rates = Rates(costs.compute, miss_rate, hit_rate, costs.storage, read_rate)
+    return Option(form, hits, rates, hits * costs.samples * size if hits else 0.0)
+
+
+def choose(costs: Costs, capacity: int, workers: int) -> Option:
+    """The form of the fastest loader; `NOTHING` if no cache gains a tenth."""
+    nothing = best = expect(costs, NOTHING, capacity, workers)
+    for form in costs.size:
+        option = expect(costs, form, capacity, workers)
+        equal = option.rate * _EQUAL >= best.rate and option.rates.prep_at(option.hits) > _EQUAL * best.rates.prep_at(
+            best.hits
+        )
+        if option.hits and (option.rate > _EQUAL * best.rate or equal):
+            best = option
+    saved = max(1, workers) * (1 / nothing.rate - 1 / best.rate)
+    return best if best.rate >= _GAIN * nothing.rate and saved >= _LEAST_SAVED else nothing

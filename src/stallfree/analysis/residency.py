@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import mmap
 import os
-import sys
 from collections.abc import Iterable, Sequence
 
 from stallfree.platform import OPEN, shares_memory
@@ -19,13 +18,12 @@ def resident_share(paths: Iterable[str]) -> float | None:
     """
     if not shares_memory():
         return None
-    there = pages = 0
+    resident = pages = 0
     for path in paths:
         with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
-            found = _pages(file.fileno(), os.fstat(file.fileno()).st_size)
-            there += found[0]
-            pages += found[1]
-    return there / pages if pages else None
+            counts = _pages(file.fileno(), os.fstat(file.fileno()).st_size)
+            resident, pages = resident + counts[0], pages + counts[1]
+    return resident / pages if pages else None
 
 
 def _pages(fd: int, size: int) -> tuple[int, int]:
@@ -47,7 +45,7 @@ def _pages(fd: int, size: int) -> tuple[int, int]:
     return sum(value & 1 for value in vector), count
 
 
-def put_out(paths: Sequence[str]) -> None:
+def drop_pages(paths: Sequence[str]) -> None:
     """Advise the operating system to drop these files from the page cache (`posix_fadvise`, DONTNEED).
 
     Dirty pages are written back first. The call is only advisory: check `resident_share` before and after. Files that
@@ -66,10 +64,8 @@ def put_out(paths: Sequence[str]) -> None:
                 os.close(fd)
 
 
-def read_file(path: str, start: int = 0, stop: int | None = None) -> None:
-    """Read a part of a file, by default all of it, if it is readable."""
-    left = sys.maxsize if stop is None else stop - start
+def read_file(path: str) -> None:
+    """Read a file, if it is readable."""
     with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        file.seek(start)
-        while left > 0 and (data := file.read(min(left, 1 << 20))):
-            left -= len(data)
+        while file.read(1 << 20):
+            pass

@@ -10,9 +10,7 @@ from functools import cached_property
 from itertools import combinations
 from typing import Any
 
-from stallfree.analysis.model import Loading, Rates, knee, law, least_share, sustained
-from stallfree.analysis.placement import Placement
-from stallfree.autotune.choice import Choice
+from stallfree.analysis.model import Loading, Option, Rates, knee, law, least_share, sustained
 
 WORTH = 1.02
 """Minimum gain of a recommendation; smaller gains are reported as less than 2%."""
@@ -61,7 +59,6 @@ class Setting:
         record_bytes: mean bytes of a cached sample; None if unknown.
         samples: of the data set.
         jobs: equal jobs on the machine; the rates are those of one of them.
-        placement: the rates of prep on the CPUs and on the device, if it can be on both.
         measured: cores and loader from which `with_cpus` scales; None: these.
     """
 
@@ -75,7 +72,6 @@ class Setting:
     samples: int
     jobs: int = 1
     measured: tuple[int, Loading] | None = None
-    placement: Placement | None = None
 
     @cached_property
     def throughput(self) -> float:
@@ -149,8 +145,7 @@ class Setting:
         workers = max(1, math.ceil(loading.workers * cpus / base)) if loading.workers else cpus
         ahead = max(loading.ahead, math.ceil(loading.ahead * cpus / base))
         loading = replace(self.loading, workers=workers, ahead=ahead)
-        then = replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing, measured=measured)
-        return then._placed(prep=factor)
+        return replace(self, rates=rates, loading=loading, cpus=cpus, sharing=sharing, measured=measured)
 
     def with_workers(self, workers: int) -> Setting:
         """With `workers` workers on the same machine: P in proportion, with the same shared work."""
@@ -172,32 +167,28 @@ class Setting:
     def with_devices(self, devices: float) -> Setting:
         """With `devices` devices that share each batch: G in proportion."""
         sharing = self.sharing and replace(self.sharing, step=self.sharing.step / devices)
-        return replace(self, rates=self.rates.times(devices, "compute"), sharing=sharing)._placed(step=devices)
+        return replace(self, rates=self.rates.times(devices, "compute"), sharing=sharing)
 
     def with_jobs(self, jobs: int) -> Setting:
         """One of `jobs` equal jobs on the host, each with its own device: 1/jobs of S, C and P."""
         shared = self.rates.times(1 / jobs, "prep", "prep_hit", "storage", "cache")
         sharing = self.sharing and _scaled(self.sharing, jobs)
-        return replace(self, rates=shared, sharing=sharing, jobs=self.jobs * jobs)._placed(prep=1 / jobs)
-
-    def _placed(self, **factors: float) -> Setting:
-        return self if self.placement is None else replace(self, placement=self.placement.times(**factors))
+        return replace(self, rates=shared, sharing=sharing, jobs=self.jobs * jobs)
 
     def with_hits(self, hits: float) -> Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
 
-    def with_choice(self, choice: Choice, nothing: Choice) -> Setting:
-        """With the chosen cache, scaled by its change relative to `nothing` in the same model."""
+    def with_option(self, option: Option, nothing: Option, workers: int) -> Setting:
+        """With a cache, scaled by its change relative to `nothing` in the same model."""
         prep = self.rates.prep
         if not self.loading.overlap:  # fetch and prep alternate
             prep = 1 / (1 / self.rates.storage + 1 / prep)
-        if math.isfinite(nothing.prep):
-            prep *= choice.prep / nothing.prep
-        rates = Rates(self.rates.compute, prep, prep, choice.fetch, choice.fetch)
-        size, workers = self.loading.batch_size, max(1, choice.workers)
-        loading = Loading(size, workers, max(self.loading.ahead, 2 * workers), overlap=True)
-        return replace(self, rates=rates, loading=loading, hits=choice.hits, cpus=workers, measured=None)
+        prep *= option.rates.prep_at(option.hits) / nothing.rates.prep
+        fetch = option.rates.fetch_at(option.hits)
+        loading = Loading(self.loading.batch_size, workers, max(self.loading.ahead, 2 * workers), overlap=True)
+        rates = Rates(self.rates.compute, prep, prep, fetch, fetch)
+        return replace(self, rates=rates, loading=loading, hits=option.hits, cpus=workers, measured=None)
 
     # -- sufficient resources -----------------------------------------------------------------------------------------
 

@@ -12,14 +12,28 @@ import heapq
 import math
 import statistics
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from stallfree.errors import InputError, run_too_large
+from stallfree.analysis.render import (
+    Block,
+    Heading,
+    Raw,
+    Table,
+    Text,
+    as_page,
+    asset,
+    escape,
+    expect_format,
+    number,
+    plural,
+)
+from stallfree.errors import InputError, file_unreadable, run_too_large
 from stallfree.events import Event
-from stallfree.units import parse_whole
+from stallfree.units import format_seconds, parse_whole
 
 _WARM_BATCHES = 150
 _STEADY_BATCHES = 600
@@ -245,8 +259,146 @@ def _advice(pipeline: Pipeline, laws: tuple[float, float]) -> str:
 
 
 def _caution(seconds: float, singles: list[tuple[int, int]]) -> str:
-    without, prefetching = (f"{least}" if least == most else f"{least} to {most}" for least, most in singles)
+    without, prefetching = (_from_to(*ends) for ends in singles)
     return (
         f"One run is one draw: in the first {seconds:g} s single seeds give {without} batches without prefetch and "
         f"{prefetching} with it. Go by the steady state."
     )
+
+
+# -- the page and the text --------------------------------------------------------------------------------------------
+
+MOST_EVENTS = 20_000
+_KINDS = ("without prefetch", "with prefetch")
+_LAW = "The law: min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch: W loaders, l load, t copy, m compute."
+
+
+def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
+    """Both runs of a pipeline, of seed 0, and their comparison, in the format of `simulation_page`."""
+    comparison, runs = asdict(compare(pipeline, seeds=seeds, seconds=seconds)), []
+    for prefetch, name in enumerate(_KINDS):
+        run = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
+        depth = pipeline.depth if prefetch else 0
+        runs.append(
+            run_data(name, (*run.events, *run.unfinished), seconds=seconds, queue=pipeline.queue_size, depth=depth)
+        )
+    load, transfer, compute = map(format_seconds, (pipeline.load, pipeline.transfer, pipeline.compute))
+    title = (
+        f"{plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to compute; "
+        f"variation {pipeline.variation:g}"
+    )
+    data = {"title": title, "runs": runs, "shown": int(pipeline.prefetch), "pipeline": asdict(pipeline)}
+    return {"format": "stallfree-simulation", "version": 1, **data, "comparison": comparison}
+
+
+def recording_data(name: str, events: Iterable[Event], *, seconds: float | None = None) -> dict[str, Any]:
+    """The log of a real loader in the format of `simulation_page`."""
+    data = {"title": name, "runs": [run_data(name, events, seconds=seconds)], "shown": 0}
+    return {"format": "stallfree-simulation", "version": 1, **data, "pipeline": None, "comparison": None}
+
+
+def run_data(
+    name: str,
+    events: Iterable[Event],
+    *,
+    seconds: float | None = None,
+    queue: int | None = None,
+    depth: int | None = None,
+) -> dict[str, Any]:
+    """A run, in the format of `simulation_page`. Times are relative to the first event.
+
+    Args:
+        name: title of the run on the page.
+        events: in any order. Only the first 20,000 by start time are kept; `left_out` counts the others.
+        seconds: length of the shown part; up to the last kept end if None.
+        queue: capacity of the queue in batches; None if unknown.
+        depth: batches on the device in addition to the one in use; None if unknown.
+
+    Raises `InputError` if there are no events, or if they take no time.
+    """
+    ordered = sorted(events, key=lambda event: (event.start, event.end))
+    if not ordered:
+        raise file_unreadable(f"{name}: there are no events: give a log of at least one batch")
+    first = ordered[0].start
+    ordered = [event for event in ordered if seconds is None or event.start - first < seconds]
+    kept = ordered[:MOST_EVENTS]
+    if len(ordered) > len(kept):
+        seconds = ordered[len(kept)].start - first
+    elif seconds is None:
+        seconds = max(event.end for event in kept) - first
+    if not seconds > 0:
+        raise file_unreadable(f"{name}: all events are at one instant: give a log of something that took time")
+    rows = [
+        [event.start - first, event.end - first, str(event.actor), str(event.what), event.batch, event.epoch]
+        for event in kept
+    ]
+    left_out = len(ordered) - len(kept)
+    return {"name": name, "seconds": seconds, "queue": queue, "depth": depth, "left_out": left_out, "events": rows}
+
+
+def simulation_page(data: Mapping[str, Any]) -> str:
+    """One or more runs as an animated page with a Gantt chart. The page makes no network requests.
+
+    Args:
+        data: of `simulation_data` or `recording_data`.
+
+    Raises `InputError` for other data, `MissingExtraError` if `plotly` is not installed.
+    """
+    expect_format(data, "stallfree-simulation", ("title", "runs", "shown", "comparison"))
+    runs = data["runs"]
+    if not runs or not 0 <= data["shown"] < len(runs):
+        raise InputError(f"shown={data['shown']!r} with {len(runs)} runs: give at least a run, and the index of one")
+    choices = "".join(
+        f'<label><input type="radio" name="run" value="{index}"{" checked" if index == data["shown"] else ""}>'
+        f'<span>{escape(run["name"])}: <b class="count" id="count-{index}">0</b> batches trained</span></label>\n'
+        for index, run in enumerate(runs)
+    )
+    left_out = [
+        Text(f"{run['name']}: {run['left_out']:,} later events are not shown.", "small") for run in runs if run["left_out"]
+    ]
+    blocks = [*simulation_blocks(data), Raw(asset("stage.html").replace("CHOICES", choices)), *left_out]
+    kicker = "recording" if data["comparison"] is None else "simulation"
+    return as_page(kicker, str(data["title"]), blocks, data, "simulation")
+
+
+def simulation_blocks(data: Mapping[str, Any]) -> list[Block]:
+    """What a simulation shows, as text; or the number and duration of the events in the log of a real loader."""
+    comparison = data["comparison"]
+    if comparison is None:
+        (run,) = data["runs"]
+        spent: dict[tuple[str, str], list[float]] = {}
+        for start, end, actor, what, *_ in run["events"]:
+            spent.setdefault((actor, what), []).append(end - start)
+        rows = [
+            [f"{actor}: {what}", f"{len(times):,}", format_seconds(statistics.fmean(times)), f"{sum(times) / run['seconds']:.0%}"]
+            for (actor, what), times in sorted(spent.items())
+        ]
+        return [
+            Heading(f"{run['name']}: {format_seconds(run['seconds'])}"),
+            Table("Events", ["process and step", "batches", "mean", "share of the time"], rows),
+        ]
+    first = f"first {comparison['seconds']:g} s"
+    laws = zip(comparison["law"], comparison["steady"], strict=True)  # with the decimals of the compared value
+    rows = [
+        [f"{first}: mean of {plural(comparison['seeds'], 'seed')}", *map(_with_ends, comparison["first"])],
+        [f"{first}: single seeds", *(_from_to(*ends) for ends in comparison["singles"])],
+        ["steady state, per second", *map(_with_ends, comparison["steady"])],
+        ["law, per second", *(number(law, part["high"] - part["low"]) for law, part in laws)],
+    ]
+    advice = comparison["advice"]
+    return [
+        Text(f"{advice[:1].upper()}{advice[1:]}.", "verdict"),
+        Heading("Batches trained, with intervals of 95%"),
+        Table("Without and with prefetch", ["", *_KINDS], rows),
+        Text(comparison["caution"], "small"),
+        Text(_LAW, "small"),
+    ]
+
+
+def _with_ends(part: Mapping[str, float]) -> str:
+    width = part["high"] - part["low"]
+    return f"{number(part['mean'], width)} ({number(part['low'], width)} to {number(part['high'], width)})"
+
+
+def _from_to(least: int, most: int) -> str:
+    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

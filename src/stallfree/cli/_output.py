@@ -75,7 +75,7 @@ def writable(path: Path | None) -> None:
 
 def writable_page(path: Path | None) -> None:
     """Raise an error if a page with charts cannot be written to `path`. Called before a measurement."""
-    from stallfree.report.document import plotly
+    from stallfree.analysis.render import plotly
 
     writable(path)
     if path is not None:

@@ -34,7 +34,7 @@ def analyze(
 
     Example: stallfree analyze my_job.py:build --json report.json
     """
-    from stallfree.analysis.analyzer import analyze as run
+    from stallfree.analysis.analyze import analyze as run
     from stallfree.analysis.job import load_job
 
     writable(json)

@@ -38,7 +38,7 @@ def replay(
 
     Example: stallfree replay --samples 1.3M --capacity 35%
     """
-    from stallfree.analysis.progress import bar
+    from stallfree.analysis.render import progress_bar
     from stallfree.analysis.replay import replay as run
 
     names = _policies(policy)
@@ -49,7 +49,7 @@ def replay(
         raise InputError(f"--capacity={capacity!r} is more than all {count:,} samples: give fewer, or a share")
     plans = _plans(count, epochs)
     found = []
-    with bar() as progress:
+    with progress_bar() as progress:
         task = progress.add_task("", total=len(names) * epochs)
 
         def advance(_: EpochReplay) -> None:

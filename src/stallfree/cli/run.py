@@ -22,6 +22,9 @@ def run(
         list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of the script.", show_default=False)
     ] = None,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as for `python -m`.")] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache", help="Replace torch's loaders by ones of stallfree with cache='auto'.")
+    ] = False,
     json: Annotated[
         Path | None,
         typer.Option(help="Write the summary as JSON; with -, after the script's own output.", metavar="FILE"),
@@ -35,7 +38,6 @@ def run(
     Example: stallfree run train.py --lr 0.1
     """
     from stallfree.cli._output import writable
-    from stallfree.observe import start
 
     if not module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "is not there"
@@ -43,8 +45,7 @@ def run(
     writable(json)
     out = "" if json is None else "-" if str(json) == "-" else str(json.absolute())  # the script may change the folder
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
-    kind = "module" if module else "script"
-    given = [str(start.__file__), out, kind, target, *(arguments or [])]
+    how = [out, "cache" if cache else "", "module" if module else "script", target, *(arguments or [])]
     sys.stdout.flush()
     sys.stderr.flush()
-    os.execv(sys.executable, [sys.executable, *flags, *given])
+    os.execv(sys.executable, [sys.executable, *flags, "-m", "stallfree.analysis.run", *how])

@@ -177,10 +177,10 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
         if differs is not None and differs.at == SOURCE:
             differs = replace(differs, why=f"{differs.why} at sample {id}")
         found = earliest(found, differs)
+        if found is not None and found.at == SOURCE:
+            return found, []
     if problem is not None and not records:
         raise problem
-    if found is not None and found.at == SOURCE:
-        return found, []
     before = divide(steps, found).deterministic
     return found, [Sample(id, record, before(private(record)) if len(before) else record) for id, record in records]
 

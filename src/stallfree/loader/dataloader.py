@@ -208,7 +208,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         context = context_of(multiprocessing_context, requested=auto_capacity is None or num_workers is not None)
         auto = None
         if auto_capacity is not None:
-            from stallfree.autotune.auto_cache import AutoCache
+            from stallfree.analysis.auto import AutoCache
 
             auto = AutoCache(dataset, auto_capacity, as_int(num_workers), transform)
         # All arguments are attributes: other libraries read them to recreate a loader.

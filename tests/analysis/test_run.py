@@ -8,17 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.observe.loops import Pass, Row, Thread, _figures
-from stallfree.observe.summary import text
-
-
-class Loader:
-    dataset, batch_size, num_workers = "some", 1, 0
-
-
-class Iterator:
-    pass
-
+from stallfree.analysis.run import Pass, Row, Thread, _figures
+from stallfree.analysis.run import summary as text
 
 # (which of three iterators is asked, seconds of work before, seconds of the wait, whether it ends then)
 steps = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 5), st.booleans())
@@ -26,22 +17,19 @@ steps = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 5), st.bo
 
 @given(st.lists(steps, max_size=30))
 def test_time_between_waits_counts_once_if_any_loop_is_under_way(history: list[tuple[int, int, int, bool]]) -> None:
-    loader, iterators = Loader(), [Iterator() for _ in range(3)]
-    row = Row(loader, ("some", 1, 0, "here"))
-    passes = [Pass(iterator, row, None, lambda _: None) for iterator in iterators]
-    thread = Thread()
+    row, thread = Row(("some", 1, 0, "here"), False), Thread()
+    passes = [Pass(row) for _ in range(3)]
     now, waits = 0.0, []
     for which, work, wait, ends in history:
         begun = now + work
         now = begun + wait
         one = passes[which]
         thread.enter(begun, one)
-        thread.leave(now, wait, one.fresh)
-        one.last, one.mark, one.thread, one.fresh = now, thread.waits, thread, False
+        thread.leave(now, wait, one.is_fresh)
+        one.last, one.mark, one.thread, one.is_fresh = now, thread.waits, thread, False
         waits.append((which, begun, now))
         if ends:
             one.last = None
-    thread.close()
     # The model: second by second, whether somebody waits, and whether a pass goes on.
     ended = [ends for _, _, _, ends in history]
     between = 0
@@ -61,8 +49,8 @@ def summary(
     first: float, waited: float, between: float, *, workers: int = 2, persistent: bool = False, passes: int = 5
 ) -> dict[str, Any]:
     """What was found of a loader of so many passes of 20 batches."""
-    figures = _figures(passes, 20 * passes, None, first, waited, between)
-    row = {"dataset": "Pictures", "batch_size": 32, "num_workers": workers, "where": "train.py:9", "loaders": 1}
+    figures = _figures(passes, 20 * passes, first, waited, between)
+    row = {"dataset": "Pictures", "batch_size": 32, "num_workers": workers, "where": "train.py:9"}
     return {
         "target": "train.py",
         "loaders": [{**row, "persistent_workers": persistent, **figures}],
@@ -94,4 +82,4 @@ def test_persistent_workers_are_named_where_their_start_is_the_reason(
     shown = text(found)
     assert ("train.py:9 are started again" in shown) == named
     assert ("persistent_workers=True" in shown) == named
-    assert ("what would end these waits" in shown) == further
+    assert ("`stallfree run --cache`" in shown) == further

@@ -1,0 +1,325 @@
+"""`DataLoader(cache="auto")`: decides once, before the first epoch, what of a data set is kept in memory.
+
+The first process of a host that begins an epoch decides, in child processes that end with all that the data set opened.
+The others wait for it at a kernel lock in a shared folder, and read its verdict there. In this order:
+
+1. The samples as they are, if they are always the same up to a random step.
+2. The samples of the data set that is cut at the attribute with its transform (`cut_any`).
+3. The files that the data set opens.
+
+The model (`choose`) compares the forms of the cache with none. A step that proves random later is moved behind the
+cache by the reader; nothing is decided again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+import weakref
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from stallfree.analysis.measure import measure_files, measure_samples
+from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
+from stallfree.batches.reader import Reader
+from stallfree.cache.capacity import granted
+from stallfree.datasets.cached_dataset import CachedDataset, token
+from stallfree.datasets.probe import FirstLook, look, reason_in
+from stallfree.datasets.ranks import find_ranks
+from stallfree.datasets.reader import IO_THREADS, reader_of
+from stallfree.errors import InputError, argument_conflict, text_of
+from stallfree.ipc.folders import SharedFolder, default_root
+from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.locks import FileLock
+from stallfree.loader.pool import Options
+from stallfree.notes import is_users
+from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.fingerprint import fingerprint, tolerant
+from stallfree.pipeline.protocol import Source
+from stallfree.platform import cpu_count
+from stallfree.sources.cut import cut_any
+from stallfree.sources.mapped import MapSource, as_source
+from stallfree.units import format_seconds, format_size
+
+_VERDICT = "verdict.json"
+_WAIT = 300.0
+"""Maximum seconds to wait for the process that decides."""
+
+_SECONDS, _SHARE = 0.3, 0.03
+"""A decision may take so many seconds or this share of the first epoch, whichever is longer."""
+
+_LEAST, _MOST = 0.03, 2.0
+"""Seconds that a measurement gets in any case, and the most that it is worth."""
+
+_LOOKED = 8
+"""Samples of a look."""
+
+_SHORT = 0.3
+"""Seconds of work in an epoch up to which no workers are started, unless the user gave their number."""
+
+_INDEX = 20
+"""Approximate bytes of a cache's index per sample."""
+
+log = logging.getLogger("stallfree")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A decision, which the processes of a host share.
+
+    Attributes:
+        form: of the cache; `NOTHING` for none.
+        cut: whether the data set is cut.
+        capacity: bytes of the cache.
+        workers: worker processes.
+        line: the decision in a sentence, as printed.
+        reasons: why not other ways; empty if the first one was possible.
+    """
+
+    form: str
+    cut: bool
+    capacity: int
+    workers: int
+    line: str
+    reasons: str = ""
+
+
+@dataclass
+class Trial:
+    """What the process that decides has at hand: for its own cache the samples, or the cache itself."""
+
+    costs: Costs | None = None
+    source: Any = None
+    first: FirstLook | None = None
+    files: CachedDataset[Any] | None = None
+
+    def close(self) -> None:
+        """Close a cache that is not used."""
+        if self.files is not None:
+            self.files.close()
+
+
+class AutoCache:
+    """The cache that a loader creates by itself.
+
+    Args:
+        dataset: a source or any map-style data set, without a cache.
+        capacity: bytes of the cache, or a share of the memory that is free when it is created.
+        workers: number of worker processes; None: chosen here.
+        transform: applied to the samples of `dataset` after its own steps.
+
+    Attributes:
+        cached: the data set with the cache; None before the first epoch, and if nothing is cached.
+        decision: the printed line and its reasons; "" before the first epoch.
+        num_workers: worker processes.
+    """
+
+    def __init__(
+        self, dataset: Any, capacity: int | float, workers: int | None, transform: Transform | None = None
+    ) -> None:
+        if isinstance(getattr(dataset, "reader", None), Reader):
+            raise argument_conflict(
+                f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
+                "leave cache and capacity out"
+            )
+        self.cached: CachedDataset[Any] | None = None
+        self.decision = ""
+        self._dataset, self._capacity, self._workers, self._transform = dataset, capacity, workers, transform
+        self.num_workers = max(1, cpu_count() // max(1, find_ranks().here)) if workers is None else workers
+        self._seed = 0
+        self._folder: SharedFolder | None = None
+        self._reader: Reader | None = None
+
+    def tuned(self, options: Options) -> Options:
+        """The options of the next epoch, which reads from this cache. Decides before the first epoch."""
+        reader = self.begin(options.seed)
+        if reader is options.reader and self.num_workers == options.workers:
+            return options
+        each = options.ahead // max(1, options.workers)
+        return replace(options, reader=reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
+
+    def begin(self, seed: int) -> Reader:
+        """Return the reader of the next epoch. Decides before the first one.
+
+        Args:
+            seed: of the loader.
+        """
+        self._seed = seed
+        if self._reader is None:
+            self._reader = self._decide()
+        elif self._reader.cache is None and self._reader.settings.changes():
+            self._reader = self._without()
+        return self._reader
+
+    def end(self, samples: int, seconds: float, waited: float) -> None:
+        """Take no notice of a finished epoch: nothing is decided again."""
+
+    def close(self) -> None:
+        """Detach from cache and verdict. A further epoch decides again."""
+        if self.cached is not None:
+            self.cached.close()
+        if self._folder is not None:
+            self._folder.close()
+        self.cached = self._folder = self._reader = None
+
+    # -- deciding -----------------------------------------------------------------------------------------------------
+
+    def _decide(self) -> Reader:
+        trial = Trial()
+        try:
+            with tolerant() as unknown:
+                key = fingerprint(
+                    as_source(self._dataset).fingerprint(), self._transform, f"{self._capacity} {self._workers}"
+                )
+            if unknown and self._workers is None:  # workers would share an open file and its position
+                self._workers = self.num_workers = 0
+            self._folder = SharedFolder(f"auto-{token() if unknown else key[:20]}", initialize=lambda folder: None)
+            weakref.finalize(self, self._folder.close)
+            verdict = self._shared_verdict(self._folder.path, trial, unknown)
+            reader = self._without() if verdict.form == NOTHING else self._adopt(verdict, trial)
+        except Exception as error:  # no room, no shared memory, a data set that fails: training shows its error
+            verdict = Verdict(NOTHING, False, 0, self.num_workers, self._line(), text_of(error))
+            reader = self._without()
+        self.num_workers = verdict.workers
+        self.decision = "; ".join(filter(None, (verdict.line, verdict.reasons)))
+        log.info("%s", self.decision)
+        print(f"stallfree: {verdict.line}", file=sys.stderr)
+        return reader
+
+    def _shared_verdict(self, folder: Path, trial: Trial, unknown: list[str]) -> Verdict:
+        """The verdict of the process of this host that decides first, which may be this one."""
+        lock = FileLock(folder / "lock")
+        try:
+            with lock.hold(_WAIT, "the decision of cache='auto'"):
+                with suppress(OSError):
+                    return Verdict(**json.loads((folder / _VERDICT).read_text()))
+                verdict = self.judge(trial)
+                (folder / _VERDICT).write_text(json.dumps(asdict(verdict)))
+                return verdict
+        finally:
+            lock.close()
+
+    def judge(self, trial: Trial) -> Verdict:
+        """Look at the data set, measure it, and choose; keeps in `trial` what the cache can start with."""
+        began, reasons, capacity = time.monotonic(), list[str](), granted(self._capacity, default_root())
+        source = as_source(self._dataset)
+        subject = self._look(source, reasons)
+        is_cut = subject is None
+        if is_cut:
+            cut, words = cut_any(self._dataset)
+            reasons.append(words)
+            subject = None if cut is None else self._look(cut, reasons)
+        room, choice, costs = max(0, capacity - _INDEX * len(source)), None, None
+        if subject is not None:
+            trial.source, trial.first = subject
+            seconds = self._seconds_left(began, len(source), len(trial.first.samples))
+            threads = IO_THREADS * max(1, self.num_workers)
+            call = partial(measure_samples, *subject, seconds=seconds, threads=threads)
+            costs, samples = call_in_child(call, "the measurement for cache='auto'")
+            trial.first = replace(trial.first, samples=[*trial.first.samples, *samples])  # cached with those
+            choice = choose(costs, room, self.num_workers)
+        if choice is None or (choice.hits < 1 and isinstance(source, MapSource)):
+            option = self._try_files(trial, capacity, began, reasons, choice)
+            choice, costs = option or (choice, costs)
+        trial.costs, workers = costs, self.num_workers
+        if self._workers is None and costs is not None and costs.samples * costs.miss < _SHORT:
+            workers = 0
+        form = NOTHING if choice is None else choice.form
+        line = self._line(choice, costs, workers, is_cut=is_cut and form != "files")
+        return Verdict(form, is_cut and form != "files", capacity, workers, line, "; ".join(reasons))
+
+    def _look(self, source: Source, reasons: list[str]) -> tuple[Source, FirstLook] | None:
+        """The source, with the first look at its samples; None if they cannot be cached."""
+        try:
+            return source, look(source, self._steps(source))
+        except InputError as error:
+            if is_users(error):
+                raise
+            reasons.append(reason_in(error) or text_of(error))
+            return None
+
+    def _seconds_left(self, began: float, samples: int, looked: int) -> float:
+        """Seconds for a measurement, after a look that made `looked` samples twice; as much goes to processes."""
+        spent = time.monotonic() - began
+        epoch = samples * spent / (2 * looked) / max(1, self.num_workers)
+        return min(_MOST, max(_LEAST, (max(_SECONDS, _SHARE * epoch) - spent) / 2))
+
+    def _try_files(
+        self, trial: Trial, capacity: int, began: float, reasons: list[str], best: Option | None
+    ) -> tuple[Option, Costs] | None:
+        """A cache of the files that the data set reads, if it gains more than `best`."""
+        try:
+            cached = self._create(self._dataset, "files", capacity)
+        except Exception as error:
+            reasons.append(text_of(error))
+            return None
+        try:
+            seconds = self._seconds_left(began, len(cached), _LOOKED)
+            call = partial(measure_files, cached, seconds=seconds)
+            costs = call_in_child(call, "the measurement for cache='auto'")
+            option = choose(costs, max(0, capacity - _INDEX * len(cached)), self.num_workers)
+        except BaseException:
+            cached.close()
+            raise
+        if best is not None and (option.form == NOTHING or best.rate >= option.rate):
+            cached.close()
+            return None
+        if option.form == NOTHING:
+            cached.close()
+        else:
+            trial.files = cached
+        return option, costs
+
+    # -- applying -----------------------------------------------------------------------------------------------------
+
+    def _adopt(self, verdict: Verdict, trial: Trial) -> Reader:
+        """Create the cache of a verdict, with the samples that were made for it, or attach to it."""
+        source, files = trial.source, verdict.form == "files"
+        if source is None or files:
+            source = cut_any(self._dataset)[0] if verdict.cut else self._dataset
+        self.cached = trial.files
+        if self.cached is None:
+            self.cached = self._create(source, verdict.form, verdict.capacity, None if files else trial.first)
+        return self.cached.reader
+
+    def _create(self, source: Any, form: str, capacity: int, first: FirstLook | None = None) -> CachedDataset[Any]:
+        return CachedDataset(
+            source, capacity=capacity, form=form, transform=self._transform, seed=self._seed, _look=first
+        )
+
+    def _without(self) -> Reader:
+        """A reader without a cache, the same as a loader has that was not given `cache="auto"`."""
+        if self._transform is None:
+            return reader_of(self._dataset, divide=self.num_workers > 0)
+        source = as_source(self._dataset)
+        return Reader(source, None, Compose([]), self._steps(source))
+
+    def _steps(self, source: Source) -> Compose:
+        return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
+
+    def _line(
+        self, choice: Option | None = None, costs: Costs | None = None, workers: int | None = None, *, is_cut: bool = False
+    ) -> str:
+        """The decision in words for people."""
+        count = self.num_workers if workers is None else workers
+        processes = f"{count or 'no'} worker process{'' if count == 1 else 'es'}"
+        if choice is None or costs is None or choice.form == NOTHING:
+            why = "" if choice is None else ": it would save less than a tenth of the time for loading"
+            return f"cache='auto' keeps no samples in memory{why}; {processes}"
+        number = round(choice.hits * costs.samples)
+        samples = f"all {number:,} samples" if choice.hits == 1 else f"{number:,} of {costs.samples:,} samples"
+        as_of = {
+            "files": f"the files of {samples}",
+            "fetched": f"{samples}, as they are before the transform" if is_cut else f"{samples}, as they are read",
+            "prepared": f"{samples}, as they are after the transforms that are not random",
+        }[choice.form]
+        saved = costs.samples * (1 / expect(costs, NOTHING, 0, self.num_workers).rate - 1 / choice.rate)
+        return (
+            f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this saves "
+            f"up to {format_seconds(saved)} of loading per epoch; {processes}"
+        )

@@ -1,0 +1,306 @@
+"""Predictions for a job with other hardware or caches, and the advice that follows from them.
+
+All of them compare settings of the one model. What a report or a prediction names as the bottleneck is the part whose
+doubling gains most (`Setting.binding`), so it is also what the advice says would help.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from stallfree.analysis.model import NOTHING, Costs, Option, expect
+from stallfree.analysis.render import plural, speed
+from stallfree.analysis.setting import WORTH, Setting
+from stallfree.units import format_size
+
+_BINDS = {
+    "fetch": "fetch binds (F)",
+    "prep": "prep binds (P)",
+    "compute": "compute binds (G)",
+    "cpu": "the CPUs, which prep, compute and the loader share, bind",
+}
+
+_LIMITS = {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": "what the CPUs share"}
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The result of `Report.predict`.
+
+    Attributes:
+        throughput: samples/s of one job.
+        binds: the bottleneck, whose doubling gains most: "fetch", "prep", "compute", or "cpu" if they share the cores.
+            Several, joined by " and ", if they are equal.
+        F, P, G: fetch rate, prep rate, compute rate of that job, samples/s.
+        hits: share of samples that the cache serves.
+        now: samples/s of the measured job, by the same model.
+        reasoning: the result, and its derivation, one line each.
+        answers: changes that would help, and that would not, one line each.
+        low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
+            of the analysis; None if there were too few, or if the machine's own speed drifted more than that.
+        cpus_elsewhere: CPUs on other machines (`RayWorkers`) that would end the prep stall, in addition to those here;
+            0 if there is none.
+
+    Example:
+        ```python
+        report = sf.Report.load("report.json")
+        prediction = report.predict(cache="50%", cpus=16)
+        print(f"{prediction.throughput:.0f} samples/s, limited by {prediction.binds}")
+        ```
+    """
+
+    throughput: float
+    binds: str
+    F: float
+    P: float
+    G: float
+    hits: float
+    now: float
+    reasoning: tuple[str, ...]
+    answers: tuple[str, ...]
+    low: float | None = None
+    high: float | None = None
+    cpus_elsewhere: int = 0
+
+    def __str__(self) -> str:
+        result, *derivation = self.reasoning
+        return "\n".join((result, *self.answers, "", *derivation))
+
+
+def explain(
+    before: Setting, after: Setting, *, devices: int, storage: float | None, half: float | None = None, drift: float = 0.0
+) -> Prediction:
+    """The prediction for `after`, which results from `before` by these changes.
+
+    Args:
+        before, after: the job as measured and as changed.
+        devices, storage: the changes, for the derivation.
+        half: half width of the interval; None if unknown.
+        drift: share by which the machine's own speed changed during the measurement.
+    """
+    rates, hits, jobs = after.rates, after.hits, after.jobs
+    fetch, prep, compute = rates.fetch_at(hits), rates.prep_at(hits), rates.compute
+    throughput, now = after.throughput, before.throughput
+    each = f", for each of {jobs} jobs" if jobs > 1 else ""
+    size = "" if after.record_bytes is None else f" ({format_size(hits * after.samples * after.record_bytes)})"
+    reasoning = [
+        f"x = {hits:.1%} of the samples come out of the cache{size}",
+        f"F = 1 / (x/C + (1-x)/S) = {_mix(hits, rates.cache, rates.storage)} = {_rate(fetch)}{each}"
+        + ("" if storage is None else f" (storage of {speed(storage)})"),
+        f"P = {_rate(prep)}{each} ({plural(after.cpus, 'CPU')})",
+        f"G = {_rate(compute)}" + (f" ({devices} devices)" if devices > 1 else ""),
+    ]
+    if math.isfinite(after.together):
+        reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.together)}")
+    if not after.loading.workers:
+        reasoning.append("without workers fetch, prep and compute follow each other: 1 / (1/F + 1/P + 1/G)")
+    elif not after.loading.overlap:
+        reasoning.append("a worker of this loader fetches and prepares in turn: 1 / (1/F + 1/P) is its limit")
+    if throughput < 0.99 * after.limit:
+        reasoning.append(
+            f"the result is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts "
+            "are nearly equal, and the number of misses in a batch varies"
+        )
+    low = high = None
+    ends = ""
+    if half is not None and drift * throughput > 2 * half:
+        ends = f" (no interval: the machine's own speed drifted by {drift:.0%} while it was measured)"
+    elif half is not None and half <= throughput / 2:
+        low, high = throughput - half, throughput + half
+        ends = f" ({low:,.0f} to {high:,.0f})"
+    bound = _BINDS[after.binding[0]] if len(after.binding) == 1 else f"{limits(after)} bind alike"
+    change = f"{throughput / now:.2f} times as many as now ({_rate(now)})"
+    result = f"{bound}: {_rate(throughput)}{ends}{each}, {change}"
+    answers = (*(f"{change.question}: {_answer(after, change)}" for change in _changes(after)), _jobs_fed(after))
+    binds, elsewhere = " and ".join(after.binding), after.cpus_elsewhere()
+    return Prediction(
+        throughput, binds, fetch, prep, compute, hits, now, (result, *reasoning), answers, low, high, elsewhere
+    )
+
+
+def limits(setting: Setting) -> str:
+    """The bottleneck in words: "prep", "fetching and the device"."""
+    return " and ".join(_LIMITS[part] for part in setting.binding)
+
+
+def _mix(hits: float, cache: float, storage: float) -> str:
+    if hits in (0, 1):
+        return f"C = {cache:,.0f}" if hits else f"S = {storage:,.0f}"
+    return f"1 / ({hits:.3f}/{cache:,.0f} + {1 - hits:.3f}/{storage:,.0f})"
+
+
+def _rate(value: float) -> str:
+    return f"{value:,.0f} samples/s" if math.isfinite(value) else "no limit"
+
+
+# -- what would help --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Change:
+    """Something that could be changed.
+
+    Attributes:
+        question: what it is about, such as "more CPUs".
+        do: the change in a sentence.
+        then: the setting that results.
+        parts: the bottlenecks that it removes.
+        memory: bytes that it takes.
+        hardware: whether it takes other hardware.
+    """
+
+    question: str
+    do: str
+    then: Setting
+    parts: tuple[str, ...]
+    memory: float = 0.0
+    hardware: bool = False
+
+
+def _changes(now: Setting) -> Iterator[_Change]:
+    """One change for each part: a cache, CPUs, storage, the device."""
+    enough, full = now.whole_share(), now.with_hits(1.0)
+    share = 1.0 if enough is None or now.hits >= enough or now.with_hits(enough).gain(full) > WORTH else enough
+    size = share * now.samples * (now.record_bytes or 0.0)
+    capacity = f"'{format_size(1.05 * size)}'" if size else "..."
+    end = "" if enough is None or now.hits >= enough else f"; {enough:.0%} end the fetch stall"
+    do = f"Cache {share:.0%} of the samples, sf.CachedDataset(dataset, capacity={capacity}){end}"
+    yield _Change("cache", do, now.with_hits(max(share, now.hits)), ("fetch",), size)
+    twice, need = now.with_cpus(2 * now.cpus), None
+    if now.gain(twice) > WORTH:
+        need = now.enough_cpus()
+    elsewhere = now.cpus_elsewhere()
+    end = "" if need is None else f"; {need} end the prep stall"
+    end += f"; so do {plural(elsewhere, 'CPU')} on other machines, sf.RayWorkers({elsewhere})" if elsewhere else ""
+    yield _Change("more CPUs", f"Take twice as many CPUs ({2 * now.cpus}){end}", twice, ("prep", "cpu"), 0.0, True)
+    if now.sample_bytes and math.isfinite(now.rates.storage) and now.hits < 1:
+        bandwidth = 2 * now.rates.storage * now.sample_bytes * now.jobs
+        then = now.with_storage(bandwidth)
+        enough_speed = now.enough_storage() if now.gain(then) > WORTH else None
+        end = "" if enough_speed is None else f"; {speed(enough_speed)} ends the fetch stall"
+        do = f"Put the data on storage twice as fast ({speed(bandwidth)}){end}"
+        yield _Change("faster storage", do, then, ("fetch",), 0.0, True)
+    yield _Change("a faster device", "Use a device twice as fast", now.with_devices(2), ("compute",), 0.0, True)
+
+
+def _answer(now: Setting, change: _Change) -> str:
+    """What a change gains, or why it gains nothing."""
+    gain = now.gain(change.then)
+    if gain > WORTH:
+        return f"{gain:.2f}x. {change.do}"
+    others = [_LIMITS[part] for part in now.binding if part not in change.parts]
+    if not others:
+        return "gains less than 2%: it is the limit together with others, or at its end"
+    if set(now.binding) & set(change.parts):
+        return f"gains less than 2% alone, {' and '.join(others)} must gain as well"
+    return f"gains less than 2%, {limits(now)} {'is' if len(now.binding) == 1 else 'are'} the limit"
+
+
+def _jobs_fed(setting: Setting) -> str:
+    """The number of jobs without a stall: with separate loaders, and with batches prepared once for all jobs."""
+    fetch, prep = setting.rates.fetch_at(setting.hits), setting.limited.prep_at(setting.hits)
+    slowest = min(fetch, prep) if setting.loading.overlap else 1 / (1 / fetch + 1 / prep)
+    fed = int(slowest * setting.jobs * 1.01 / setting.rates.compute) if setting.loading.workers else 0
+    return f"jobs on this host: {fed or 'not even one'} fed without stalls; any number if batches are prepared once"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """The choice of `DataLoader(cache="auto")`, and what it follows from."""
+
+    costs: Costs
+    choice: Option
+
+
+def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
+    """The recommendations that gain 2%: first those without other hardware, then the others, each by gain."""
+    changes, workers, job = list(_changes(now)), now.loading.workers, data["job"]
+    if remedy is not None and remedy.choice.form != NOTHING:
+        choice, size, nothing = remedy.choice, remedy.choice.memory, expect(remedy.costs, NOTHING, 0, workers)
+        auto = now.with_option(choice, nothing, max(1, workers))
+        capacity = f"cache='auto', capacity='{format_size(1.05 * size)}'"
+        do = f"Use sf.DataLoader(dataset, {now.loading.batch_size}, {capacity}): {choice.hits:.0%} cached ({choice.form})"
+        if now.gain(auto) >= now.gain(changes[0].then) and size <= changes[0].memory:
+            del changes[0]
+        changes.insert(0, _Change("cache='auto'", do, auto, (), size))
+    if not now.loading.overlap:
+        do = "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)"
+        changes.append(_Change("", do, replace(now, loading=replace(now.loading, overlap=True)), ()))
+    if workers < (cpus := data["machine"]["cpus"]):
+        batches = now.loading.ahead / max(1, workers) * (cpus - workers)
+        memory = batches * job["batch_size"] * (job["prepared_bytes"] or 0)
+        do = f"Raise num_workers from {workers} to {cpus}, one for each CPU"
+        changes.append(_Change("", do, now.with_workers(cpus), (), memory))
+    found = []
+    for change in changes:
+        if (gain := now.gain(change.then)) > WORTH:
+            why = _parts(change.then) + (f"; takes {format_size(change.memory)} of memory" if change.memory else "")
+            item = {"do": change.do, "why": why, "throughput": change.then.throughput, "gain": gain}
+            found.append((change.hardware, -gain, item | {"memory_bytes": round(change.memory)}))
+    if (placed := data["placement"]) is not None:
+        fetch, on_device = now.rates.fetch_at(now.hits), placed["on_device"]
+        here = min(fetch, placed["cpu_prep"], placed["step"])
+        there = min(fetch, placed["device_prep"], placed["step_and_prep"])
+        mine, other = (there, here) if on_device else (here, there)
+        if other / mine > WORTH:
+            do = f"Let the {'CPUs' if on_device else 'device'} decode: on_device={not on_device}"
+            why = f"min(F, P, G) is {other:,.0f} there, and {mine:,.0f} where it decodes now"
+            item = {"do": do, "why": why, "throughput": other, "gain": other / mine, "memory_bytes": 0}
+            found.append((False, -other / mine, item))
+    return [item for *_, item in sorted(found, key=lambda one: one[:2])]
+
+
+def _parts(setting: Setting) -> str:
+    """F, P and G of a setting as text."""
+    fetch = setting.rates.fetch_at(setting.hits)
+    shown = f"{fetch:,.0f}" if math.isfinite(fetch) else "not measured"
+    return f"F {shown}, P {setting.rates.prep_at(setting.hits):,.0f}, G {setting.rates.compute:,.0f} samples/s"
+
+
+def bottleneck(now: Setting, data: dict[str, Any]) -> str:
+    """The bottleneck of a report in a sentence."""
+    cold, warm = data["shares"]["cold"], data["shares"]["warm"]
+    rates = _parts(now)
+    fetch, prep, busy = f"{cold['fetch_stall']:.0%}", f"{warm['prep_stall']:.0%}", f"{cold['compute']:.0%}"
+    if len(now.binding) > 1:
+        what = limits(now)
+        return f"{what[0].upper()}{what[1:]} limit alike: the job gains when both or all of them do ({rates})."
+    return {
+        "fetch": f"Storage is the limit: with cold files {fetch} of the time is a wait for it ({rates}).",
+        "prep": f"Prep is the limit: {prep} of the time is a wait for it, even out of memory ({rates}).",
+        "cpu": f"The CPUs are the limit, which prep, compute and the loader share: {prep} is wait ({rates}).",
+        "compute": f"The device is the limit, and is fed: it computes {busy} of the time ({rates}).",
+    }[now.binding[0]]
+
+
+def curves(now: Setting) -> dict[str, Any]:
+    """The throughput against the size of the cache, the number of CPUs, and the bandwidth of storage."""
+    shares = [round(float(x), 3) for x in np.linspace(0, 1, 21)]
+    cached, cpus = [now.with_hits(x) for x in shares], sorted({1, 2, 4, 8, 16, 32, 64, now.cpus})
+    lines = {
+        "F": [one.rates.fetch_at(one.hits) for one in cached],
+        "P": [one.rates.prep_at(one.hits) for one in cached],
+        "G": [one.rates.compute for one in cached],
+    }
+    bandwidth = now.rates.storage * now.sample_bytes if now.sample_bytes else math.inf
+    known = math.isfinite(bandwidth)
+    speeds = [bandwidth * 2 ** (step / 2) for step in range(-6, 13)] if known else []
+    return {
+        "cache": {
+            "x": shares,
+            "throughput": [one.throughput for one in cached],
+            **{name: [value if math.isfinite(value) else None for value in values] for name, values in lines.items()},
+            "best": now.best_share(),
+        },
+        "cpus": {"x": cpus, "throughput": [now.with_cpus(count).throughput for count in cpus], "now": now.cpus},
+        "storage": {
+            "x": speeds,
+            "throughput": [now.with_storage(each).throughput for each in speeds],
+            "now": bandwidth if known else None,
+        },
+    }

@@ -1,1 +1,0 @@
-"""`cache="auto"`: measures fetch and prep, and chooses what to cache."""

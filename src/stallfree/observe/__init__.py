@@ -1,1 +1,0 @@
-"""Observation of running training: scripts from outside, metrics for other tools."""

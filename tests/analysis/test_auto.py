@@ -1,0 +1,366 @@
+"""`DataLoader(cache="auto")`: it decides once, loses nothing, and every sample is what it is without it."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import stallfree as sf
+from cached_data import Numbers
+from stallfree.analysis import auto
+from stallfree.analysis.auto import AutoCache
+from stallfree.cache import capacity as limits
+from stallfree.errors import CapacityError, StorageError
+from stallfree.ipc.folders import default_root
+from stallfree.testing import ThrottledSource
+
+COUNT = 40
+ROOM = "4MiB"
+
+
+@sf.mark_deterministic
+def squared(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
+    time.sleep(0.002)
+    numbers, label = sample
+    return np.repeat(numbers.astype(np.float64) ** 2, 4), label
+
+
+@sf.mark_random
+def shaken(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
+    numbers, label = sample
+    return numbers + random.random(), label
+
+
+def epochs(loader: Any, count: int) -> list[dict[int, bytes]]:
+    """The samples of each epoch by label; each is there once."""
+    found = []
+    for _ in range(count):
+        samples: dict[int, bytes] = {}
+        for numbers, labels in loader:
+            for row, label in zip(numbers, labels, strict=True):
+                assert int(label) not in samples
+                samples[int(label)] = row.numpy().tobytes()
+        found.append(samples)
+    return found
+
+
+@pytest.mark.parametrize(("workers", "room"), [(0, "120kB"), (2, ROOM)])
+def test_samples_are_those_without_a_cache(workers: int, room: str) -> None:
+    source = Numbers(COUNT, [squared, shaken], size=256)
+    options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "seed": 3}
+    with sf.DataLoader(source, 8, **options) as without:
+        expected = epochs(without, 3)
+    with sf.DataLoader(source, 8, cache="auto", capacity=room, **options) as loader:
+        assert (loader.decision, loader.cached) == ("", None)
+        assert epochs(loader, 3) == expected
+        assert loader.decision
+
+
+class Slow:
+    """Samples of 4 KB that take 2 ms each, from storage that counts its requests in a file."""
+
+    def __init__(self, log: Path | None = None, transform: Any = None, seconds: float = 0.002) -> None:
+        self.log, self.transform, self.seconds = log, transform, seconds
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+        if self.log is not None:
+            with open(self.log, "a") as log:
+                log.write(f"{id}\n")
+        if self.seconds:
+            time.sleep(self.seconds)
+        sample = np.full(1000, id, np.float32)
+        return (sample if self.transform is None else self.transform(sample)), id
+
+
+def noise(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    return numbers + random.random()
+
+
+def test_what_was_fetched_to_decide_is_kept(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with sf.DataLoader(Slow(log), 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
+        next(iter(loader))
+        looked = set(map(int, log.read_text().split()[:16]))
+        epochs(loader, 2)
+        fetched = Counter(map(int, log.read_text().split()))
+        assert loader.cached is not None
+        assert loader.cached.form == "fetched"
+        assert loader.cached.stats().resident_items == COUNT
+    assert fetched.keys() == set(range(COUNT))
+    assert max(fetched.values()) <= 2, "each sample is made twice while the cache is filled, and not again"
+    assert all(fetched[id] == 2 for id in looked)
+
+
+def test_a_decision_leaves_no_trace_in_the_generators() -> None:
+    for data in (Numbers(COUNT, [squared, shaken]), Slow(transform=noise)):
+        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+        chosen = AutoCache(data, 1 << 22, 0)
+        chosen.begin(0)
+        assert random.getstate() == before[0]
+        assert np.random.get_state()[1].tolist() == before[1]
+        assert torch.equal(torch.get_rng_state(), before[2])
+        chosen.close()
+
+
+@pytest.mark.parametrize(
+    ("data", "form", "words"),
+    [
+        (Numbers(COUNT, [squared, shaken]), "prepared", "all 40 samples, as they are after the transforms that are not"),
+        (ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"), "fetched", "all 40 samples, as they are read"),
+        (Slow(), "fetched", "all 40 samples, as they are read"),
+        (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
+        (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),
+        (Slow(seconds=0.0), None, "no samples in memory: it would save less than a tenth"),
+        (Numbers(COUNT), None, "no samples in memory: it would save less than a tenth"),
+    ],
+)
+def test_what_is_chosen_and_said(data: Any, form: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with sf.DataLoader(data, 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
+        epochs(loader, 1)
+        line = capfd.readouterr().err
+        assert (loader.cached and loader.cached.form) == form
+        assert line.startswith("stallfree: cache='auto' keeps ")
+        assert line.count("\n") == 1
+        assert words in line
+        assert "; 1 worker process" in line
+        assert line.removeprefix("stallfree: ").strip() in loader.decision
+        epochs(loader, 2)
+        assert capfd.readouterr().err == "", "it decides once"
+
+
+def test_an_augmentation_in_an_attribute_is_cut_and_stays_random() -> None:
+    data = Slow(transform=noise)
+    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
+        expected = epochs(without, 3)
+    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1, cache="auto", capacity=ROOM) as loader:
+        assert epochs(loader, 3) == expected
+        assert "cut at transform" in loader.decision
+    assert expected[0] != expected[1]
+
+
+def test_a_data_set_that_augments_by_itself_goes_on_without_a_cache() -> None:
+    class Augmented:
+        def __len__(self) -> int:
+            return COUNT
+
+        def __getitem__(self, id: int) -> tuple[float, int]:
+            return random.random(), id
+
+    with sf.DataLoader(Augmented(), 8, num_workers=0, cache="auto", capacity=ROOM) as loader:
+        seen = Counter(int(label) for _ in range(2) for _, labels in loader for label in labels)
+        assert seen == dict.fromkeys(range(COUNT), 2)
+        assert loader.cached is None
+        assert "drew random numbers" in loader.decision
+        assert "no attribute holds a transform" in loader.decision
+
+
+class Files:
+    """Reads and augments in one."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        for id in range(COUNT):
+            (folder / str(id)).write_bytes(bytes([id]) * 1000)
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+        return np.frombuffer((self.folder / str(id)).read_bytes(), np.uint8)[:8] + random.random(), id
+
+
+def doubled(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
+    return 2 * sample[0], sample[1]
+
+
+@pytest.mark.parametrize("transform", [None, doubled])
+def test_files_are_cached_where_samples_are_random(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: Any
+) -> None:
+    """With a model in which any cache is worth it: these files are read as fast as memory."""
+    monkeypatch.setattr("stallfree.analysis.model._GAIN", 0.0)
+    monkeypatch.setattr("stallfree.analysis.model._LEAST_SAVED", -1.0)
+    data = Files(tmp_path)
+    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
+        expected = epochs(without, 3)
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": transform}
+    with sf.DataLoader(data, 8, capacity=ROOM, **options) as loader:
+        found = epochs(loader, 2)
+        for file in tmp_path.iterdir():
+            file.unlink()
+        found += epochs(loader, 1)
+        assert loader.cached is not None
+        assert "the files of all 40 samples" in loader.decision
+        assert "it drew random numbers" in loader.decision
+    for epoch, wanted in zip(found, expected, strict=True):
+        assert epoch.keys() == wanted.keys()
+        for id, sample in wanted.items():
+            factor = 2 if transform else 1
+            np.testing.assert_array_equal(np.frombuffer(epoch[id]), factor * np.frombuffer(sample))
+
+
+def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([8 << 20, 1 << 20])
+    monkeypatch.setattr(limits, "grantable_memory", lambda root: next(free))
+
+    def job() -> Any:
+        return sf.DataLoader(Slow(), 8, num_workers=0, cache="auto")
+
+    with job() as one, job() as two:
+        epochs(one, 1)
+        epochs(two, 1)
+        assert two.decision == one.decision
+        assert two.cached.cache.path == one.cached.cache.path
+        assert one.cached.cache.capacity == pytest.approx(4 << 20, rel=0.1), "the share of the process that decides"
+    assert not list(default_root().glob("auto-*"))
+
+
+class TurnsRandom(Slow):
+    """Every 17th sample is random, which eight samples need not show."""
+
+    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+        sample, _ = super().__getitem__(id)
+        return (sample + random.random() if id == 17 else sample), id
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_set_that_proves_random_later_is_read_without_a_cache(workers: int, recwarn: Any) -> None:
+    with sf.DataLoader(TurnsRandom(), 8, num_workers=workers, cache="auto", capacity=ROOM) as loader:
+        found = epochs(loader, 3)
+        decided = loader.decision
+        epochs(loader, 1)
+        assert loader.decision == decided
+    assert len({epoch[17] for epoch in found}) == 3
+    assert all(epoch.keys() == set(range(COUNT)) for epoch in found)
+
+
+def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = 1000 << 20
+    monkeypatch.setattr(limits, "free_memory", lambda: free)
+    monkeypatch.setattr(limits, "free_space", lambda folder: 2 * free)
+    assert limits.grantable_memory(default_root()) == free
+    with sf.CachedDataset(Numbers(COUNT, size=200_000), capacity="600MiB"):  # of which 64 MiB are allocated
+        assert limits.grantable_memory(default_root()) == pytest.approx(464 << 20, rel=0.05)
+    assert limits.grantable_memory(default_root()) == free
+
+
+class Held:
+    """Keeps its file open."""
+
+    def __init__(self, path: Path) -> None:
+        path.write_bytes(b"".join(bytes([id]) * 100 for id in range(COUNT)))
+        self.file = open(path, "rb", buffering=0)  # noqa: SIM115
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> tuple[float, int]:
+        self.file.seek(100 * id)
+        return self.file.read(100)[50] + random.random(), id
+
+
+def test_workers_are_not_chosen_for_a_data_set_that_holds_an_open_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data = Held(tmp_path / "file")
+    with data.file, sf.DataLoader(data, 8, cache="auto", capacity=ROOM, persistent_workers=True) as loader:
+        for values, ids in loader:
+            assert values.int().tolist() == ids.tolist()
+        assert loader.num_workers == 0
+        assert "; no worker processes" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("error", [CapacityError("no room"), StorageError("full")])
+def test_without_room_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(auto, "CachedDataset", refuse)
+    with sf.DataLoader(Slow(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
+        assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
+        assert loader.decision.startswith("cache='auto' keeps no samples in memory; no worker processes; ")
+
+
+def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch() -> None:
+    for workers, expected in ((3, 3), (0, 0), (None, 0)):
+        chosen = AutoCache(Slow(seconds=0.0), 1 << 22, workers)
+        chosen.begin(0)
+        assert chosen.num_workers == expected
+        chosen.close()
+
+
+def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
+    def make() -> Any:
+        source = Numbers(COUNT, [squared, shaken])
+        return sf.DataLoader(source, 8, shuffle=True, num_workers=0, cache="auto", capacity=ROOM, seed=5)
+
+    with make() as loader:
+        iterator = iter(loader)
+        next(iterator)
+        state = json.loads(json.dumps(loader.state_dict()))
+        rest = [labels.tolist() for _, labels in iterator]
+    with make() as loader:
+        loader.load_state_dict(state)
+        assert [labels.tolist() for _, labels in loader] == rest
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"capacity": "1GiB"}, "give cache='auto', or leave them out"),
+        ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto', or leave them out"),
+        ({"transform": str}, "give cache='auto', or leave them out"),
+        ({"cache": "auto", "transform": 3}, "transform=3 cannot be called"),
+        ({"cache": "auto", "capacity": "0%"}, "share above 0%"),
+        ({"cache": "auto", "capacity": "120%"}, "a share is 0% to 100%"),
+        ({"cache": "auto", "capacity": "much"}, "is no size"),
+        ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(sf.InputError, match=message):
+        sf.DataLoader(Numbers(), 4, **options)
+
+
+def test_a_data_set_with_a_cache_of_its_own_is_refused() -> None:
+    with (
+        sf.CachedDataset(Numbers(), capacity=ROOM) as data,
+        pytest.raises(sf.InputError, match="which has a cache"),
+    ):
+        sf.DataLoader(data, 4, cache="auto", capacity=ROOM)
+
+
+def test_a_loader_that_is_not_closed_leaves_nothing_behind() -> None:
+    loader = sf.DataLoader(Slow(), 8, num_workers=0, cache="auto", capacity=ROOM)
+    epochs(loader, 1)
+    assert list(default_root().glob("auto-*"))
+    del loader
+    assert not list(default_root().glob("auto-*"))
+
+
+class Failing(Slow):
+    """All samples but the first fail."""
+
+    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+        if id > 0:
+            raise OSError("bad sector")
+        return super().__getitem__(id)
+
+
+def test_an_error_of_the_data_set_is_raised_by_the_loop_and_not_by_the_decision() -> None:
+    with sf.DataLoader(Failing(), 1, cache="auto", capacity=ROOM, num_workers=0) as loader:
+        batches = iter(loader)
+        assert next(batches)[1].tolist() == [0]
+        with pytest.raises(OSError, match="bad sector"):
+            next(batches)

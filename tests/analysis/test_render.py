@@ -1,0 +1,222 @@
+"""Reports and simulations as text and as pages, without a browser."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from report_examples import NAME, Page, recording, report, simulation, worked_out
+from stallfree import Report
+from stallfree.analysis.render import _embedded, interval, number, percent, plural, speed
+from stallfree.analysis.report import report_page
+from stallfree.analysis.simulate import MOST_EVENTS, Pipeline, run_data, simulate, simulation_page
+from stallfree.errors import InputError, MissingExtraError
+from stallfree.events import Event
+
+HARM = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"
+PAGES: list[tuple[Callable[[Any], str], Callable[[], dict[str, Any]]]] = [
+    (report_page, report),
+    (simulation_page, simulation),
+]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (0.854, "0.85"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100"), (12_345.6, "12,346")],
+)
+def test_numbers(value: float, text: str) -> None:
+    assert number(value) == text
+
+
+@given(st.floats(0.01, 1e9))
+def test_a_number_reads_back_within_half_a_percent(value: float) -> None:
+    assert float(number(value).replace(",", "")) == pytest.approx(value, rel=0.005, abs=0.005 + 1e-9)
+
+
+def test_figures() -> None:
+    assert interval(22.185, 22.228) == "22.18 to 22.23", "a narrow interval shows its ends"
+    assert interval(None, None) == ""
+    assert [percent(share) for share in (0, 0.004, 0.01, 0.385, 1)] == ["0%", "0.4%", "1%", "38%", "100%"]
+    assert [speed(value) for value in (999, 530e6, 2e12)] == ["999 B/s", "530 MB/s", "2,000 GB/s"]
+    assert (plural(1, "sample"), plural(3670, "sample")) == ("1 sample", "3,670 samples")
+
+
+# -- pages ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("page_of", "example"), PAGES)
+def test_a_page_contains_its_data_and_asks_for_nothing(page_of: Any, example: Any) -> None:
+    page = Page(page_of(example()))
+    assert json.loads(page.texts["data"]) == example()
+    links = [found for found in page.with_attributes() if found[1] in ("src", "href", "srcset", "action", "data")]
+    assert links == [("link", "href", "data:,")]
+    policy = next(attributes for tag, attributes in page.elements if attributes.get("http-equiv"))
+    assert str(policy["content"]).startswith("default-src 'none'; ")
+
+
+def everywhere(value: Any, word: str) -> Any:
+    """A value with `word` at the end of every string."""
+    if isinstance(value, dict):
+        return {key: item if key == "format" else everywhere(item, word) for key, item in value.items()}
+    if isinstance(value, list):
+        return [everywhere(item, word) for item in value]
+    return value + word if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(("page_of", "example"), PAGES)
+def test_every_word_is_escaped(page_of: Any, example: Any) -> None:
+    data = everywhere(example(), HARM)
+    page = Page(page_of(data))
+    assert [tag for tag, _ in page.elements] == [tag for tag, _ in Page(page_of(everywhere(example(), "x"))).elements]
+    assert json.loads(page.texts["data"]) == data
+    assert HARM in page.text
+
+
+def test_no_parser_of_html_sees_a_tag_in_the_json() -> None:
+    data = {"format": "x", "words": ["</script >", "<!--<script ", "]]>", "&lt;", "\u2028", "é"]}
+    text = _embedded(data)
+    assert not set("<>&") & set(text)
+    assert json.loads(text) == data
+    with pytest.raises(InputError, match=r"holds a number that is none .*give null"):
+        _embedded(data | {"notes": [float("inf")]})
+
+
+@pytest.mark.parametrize(("page_of", "example"), PAGES)
+def test_bad_data_and_a_missing_extra(page_of: Any, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change, message in (({"version": 2}, "of version 2"), ({"format": "stallfree"}, "no stallfree-")):
+        with pytest.raises(InputError, match=message):
+            page_of(example() | change)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    with pytest.raises(MissingExtraError, match=r"stallfree\[report\]"):
+        page_of(example())
+
+
+def test_the_numbers_of_a_report_are_those_of_the_json() -> None:
+    page, data = Page(report_page(report())), report()
+    shares, rates = page.tables
+    for part, row in zip(("compute", "copy", "prep_stall", "fetch_stall"), shares[2:], strict=True):
+        assert [float(cell.strip("%")) / 100 for cell in row[1:]] == [
+            pytest.approx(data["shares"][run][part], abs=0.005) for run in ("cold", "warm")
+        ]
+    for name, row in zip("GPSCF", rates[1:], strict=True):
+        rate = data["rates"][name]
+        assert row[0].startswith(name)
+        if rate["value"] is None:
+            assert row[1:] == ["not measured", "", ""]
+        else:
+            figures = [row[1], *row[2].split(" to "), row[3]]
+            shown = [float(figure.replace(",", "")) for figure in figures]
+            assert shown == [pytest.approx(rate[key], abs=0.5) for key in ("value", "low", "high", "repeats")]
+    marks = {str(attributes["id"]): attributes["data-mark"] for _, attributes in page.elements if "data-mark" in attributes}
+    assert marks == {
+        "chart-epoch": "",
+        "chart-cache": "best: 62%",
+        "chart-cpus": "now: 2",
+        "chart-storage": "now: 19.1 MB/s",
+    }
+    for said in (data["bottleneck"], "2.69 times", *data["notes"]):
+        assert said in page.text
+
+
+# -- the terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_everything_is_said_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    data, text = report(), str(Report(report()))
+    assert max(map(len, text.splitlines())) <= 80
+    flat = " ".join(text.split())
+    for said in (NAME, data["bottleneck"], *data["notes"], *(item["do"] for item in data["advice"])):
+        assert " ".join(said.split()) in flat
+    assert flat.startswith(data["bottleneck"])
+    assert re.search(r"G: training on ready batches +1,234 +1,210 to 1,259 +7\n", text)
+    assert re.search(r"C: cache +not measured", text)
+    assert re.search(r"fetch stall +62% +0%\n", text)
+    assert "1. Cache 62% of the samples (140 MB) (2.69 times, 811 samples/s)" in flat
+    assert flat.index("2.69 times") < flat.index("2.67 times")
+    for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "dumb"}.items():
+        monkeypatch.setenv(name, value)
+    assert str(Report(report())) == text, "the environment changes nothing"
+
+
+def test_a_terminal_obeys_nothing_in_a_report() -> None:
+    data = report()
+    data["job"]["dataset"] = data["advice"][0]["do"] = "a\x1b[31mb\rc\x07 [bold]d[/bold] :smile:"
+    data["bottleneck"] = data["notes"][0] = "\x1b]0;title\x07"
+    text = str(Report(data))
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
+    assert text.count("[bold]d[/bold] :smile:") == 2
+
+
+# -- simulations ------------------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_a_simulation_is_its_comparison() -> None:
+    page = Page(simulation_page(simulation()))
+    assert page.tables == [
+        [
+            ["", "without prefetch", "with prefetch"],
+            ["first 0.3 s: mean of 30 seeds", "4.00 (3.90 to 4.10)", "4.50 (4.25 to 4.75)"],
+            ["first 0.3 s: single seeds", "4", "3 to 5"],
+            ["steady state, per second", "19.99 (19.97 to 20.00)", "20.0 (20.0 to 20.0)"],
+            ["law, per second", "20.00", "20.0"],
+        ]
+    ]
+    assert "Prefetch gains nothing here: add loaders (3 would keep the device busy)." in page.text
+    for shown in (0, 1):
+        page = Page(simulation_page(simulation() | {"shown": shown}))
+        choices = [attributes for _, attributes in page.elements if attributes.get("name") == "run"]
+        assert ["checked" in choice for choice in choices] == [shown == 0, shown == 1]
+    with pytest.raises(InputError, match="shown=2 with 2 runs"):
+        simulation_page(simulation() | {"shown": 2})
+
+
+def test_a_run_is_its_events_from_the_first_on() -> None:
+    events = recording()
+    random.Random(0).shuffle(events)
+    run = run_data("log", events)
+    assert (run["seconds"], run["left_out"]) == (pytest.approx(0.25), 0)
+    expected = sorted(recording(), key=lambda event: (event.start, event.end))
+    assert [tuple(row[2:]) for row in run["events"]] == [(e.actor, e.what, e.batch, e.epoch) for e in expected]
+    assert [row[:2] for row in run["events"]] == [
+        [pytest.approx(e.start - 5.0), pytest.approx(e.end - 5.0)] for e in expected
+    ]
+    part = run_data("log", recording(), seconds=0.095)
+    assert len(part["events"]) == sum(event.start < 5.095 for event in recording()) == 6
+    assert max(row[1] for row in part["events"]) > 0.1, "what began is shown to its end"
+
+
+def test_a_long_log_is_cut_where_it_is_still_complete() -> None:
+    events = [Event(float(n), n + 1.0, "device", "compute", n) for n in range(MOST_EVENTS + 25)]
+    run = run_data("log", events)
+    assert (len(run["events"]), run["left_out"], run["seconds"]) == (MOST_EVENTS, 25, float(MOST_EVENTS))
+    page = Page(simulation_page(simulation() | {"runs": [run], "shown": 0, "comparison": None}))
+    assert "25 later events are not shown" in page.text
+
+
+@pytest.mark.parametrize(
+    ("events", "message"), [([], "there are no events"), ([Event(1.0, 1.0, "device", "compute", 0)], "at one instant")]
+)
+def test_no_run(events: list[Event], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run_data("log", events)
+
+
+def test_the_example_is_what_a_simulation_gives() -> None:
+    """The example of these tests was worked out by hand; with constant times the simulation says the same."""
+    for prefetch in (False, True):
+        run = simulate(Pipeline(2, 0.1, 0.01, 0.04, prefetch, variation=0), seconds=0.295)
+        found = {
+            (event.actor, event.batch): (round(1000 * event.start), round(1000 * event.end))
+            for event in (*run.events, *run.unfinished)
+        }
+        for event in worked_out(prefetch):
+            times = (round(1000 * event.start), round(1000 * event.end))
+            assert found[event.actor, event.batch] == times
