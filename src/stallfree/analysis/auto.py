@@ -26,7 +26,7 @@ from typing import Any
 
 from stallfree.analysis.measure import measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
-from stallfree.batches.reader import Reader
+from stallfree.datasets.reader import Reader
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset, token
 from stallfree.datasets.probe import FirstLook, look, reason_in
