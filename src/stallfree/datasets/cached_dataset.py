@@ -146,7 +146,6 @@ class CachedDataset(Dataset[SampleT_co]):
         seed: int | None = None,
         _look: FirstLook | None = None,
     ) -> None:
-        form = "reads" if form == "files" else form
         _check_form(form)
         size, policy = parse_capacity(capacity, store), make_policy(policy)
         if name is not None:
