@@ -248,7 +248,7 @@ class Report:
         checks: what was asked for, beside what is.
         notes: sentences below the table.
         versions: of what took part.
-        raw: every figure, for whoever wants to look closer.
+        raw: every figure, written beside the result of a quick run.
     """
 
     columns: list[str]
@@ -306,10 +306,22 @@ def save(case: Case, report: Report, options: Options) -> Path:
         "rows": report.rows,
         "checks": [asdict(check) | {"met": check.met} for check in report.checks],
         "notes": report.notes,
-        "raw": report.raw,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n")
+    path.write_text(as_text(content))
+    if options.quick:
+        path.with_suffix(".raw.json").write_text(json.dumps(report.raw))
     return path
+
+
+def as_text(content: Json) -> str:
+    """JSON of a result, with one line per row, check and note."""
+    lines = []
+    for key, value in content.items():
+        text = json.dumps(value, ensure_ascii=False)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join("  " + json.dumps(each, ensure_ascii=False) for each in value) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -329,7 +341,7 @@ def result_page(content: Json) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     parts.append(
         f"<sub>{here['processor']}, {here['cores']} cores, {here['memory']}, Linux {here['kernel']}; {versions}. "
-        f"Every figure: `benchmarks/results/{content['name']}.json`.</sub>"
+        "Medians, with the lowest and the highest figure.</sub>"
     )
     return "\n\n".join(parts) + "\n"
 

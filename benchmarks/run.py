@@ -53,7 +53,6 @@ NAMES = (
     "stall_shares",
     "model_rates",
     "observer",
-    "run_forecast",
     "plain_loader",
     "first_batch",
     "watch_cost",
