@@ -19,10 +19,10 @@ from stallfree import ImportanceSampler
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.importance.plans.probabilities import generator, ranks
-from stallfree.importance.plans.retention import FRESH
-from stallfree.importance.plans.sampling_plans import Draw
-from stallfree.importance.plans.serving import Serving
+from stallfree.importance.plans import generator, ranks
+from stallfree.importance.epoch import FRESH
+from stallfree.importance.plans import Draw
+from stallfree.importance.epoch import Serving
 
 Array = npt.NDArray[Any]
 

@@ -7,7 +7,7 @@ trainings see about as many samples; the second one draws more, shorter epochs, 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import OneCycleLR
+from torch.optim.lr_scheduler import LambdaLR
 
 import stallfree as sf
 
@@ -39,14 +39,12 @@ def train(plan: str, policy: str, epochs: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     with sf.CachedDataset(Pictures(), capacity="200KiB", policy=policy) as dataset:
         sampler = sf.ImportanceSampler(len(dataset), plan=plan, cache=dataset.cache, seed=0)
-        schedule = sf.BySamples(
-            OneCycleLR(optimizer, 0.2, total_steps=1000), samples=sampler.expected_samples(epochs), steps=1000
-        )
-        served = 0
+        served, expected = 0, sampler.expected_samples(epochs)
+        schedule = LambdaLR(optimizer, lambda _: 2 * max(0.0, 1 - served / expected))
         with sf.DataLoader(dataset, batch_size=BATCH, sampler=sampler) as loader:
             for epoch in range(epochs):
                 if epoch:  # the cache is full: now it can be told how many samples are to come
-                    schedule.expect(sampler.expected_samples(epochs, start=epoch))
+                    expected = served + sampler.expected_samples(epochs, start=epoch)
                 for batch in loader:
                     pictures, labels = batch.data
                     losses = functional.cross_entropy(model(pictures), labels, reduction="none")
@@ -54,8 +52,8 @@ def train(plan: str, policy: str, epochs: int) -> None:
                     (losses * batch.weights).mean().backward()
                     optimizer.step()
                     loader.update(batch.ids, losses)
-                    schedule.step(len(batch.ids))
                     served += len(batch.ids)
+                    schedule.step()
         stats = dataset.stats()
         print(
             f"{plan}: {epochs} epochs, {served / SAMPLES:.1f} N samples trained on, "

@@ -37,9 +37,7 @@ if TYPE_CHECKING:
     from stallfree.datasets.smart_cache import SmartCacheDataset
     from stallfree.device.prefetcher import DevicePrefetcher
     from stallfree.device.process import ProcessPrefetcher
-    from stallfree.importance.benefit import measure_benefit
-    from stallfree.importance.plans.importance import ImportanceSampler
-    from stallfree.importance.plans.schedule import BySamples
+    from stallfree.importance.sampler import ImportanceSampler
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.run import Batch
     from stallfree.pipeline.classify import Split, split
@@ -66,14 +64,12 @@ _PLACES = {
     "datasets.smart_cache": "SmartCacheDataset",
     "device.prefetcher": "DevicePrefetcher",
     "device.process": "ProcessPrefetcher",
-    "importance.benefit": "measure_benefit",
     "loader.dataloader": "DataLoader",
     "loader.run": "Batch",
-    "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
+    "analysis.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
     "pipeline.classify": "Split split",
     "pipeline.compose": "Compose OnItem mark_deterministic mark_random",
-    "importance.plans.importance": "ImportanceSampler",
-    "importance.plans.schedule": "BySamples",
+    "importance.sampler": "ImportanceSampler",
     "shared.shared_loader": "SharedLoader",
     "sources.cut": "cut",
     "sources.decode": "DecodeImage",
@@ -91,7 +87,7 @@ __version__ = _version("stallfree")
 
 __all__ = ["Prediction", "Replay", "Report", "analyze", "clara", "replay", "testing", "vision"]
 __all__ += ["CacheLoader", "CachedDataset", "LocalSampler", "SmartCacheDataset"]
-__all__ += ["Batch", "BySamples", "DataLoader", "ImportanceSampler", "RayWorkers", "SharedLoader", "measure_benefit"]
+__all__ += ["Batch", "DataLoader", "ImportanceSampler", "RayWorkers", "SharedLoader"]
 __all__ += ["DevicePrefetcher", "DiskTier", "ProcessPrefetcher", "RedisStore"]
 __all__ += ["Hook", "Metrics", "PrometheusCollector", "PrometheusServer", "TensorBoardHook"]
 __all__ += ["Compose", "OnItem", "Split", "StallfreeWarning", "mark_deterministic", "mark_random", "split"]

@@ -116,7 +116,7 @@ SETUPS = {
     "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
     "docs/howto/importance.md": Setup(
         _WORLD
-        + "from torch.optim.lr_scheduler import OneCycleLR\n"
+        + "from torch.optim.lr_scheduler import LambdaLR\n"
         + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
     ),
     "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),

@@ -12,8 +12,8 @@ from smart_data import Rows
 from stallfree import Compose
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
-from stallfree.importance.packager import Packager
 from stallfree.importance.packages import LOW, PENDING, Packages, PackageWork, SharedFlags
+from stallfree.importance.source import Packager
 from stallfree.pipeline.codec import encode
 
 WANTED = LOW | PENDING

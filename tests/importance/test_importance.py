@@ -23,8 +23,7 @@ from importance_tools import (
     knowing,
     z_score,
 )
-from stallfree.importance.plans.probabilities import ranks, shares
-from stallfree.importance.plans.sampling_plans import Draw, Known, draw_plan
+from stallfree.importance.plans import Draw, Known, draw_plan, ranks, shares
 from warm import Interpreter
 
 STATIC: dict[str, dict[str, Any]] = {
@@ -321,7 +320,7 @@ def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
 def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known(interpreter: Interpreter) -> None:
     code = (
         "import numpy as np; import stallfree as sf\n"
-        "from stallfree.importance.plans.sampling_plans import Known, draw_plan\n"
+        "from stallfree.importance.plans import Known, draw_plan\n"
         "losses = np.random.default_rng(5).exponential(size=500).astype(np.float32)\n"
         "known = Known(losses, np.arange(500, dtype=np.int32) % 9, np.arange(500) % 3 == 0)\n"
         "for plan in ('unbiased', 'icache', 'infobatch', 'full'):\n"

@@ -12,10 +12,9 @@ import torch
 import stallfree as sf
 from importance_tools import Residents
 from stallfree.errors import WaitError
-from stallfree.importance.plans import reduce
-from stallfree.importance.plans.retention import FRESH, Retention
-from stallfree.importance.plans.sampling_plans import Draw
-from stallfree.importance.plans.serving import Serving
+from stallfree.importance import jobs as reduce
+from stallfree.importance.epoch import FRESH, Retention, Serving
+from stallfree.importance.plans import Draw
 from stallfree.stats import ImportanceStats
 
 COUNT = 200

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 
 from children import Child, Holder
-from stallfree.importance.plans import jobs as module
-from stallfree.importance.plans.jobs import THRESHOLD, Jobs
+from stallfree.importance import jobs as module
+from stallfree.importance.jobs import THRESHOLD, Jobs
 from stallfree.ipc.locks import FileLock
 
 N = 5

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from importance_tools import chances_of, knowing
-from stallfree.importance.plans import losses as module
-from stallfree.importance.plans.losses import Losses
-from stallfree.importance.plans.states import pack, unpack
+from stallfree.importance import losses as module
+from stallfree.importance.losses import Losses, pack, unpack
 
 to_host = module._to_host
 

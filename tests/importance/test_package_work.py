@@ -16,8 +16,8 @@ from stallfree import mark_deterministic
 from stallfree.cache.records import MISS
 from stallfree.errors import CodecError
 from stallfree.importance import packages as packages_module
+from stallfree.importance.epoch import FRESH
 from stallfree.importance.packages import LOW, MISSED, PENDING, Field, PackageWork
-from stallfree.importance.plans.retention import FRESH
 from stallfree.sources.mapped import as_source
 
 

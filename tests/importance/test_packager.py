@@ -23,7 +23,7 @@ from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
 from stallfree.errors import InputError, StorageError
-from stallfree.importance import packager as packager_module
+from stallfree.importance import source as packager_module
 from stallfree.importance.packages import LOW, MISSED, Field
 from stallfree.ipc.folders import default_root, sweep
 

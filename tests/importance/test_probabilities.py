@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from importance_tools import z_score
 from stallfree import InputError
-from stallfree.importance.plans.probabilities import (
+from stallfree.importance.plans import (
     check_share,
     draw,
     generator,

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from importance_tools import Array, Drifting, Residents
-from stallfree.importance.plans.serving import Serving
+from stallfree.importance.epoch import Serving
 
 COUNT = 60
 

@@ -350,7 +350,10 @@ class Analysis:
             _sent(batch, job.device)  # makes the decoder
         with closing(beside()) as batches:  # type: ignore[type-var]
             both = float(steady_rate(batches, 4, self._limits))
-        step, on_device = float(self._rounds[0]["G"]), any(getattr(_inner(step), "on_device", False) for step in job.steps)
+        step, on_device = (
+            float(self._rounds[0]["G"]),
+            any(getattr(_inner(step), "on_device", False) for step in job.steps),
+        )
         rates = {"cpu_prep": prep(False), "device_prep": prep(True), "step": step, "step_and_prep": min(step, both)}
         return {"on_device": on_device, **rates}
 
@@ -384,7 +387,9 @@ class Analysis:
         if not cold.resident:
             self._note("the samples are no local files: what their storage keeps in memory could not be dropped")
         elif (share := sum(cold.resident) / len(cold.resident)) > _COLD_RESIDENT:
-            self._note(f"{share:.0%} of the files stayed in memory after posix_fadvise: S and the cold job are too fast")
+            self._note(
+                f"{share:.0%} of the files stayed in memory after posix_fadvise: S and the cold job are too fast"
+            )
 
     def _check_resident(self, files: list[str], what: str) -> None:
         share = resident_share(files)

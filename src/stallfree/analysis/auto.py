@@ -303,7 +303,12 @@ class AutoCache:
         return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
 
     def _line(
-        self, choice: Option | None = None, costs: Costs | None = None, workers: int | None = None, *, is_cut: bool = False
+        self,
+        choice: Option | None = None,
+        costs: Costs | None = None,
+        workers: int | None = None,
+        *,
+        is_cut: bool = False,
     ) -> str:
         """The decision in words for people."""
         count = self.num_workers if workers is None else workers

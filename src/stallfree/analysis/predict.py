@@ -73,7 +73,13 @@ class Prediction:
 
 
 def explain(
-    before: Setting, after: Setting, *, devices: int, storage: float | None, half: float | None = None, drift: float = 0.0
+    before: Setting,
+    after: Setting,
+    *,
+    devices: int,
+    storage: float | None,
+    half: float | None = None,
+    drift: float = 0.0,
 ) -> Prediction:
     """The prediction for `after`, which results from `before` by these changes.
 

@@ -168,7 +168,9 @@ class Report:
     def _rounds(self) -> int:
         """The number of complete rounds."""
         measured = [*self.data["rates"].items(), *self.data["runs"].items()]
-        return min((len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]), default=0)
+        return min(
+            (len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]), default=0
+        )
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size: the share of the samples that fit.
@@ -198,7 +200,9 @@ class Report:
             rates = replace(rates, prep=prep, prep_hit=prep)
         if placed is not None and placed["on_device"]:
             rates = rates.times(min(1.0, placed["step_and_prep"] / placed["step"]), "compute")
-        loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree" and job["parted"])
+        loading = Loading(
+            job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree" and job["parted"]
+        )
         cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
         sizes = job["sample_bytes"], job["record_bytes"], job["samples"]
         setting = Setting(rates, loading, job["cache_share"], cores, None, *sizes)
@@ -281,7 +285,9 @@ def _remarks(now: Setting, rates: dict[str, Rate], drift: float) -> list[str]:
             f"({cold.value:,.0f}): {why}"
         )
     if drift > _DRIFT:
-        notes.append(f"the machine's own speed drifted by {drift:.0%} between the rounds: no figure is closer than that")
+        notes.append(
+            f"the machine's own speed drifted by {drift:.0%} between the rounds: no figure is closer than that"
+        )
     if now.sharing is not None:
         reached = max(float(rate) for rate in (cold, warm) if rate.value is not None)
         notes.append(
@@ -341,12 +347,17 @@ def report_page(data: Mapping[str, Any]) -> str:
 def _blocks(data: Mapping[str, Any]) -> list[Block]:
     runs, shares = data["runs"], data["shares"]
     few = any(measured.get("more") for group in ("rates", "runs") for measured in data[group].values())
-    advice = [(f"{item['do']}  ({item['gain']:.2f} times, {number(item['throughput'])} samples/s)", item["why"]) for item in data["advice"]]
+    advice = [
+        (f"{item['do']}  ({item['gain']:.2f} times, {number(item['throughput'])} samples/s)", item["why"])
+        for item in data["advice"]
+    ]
     blocks: list[Block] = [
         Text(data["bottleneck"], "verdict"),
         Text(_job_line(data), "job"),
         Heading("What to do: first without other hardware, each in order of gain"),
-        Items(advice, numbered=True) if advice else Text("Nothing: no change that was looked at makes this job faster."),
+        Items(advice, numbered=True)
+        if advice
+        else Text("Nothing: no change that was looked at makes this job faster."),
         Heading("Where the time goes"),
         Chart("epoch", "A prep stall is a wait for the CPUs, a fetch stall one for storage."),
         Table(

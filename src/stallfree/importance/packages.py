@@ -30,7 +30,7 @@ import xxhash
 from stallfree.cache.capacity import free_space
 from stallfree.datasets.reader import IO_THREADS, Reader
 from stallfree.errors import StallfreeError
-from stallfree.importance.plans.retention import FRESH
+from stallfree.importance.epoch import FRESH
 from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import Structure, encode, read_record, record_size, write_record

@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.importance.plans.importance import ImportanceSampler
+from stallfree.importance.sampler import ImportanceSampler
 from stallfree.loader.dataloader import DataLoader
 from stallfree.loader.shown import ShuffledSampler
 from stallfree.sources.mapped import is_iterable

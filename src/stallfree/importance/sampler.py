@@ -18,14 +18,10 @@ import numpy.typing as npt
 from stallfree.datasets.epoch_source import Plan, check_state
 from stallfree.datasets.ranks import deal, share
 from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
-from stallfree.importance.plans.active_epoch import ActiveEpoch, Marks
-from stallfree.importance.plans.losses import Losses
-from stallfree.importance.plans.probabilities import check_cache, check_share
-from stallfree.importance.plans.reduce import agree, num_steps, of_first_rank, ranks_of_job, resident_to_all, steps_of
-from stallfree.importance.plans.retention import Retention
-from stallfree.importance.plans.sampling_plans import PLANS, Draw, Known, Rule, draw_plan, last_eighth
-from stallfree.importance.plans.serving import ON_MISS, Residents
-from stallfree.importance.plans.states import pack, unpack
+from stallfree.importance.epoch import ON_MISS, ActiveEpoch, Marks, Residents, Retention
+from stallfree.importance.jobs import agree, num_steps, of_first_rank, ranks_of_job, resident_to_all, steps_of
+from stallfree.importance.losses import Losses, pack, unpack
+from stallfree.importance.plans import PLANS, Draw, Known, Rule, check_cache, check_share, draw_plan, last_eighth
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.units import parse_size, parse_whole
 
@@ -94,8 +90,7 @@ class ImportanceSampler:
         write_budget: maximum bytes of packages that one loader writes.
         benefit: how many times longer an epoch of this job takes without the cache. If several jobs use one cache of
             the policy "importance", the value of a sample is the sum of benefit times importance over the jobs (those
-            with a benefit of 1.5 or more, if there are any). None: measured in the previous epoch; or measure it with
-            `stallfree.measure_benefit`.
+            with a benefit of 1.5 or more, if there are any). None: measured in the previous epoch.
 
     Attributes:
         benefit: as given, or the last measurement.
@@ -124,7 +119,7 @@ class ImportanceSampler:
 
     def epoch_source(self, setup: Any) -> Any:
         """The source of a loader's epochs."""
-        return import_module("stallfree.importance.importance_source").ImportanceSource(
+        return import_module("stallfree.importance.source").ImportanceSource(
             setup
         )  # which needs this module
 

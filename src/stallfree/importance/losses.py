@@ -1,8 +1,10 @@
-"""The last loss of each sample, received from the training loop without blocking it."""
+"""The last loss of each sample, received from the training loop without blocking it, and states of samplers."""
 
 from __future__ import annotations
 
+import base64
 import warnings
+import zlib
 from collections import deque
 from typing import Any
 
@@ -10,11 +12,34 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.errors import StallfreeWarning, loss_update, state_mismatch
+from stallfree.errors import StallfreeWarning, loss_update, state_format, state_mismatch
 from stallfree.frames import users_level
-from stallfree.importance.plans.states import pack, pack_mask, unpack, unpack_mask
 
 Array = npt.NDArray[Any]
+
+
+def pack(array: Array) -> str:
+    """Encode an array as a JSON string."""
+    return base64.b64encode(zlib.compress(array.tobytes(), 1)).decode()
+
+
+def unpack(text: str, dtype: Any) -> Array:
+    """Decode the array in `text`. Raises `InputError` for text that `pack` did not produce."""
+    try:
+        found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
+        return found
+    except (ValueError, TypeError, zlib.error) as error:
+        raise state_format(f"the state is damaged ({error}): give what state_dict() returned") from error
+
+
+def pack_mask(mask: Array) -> str:
+    """Encode an array of bool as a JSON string."""
+    return pack(np.packbits(mask))
+
+
+def unpack_mask(text: str, count: int) -> Array:
+    """Decode the `count` bools in `text`. Raises `InputError` for text that `pack_mask` did not produce."""
+    return np.unpackbits(unpack(text, np.uint8), count=count).astype(bool)
 
 
 class Losses:

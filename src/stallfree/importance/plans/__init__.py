@@ -1,1 +1,0 @@
-"""Plans: the samples of an epoch, and their order."""
