@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 import stallfree as sf
 from importance_tools import Residents, Served, knowing
 from names import named
-from stallfree import importance
 from stallfree.errors import text_of
+from stallfree.importance import sampler as importance
 
 
 @pytest.mark.parametrize(
