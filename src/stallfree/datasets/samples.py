@@ -9,25 +9,67 @@ import contextlib
 import operator
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from stallfree.cache.records import MISS, Borrowed
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.split import Reclassified
-from stallfree.errors import CodecError, WaitError
+from stallfree.errors import CodecError, WaitError, batch_timeout
 from stallfree.notes import note_sample, note_samples, raisable
 from stallfree.pipeline.in_place import Out
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import as_cached, payload_bytes, private
 from stallfree.sources.mapped import MapSource
 
-if TYPE_CHECKING:
-    from stallfree.datasets.reader import Pending, Reader
+Ids = npt.NDArray[np.int64]
+T = TypeVar("T")
+
+
+@dataclass
+class Pending:
+    """A batch whose fetches have been started.
+
+    Attributes:
+        ids: ids of its samples.
+        fetches: fetches from the source, by id. Some are added when the tier reports a miss.
+        asked: ids that the tier was asked for, and what it returned.
+        uncached: the number of uncached steps of the samples that it was asked for.
+        pool: threads that fetch, or None.
+        deadline: time (`time.monotonic`) until which fetches may take; None: no limit.
+    """
+
+    ids: Ids
+    fetches: dict[int, Future[Any]] = field(default_factory=dict)
+    asked: list[tuple[Ids, Future[list[Any]]]] = field(default_factory=list)
+    uncached: int = 0
+    pool: Executor | None = None
+    deadline: float | None = None
+
+    def cancel(self) -> None:
+        """Cancel the fetches that have not begun."""
+        for future in [*self.fetches.values(), *(future for _, future in self.asked)]:
+            future.cancel()
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for a fetch. Raises its error, `CancelledError`, and `WaitError` after the deadline."""
+        if self.deadline is None or future.done():
+            return future.result()
+        try:
+            return future.result(max(0.0, self.deadline - time.monotonic()))
+        except FutureTimeout:
+            if future.done():  # the error is the data set's own
+                raise
+            raise batch_timeout(
+                f"storage did not give the samples {self.ids.tolist()} in time. Give a larger timeout if it takes so "
+                "long"
+            ) from None
 
 
 class BatchRows(Protocol):
@@ -88,7 +130,7 @@ class SampleBatch:
     """Makes the samples of one batch. Used once.
 
     Args:
-        reader: of the data set.
+        reader: the `Reader` of the data set, whose module imports this one.
         pending: the fetches that were started.
         seed, epochs: seed of the random draws, and the epoch of each sample.
         skip: skip samples that fail.
@@ -97,7 +139,7 @@ class SampleBatch:
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Any,
         pending: Pending,
         seed: int,
         epochs: Sequence[int],

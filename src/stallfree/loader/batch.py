@@ -19,8 +19,8 @@ from torch.utils.data import default_collate, default_convert
 from stallfree.cache.buffers import Buffers
 from stallfree.cache.records import Aim
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.reader import Pending, Reader
-from stallfree.datasets.samples import Samples, index_plainly
+from stallfree.datasets.reader import Reader
+from stallfree.datasets.samples import Pending, Samples, index_plainly
 from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
 from stallfree.loader.collate import (
