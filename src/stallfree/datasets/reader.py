@@ -82,7 +82,7 @@ class Reader:
         self.split = TransformSplit(source, cache, source if plain is None else self._dataset, deterministic, rest)
         watched = cache is not None or type(source) is not MapSource
         self.settings = Settings(source, *deterministic, *rest) if watched else Settings()
-        self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
+        self._pipeline = deterministic.transforms + rest.transforms if steps is None else steps.transforms
         self._pool: Executor | None = None
         self._pid = -1
         self._ended = ""
