@@ -199,10 +199,10 @@ def plans_epochs(sampler: Any) -> bool:
 
 def check_state(state: Any, version: int, *names: str) -> None:
     """Raise `InputError` unless `state` is a dict of this version with these entries."""
-    version_given = state.get("version") if isinstance(state, dict) else None
-    if version_given != version:
+    actual = state.get("version") if isinstance(state, dict) else None
+    if actual != version:
         raise state_format(
-            f"the state has version {version_given!r}, expected {version}: give what state_dict() of this release returned"
+            f"the state has version {actual!r}, expected {version}: give what state_dict() of this release returned"
         )
     if missing := set(names) - state.keys():
         raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
