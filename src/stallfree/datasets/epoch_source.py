@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from stallfree.cache.serial import one_thread
-from stallfree.errors import argument_conflict, state_format
+from stallfree.errors import state_format
 from stallfree.pipeline.randomness import sample_seed
 
 Ids = npt.NDArray[np.int64]
@@ -121,26 +121,6 @@ class EpochSource(Protocol):
     def close(self) -> None:
         """Stop the processes that the source has started. It may begin another epoch afterwards."""
         return
-
-
-@runtime_checkable
-class TakesLosses(Protocol):
-    """An epoch source that depends on the losses of the samples."""
-
-    def update(self, ids: Any, losses: Any) -> None:
-        """Receive the losses of delivered samples."""
-
-    def stats(self) -> Any:
-        """Counts of the cache requests."""
-
-
-def takes_losses(source: EpochSource, method: str) -> TakesLosses:
-    """`source`, if it takes losses. Raises `InputError` for others, with the name of the loader's method."""
-    if not isinstance(source, TakesLosses):
-        raise argument_conflict(
-            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
-        )
-    return source
 
 
 @dataclass

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.samples import BatchRows, Pending, SampleBatch, Samples
+from stallfree.datasets.samples import Pending, SampleBatch, Samples
 from stallfree.datasets.split import Reclassified, TransformSplit
 from stallfree.errors import StallfreeError, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
@@ -191,7 +191,7 @@ class Reader:
         epoch: int | Sequence[int],
         *,
         skip: bool,
-        buffer: BatchRows | None = None,
+        buffer: Any = None,
     ) -> Samples:
         """Return the samples of a batch that was started.
 
@@ -200,8 +200,8 @@ class Reader:
             seed: seed of the random draws.
             epoch: epoch of the random draws, or one per sample.
             skip: skip samples that fail to be fetched or prepared.
-            buffer: rows to prepare the samples in, only for a reader that is `in_place`. If all samples fit into it,
-                `values` is empty.
+            buffer: the rows of the batch (`loader.collate.BatchBuffer`), only for a reader that is `in_place`. If all
+                samples fit into it, `values` is empty.
 
         The caller owns the values; the values of one batch may share memory. Raises the error of the first
         sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.

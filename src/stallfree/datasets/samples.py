@@ -13,7 +13,7 @@ from concurrent.futures import CancelledError, Executor, Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +23,6 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.split import Reclassified
 from stallfree.errors import CodecError, WaitError, batch_timeout
 from stallfree.notes import note_sample, note_samples, raisable
-from stallfree.pipeline.in_place import Out
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import as_cached, payload_bytes, private
 from stallfree.sources.mapped import MapSource
@@ -72,29 +71,6 @@ class Pending:
             ) from None
 
 
-class BatchRows(Protocol):
-    """The rows of a batch, in which samples are prepared one after the other. See `loader.collate.BatchBuffer`."""
-
-    @property
-    def whole(self) -> bool:
-        """Whether all samples have been written."""
-
-    def row(self) -> Out:
-        """Return the rows that the next sample may write to."""
-
-    def put(self, sample: Any) -> bool:
-        """Write the next sample, unless it is in its row already; returns False if the rows accept no more."""
-
-    def next(self) -> None:
-        """Confirm the sample that was put, and continue with the next row."""
-
-    def restart(self) -> None:
-        """Discard all samples."""
-
-    def copied(self) -> list[Any]:
-        """Return copies of the confirmed samples; the rows accept no more."""
-
-
 @dataclass
 class Samples:
     """The samples of a batch, with their statistics.
@@ -134,7 +110,7 @@ class SampleBatch:
         pending: the fetches that were started.
         seed, epochs: seed of the random draws, and the epoch of each sample.
         skip: skip samples that fail.
-        buffer: rows in which the samples are prepared, or None.
+        buffer: the rows of the batch (`loader.collate.BatchBuffer`), in which the samples are prepared; or None.
     """
 
     def __init__(
@@ -144,7 +120,7 @@ class SampleBatch:
         seed: int,
         epochs: Sequence[int],
         skip: bool,
-        buffer: BatchRows | None = None,
+        buffer: Any = None,
     ) -> None:
         self.reader, self.pending, self.seed, self.epochs = reader, pending, seed, epochs
         self.skip, self.buffer, self._reads = skip, buffer, 0
@@ -325,7 +301,7 @@ class SampleBatch:
             except Exception as error:
                 samples.add_failure(error, reader.source, id, "preparing", skip=self.skip)
 
-    def _prepare_in_place(self, buffer: BatchRows) -> None:
+    def _prepare_in_place(self, buffer: Any) -> None:
         """Prepare the samples in the rows, directly from the memory of the cache and without copies."""
         for at in range(len(self.ids)):
             if not self._prepare_row(at, buffer):  # overwritten by another process meanwhile
@@ -334,7 +310,7 @@ class SampleBatch:
         if not buffer.whole:
             self.samples.values[:0] = buffer.copied()
 
-    def _prepare_row(self, at: int, buffer: BatchRows) -> bool:
+    def _prepare_row(self, at: int, buffer: Any) -> bool:
         """Prepare one sample. Returns False if its record was overwritten during the read; then do it again."""
         reader, value, id, problem, written = self.reader, self._values[at], self.ids[at], None, False
         if value is MISS:

@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.datasets.epoch_source import EpochSource, SourceSetup, takes_losses
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.ranks import check_prepared
 from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
@@ -445,11 +445,19 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
-        takes_losses(self._epochs.source, "update").update(ids, losses)
+        self._importance("update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
         """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
-        return takes_losses(self._epochs.source, "importance_stats").stats()  # type: ignore[no-any-return]
+        return self._importance("importance_stats").stats()  # type: ignore[no-any-return]
+
+    def _importance(self, method: str) -> Any:
+        source = self._epochs.source
+        if not hasattr(source, "update"):
+            raise argument_conflict(
+                f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+            )
+        return source
 
     @property
     def counts(self) -> Counts:
