@@ -158,8 +158,8 @@ class TransformSplit:
         """Move the last `count` cached steps behind the cache; returns whether the draw is new to this process."""
         kept = self._cached_steps - count
         new = note_drew(self._steps[kept] if kept >= 0 else self.origin)
-        self.uncached = count
         self.deterministic, self.rest = Compose(self._steps[: max(0, kept)]), Compose(self._steps[max(0, kept) :])
+        self.uncached = count  # last: threads that gather read it first
         self._begin()
         return new
 

@@ -100,8 +100,9 @@ class BatchBuilder:
     def gather(self, task: Task) -> Result:
         """Copy the batch from the cache to its slot. Returns UNDONE if that fails, for example after an eviction."""
         started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot)
-        cache, uncached = self.reader.cache, self.reader.split.uncached
-        if cache is None or not self.reader.plain:
+        cache, split = self.reader.cache, self.reader.split
+        uncached = split.uncached  # read first: another thread may be changing the split
+        if cache is None or not self.reader.plain or split.rest.transforms:
             return result
         destination = _Destination(self.slots, task.slot)
         try:

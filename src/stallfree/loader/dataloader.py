@@ -232,7 +232,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
             self._prefetcher = DevicePrefetcher(self._epochs, device)
             self.device = self._prefetcher.device
-        self._adopted = [vars(self).get(name) for name in SETTABLE]
+        self._adopted = list(map(vars(self).get, SETTABLE))
         self.__initialized = True
 
     def _make_epochs(self, context: BaseContext, *, single: bool, seed_of_data: bool) -> None:
@@ -279,7 +279,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
-        present = [vars(self).get(name) for name in SETTABLE]
+        present = list(map(vars(self).get, SETTABLE))
         if all(map(operator.is_, present, self._adopted)):
             return
         single = self.batch_size is None and self.batch_sampler is None
@@ -298,7 +298,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)
             self._epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
-        self._adopted = [vars(self).get(name) for name in SETTABLE]
+        self._adopted = list(map(vars(self).get, SETTABLE))
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -352,7 +352,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
-            self._adopted = [vars(self).get(name) for name in SETTABLE]
+            self._adopted = list(map(vars(self).get, SETTABLE))
         return iterator
 
     @property
