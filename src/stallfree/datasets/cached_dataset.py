@@ -21,7 +21,7 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
-from stallfree.datasets.probe import choose_form, example_for, look
+from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import Reader
 from stallfree.errors import CodecError, IdError, InputError, StallfreeWarning, no_fingerprint
@@ -135,6 +135,7 @@ class CachedDataset(Dataset[SampleT_co]):
         persist: bool = False,
         transform: Callable[[Any], SampleT_co] | None = None,
         seed: int | None = None,
+        _look: FirstLook | None = None,
     ) -> None:
         _check_form(form)
         size, policy = parse_capacity(capacity, store), make_policy(policy)
@@ -149,7 +150,7 @@ class CachedDataset(Dataset[SampleT_co]):
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
-        first = look(self.source, self.steps)
+        first = _look or look(self.source, self.steps)
         used_store, memory = store, size
         if self._auto:
             with tolerant() as steps:

@@ -88,10 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
             `pin_memory` is not needed. None: yield batches on the host.
         cache: "auto": the first iteration measures the speed of storage, prep and cache, and creates the cache with the
-            highest modelled throughput: of fetched samples, prepared samples, a mixture, or none. Of a data set whose
-            samples are random, the files that it reads are cached. One line says what is cached, how many workers
-            there are and what rate to expect; another one, after the second epoch, what was reached. See `decision`
-            and `cached`. None: no cache but that of a `CachedDataset`.
+            highest modelled throughput: of fetched samples, of prepared samples, or none. Of a data set whose samples
+            are random, the files that it opens are cached. One line says what is cached and how many workers there
+            are. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
         transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
