@@ -177,10 +177,12 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
         if differs is not None and differs.at == SOURCE:
             differs = replace(differs, why=f"{differs.why} at sample {id}")
         random_part = earliest(random_part, differs)
-        if random_part is not None and random_part.at == SOURCE:
-            return random_part, []
+        if random_part is not None and random_part.at == SOURCE and random_part.certain:
+            break
     if problem is not None and not records:
         raise problem
+    if random_part is not None and random_part.at == SOURCE:
+        return random_part, []
     before = divide(steps, random_part).deterministic
     return random_part, [
         Sample(id, record, before(private(record)) if len(before) else record) for id, record in records
