@@ -15,7 +15,7 @@ import torch
 
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position
 from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
-from stallfree.datasets.reader import reader_of
+from stallfree.datasets.reader import Reader, reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.batch import PlainBatches
 from stallfree.loader.order import Order, Repeats
@@ -267,7 +267,11 @@ class Epochs(EpochsBase):
         """Whether batches are made as torch's loader makes them without workers."""
         options = self.options
         reader = options.reader
-        return reader.cache is None and reader.direct and not options.workers and options.remote is None
+        if options.workers or options.remote is not None or reader.cache is not None or not reader.direct:
+            return False
+        # A data set of stallfree's, and one that `cache="auto"` has made, caches at least the files that samples open.
+        cached = None if self._tuner is None else self._tuner.cached
+        return cached is None and not isinstance(getattr(options.dataset, "reader", None), Reader)
 
     def _end_of(
         self, plan: EpochPlan, progress: Progress, pool: WorkerPool | None, note_settings: Callable[[], None]
