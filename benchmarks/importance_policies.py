@@ -19,10 +19,8 @@ from stallfree import ImportanceSampler
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.importance.plans import generator, ranks
-from stallfree.importance.epoch import FRESH
-from stallfree.importance.plans import Draw
-from stallfree.importance.epoch import Serving
+from stallfree.importance.epoch import FRESH, Serving
+from stallfree.importance.plans import Draw, generator, ranks
 
 Array = npt.NDArray[Any]
 

@@ -160,8 +160,8 @@ def bandwidth(given: Json) -> Json:
     with sf.DataLoader(data, batch_size=8, num_workers=1, device="cuda", persistent_workers=True) as ours:
         for _ in ours:
             pass
-        assert ours._runner.pools.kept is not None
-        slots = ours._runner.pools.kept.ring.slots
+        assert ours._epochs.kept is not None
+        slots = ours._epochs.kept.ring.slots
         slot = torch.from_numpy(slots.view(next(iter(slots._pinned)), size)[:size])
         pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         assert slot.is_pinned()

@@ -22,8 +22,8 @@ from benchmarks import small_resnet
 from benchmarks.contender import emit
 from benchmarks.importance_policies import CountedCache
 from stallfree import ImportanceSampler
-from stallfree.importance.plans import generator
 from stallfree.importance.epoch import Serving
+from stallfree.importance.plans import generator
 
 Array = npt.NDArray[Any]
 

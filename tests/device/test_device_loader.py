@@ -40,10 +40,11 @@ def world() -> Iterator[World]:
     made = World(copy_seconds=0.01)
     lease = Ring.lease
 
-    def watch(ring: Ring, slot: int, memory: Any) -> None:
-        address = memory.ctypes.data
-        lease(ring, slot, memory)
-        weakref.finalize(memory, made.refill, address).atexit = False
+    def watch(ring: Ring, slot: int, size: int, most: int) -> Any:
+        memory = lease(ring, slot, size, most)
+        if memory is not None:
+            weakref.finalize(memory, made.refill, memory.ctypes.data).atexit = False
+        return memory
 
     with made.installed() as patch:
         patch.setattr(Ring, "lease", watch)

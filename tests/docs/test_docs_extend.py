@@ -101,7 +101,7 @@ import torch
 import stallfree as sf
 from stallfree.loader import pool
 
-worker_pool.shares_memory = lambda: False  # as on a system without worker processes
+pool.shares_memory = lambda: False  # as on a system without worker processes
 warnings.simplefilter("error")
 
 class Noisy:

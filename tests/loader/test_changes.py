@@ -92,11 +92,10 @@ SET: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["before the first iteration", "between two"])
 @pytest.mark.parametrize("name", SET)
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("workers", "before"), [(0, False), (2, True)])
 def test_what_torch_lets_others_set(workers: int, name: str, before: bool) -> None:
-    """It applies from the next iteration on."""
+    """It applies from the next iteration on, before the first one or between two."""
     if name in ("multiprocessing_context", "timeout") and not workers:
         pytest.skip("torch's loader needs workers for it")
     found = []

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import stallfree as sf
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import make_policy
-from stallfree.importance.plans import generator, ranks
 from stallfree.importance.epoch import Serving
+from stallfree.importance.plans import generator, ranks
 
 Array = npt.NDArray[Any]
 

@@ -26,12 +26,11 @@ from typing import Any
 
 from stallfree.analysis.measure import measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
-from stallfree.datasets.reader import Reader
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset, token
 from stallfree.datasets.probe import FirstLook, look, reason_in
 from stallfree.datasets.ranks import find_ranks
-from stallfree.datasets.reader import IO_THREADS, reader_of
+from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
 from stallfree.errors import InputError, argument_conflict, text_of
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.ipc.forked import call_in_child

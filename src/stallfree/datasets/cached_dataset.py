@@ -163,15 +163,15 @@ class CachedDataset(Dataset[SampleT_co]):
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
         first = _look or look(self.source, self.steps)
-        found, memory = store, size
+        used_store, memory = store, size
         if self._auto:
             with tolerant() as steps:
                 fingerprint(first.parts.deterministic)
-            found, memory = default_store(size, [*unknown, *steps] if name is None else [])
-        self._store = found if is_tier(found) else None  # which lives as long as its tiers are used
-        on_disk = isinstance(found, (str, Path)) and str(found) != "memory"
-        count, room = len(self.source), room_of(found, memory)
-        self.form, self.decision = choose_form(form, first, count, room, scored=policy.scored, on_disk=on_disk)
+            used_store, memory = default_store(size, [*unknown, *steps] if name is None else [])
+        self._store = used_store if is_tier(used_store) else None  # which lives as long as its tiers are used
+        on_disk = isinstance(used_store, (str, Path)) and str(used_store) != "memory"
+        count, available = len(self.source), room_of(used_store, memory)
+        self.form, self.decision = choose_form(form, first, count, available, scored=policy.scored, on_disk=on_disk)
         log.info("%s", self.decision)
         prepared = self.form == "prepared"
         before = first.parts.deterministic if prepared else Compose([])
@@ -179,13 +179,15 @@ class CachedDataset(Dataset[SampleT_co]):
         self._epochs = SharedCounts(1 + count)
         key, steps = _key_of(data, before)
         if name is None and (unknown := [*unknown, *steps]):
-            key = name = private_name(found, unknown[0], persist=persist)
-        folder = (user_root(str(found)) if on_disk else default_root()) / (name or derived_name(key, policy, memory))
+            key = name = private_name(used_store, unknown[0], persist=persist)
+        folder = (user_root(str(used_store)) if on_disk else default_root()) / (
+            name or derived_name(key, policy, memory)
+        )
         is_new = not folder.exists()
         values = first.values(prepared=prepared)
         example = example_for(list(values.values())) if is_new else next(iter(values.values()))
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
-        self.cache: SampleCache = open_cache(found, count, capacity=memory, fingerprint=key, **options)
+        self.cache: SampleCache = open_cache(used_store, count, capacity=memory, fingerprint=key, **options)
         try:
             self.reader = Reader(self.source, self.cache, before, rest, steps=self.steps)
             self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from stallfree.cache.serial import one_thread
-from stallfree.errors import argument_conflict, state_format
+from stallfree.errors import state_format
 from stallfree.pipeline.randomness import sample_seed
 
 Ids = npt.NDArray[np.int64]
@@ -123,26 +123,6 @@ class EpochSource(Protocol):
         return
 
 
-@runtime_checkable
-class TakesLosses(Protocol):
-    """An epoch source that depends on the losses of the samples."""
-
-    def update(self, ids: Any, losses: Any) -> None:
-        """Receive the losses of delivered samples."""
-
-    def stats(self) -> Any:
-        """Counts of the cache requests."""
-
-
-def takes_losses(source: EpochSource, method: str) -> TakesLosses:
-    """`source`, if it takes losses. Raises `InputError` for others, with the name of the loader's method."""
-    if not isinstance(source, TakesLosses):
-        raise argument_conflict(
-            f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
-        )
-    return source
-
-
 @dataclass
 class SourceSetup:
     """The arguments of an epoch source: those of a loader, and its shared objects. Not changed once made.
@@ -199,10 +179,10 @@ def plans_epochs(sampler: Any) -> bool:
 
 def check_state(state: Any, version: int, *names: str) -> None:
     """Raise `InputError` unless `state` is a dict of this version with these entries."""
-    given = state.get("version") if isinstance(state, dict) else None
-    if given != version:
+    actual = state.get("version") if isinstance(state, dict) else None
+    if actual != version:
         raise state_format(
-            f"the state has version {given!r}, expected {version}: give what state_dict() of this release returned"
+            f"the state has version {actual!r}, expected {version}: give what state_dict() of this release returned"
         )
     if missing := set(names) - state.keys():
         raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")

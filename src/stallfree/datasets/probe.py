@@ -139,11 +139,13 @@ def look(source: Source, steps: Compose) -> FirstLook:
         raise dataset_random(f"{_name(origin)} is marked as random; {_FREEZE}")
     if mark_of(origin) is None and drew(origin):
         raise _refused(origin, "its samples proved random while a cache was filled", certain=True)
-    found, samples = call_in_child(partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}")
-    if found is not None and found.at == SOURCE:
-        raise _refused(origin, found.why, certain=found.certain)
-    warn_of_doubt(steps.transforms, found)
-    return FirstLook(samples, divide(tuple(steps), found))
+    random_part, samples = call_in_child(
+        partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}"
+    )
+    if random_part is not None and random_part.at == SOURCE:
+        raise _refused(origin, random_part.why, certain=random_part.certain)
+    warn_of_doubt(steps.transforms, random_part)
+    return FirstLook(samples, divide(tuple(steps), random_part))
 
 
 def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -> tuple[Found | None, list[Sample]]:
@@ -152,7 +154,7 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
     checked = steps[: declared(steps)]
     trust = [*map(Trust.of, (origin, *checked))]
     names = None if plain is None or trust[0].outputs else random_name(origin)
-    found = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
+    random_part = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
     states = States(find_generators([*checked, origin]))
     records: list[tuple[int, Any]] = []
     problem, began = None, time.monotonic()
@@ -164,7 +166,7 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
             _, differs = make_twice(
                 fetch,
                 None if plain is None else partial(source.fetch, id),
-                checked if found is None else checked[: found.at + 1],
+                checked if random_part is None else checked[: random_part.at + 1],
                 trust,
                 states,
             )
@@ -176,13 +178,17 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
         records.append((id, fetch.record))
         if differs is not None and differs.at == SOURCE:
             differs = replace(differs, why=f"{differs.why} at sample {id}")
-        found = earliest(found, differs)
-        if found is not None and found.at == SOURCE:
-            return found, []
+        random_part = earliest(random_part, differs)
+        if random_part is not None and random_part.at == SOURCE and random_part.certain:
+            break
     if problem is not None and not records:
         raise problem
-    before = divide(steps, found).deterministic
-    return found, [Sample(id, record, before(private(record)) if len(before) else record) for id, record in records]
+    if random_part is not None and random_part.at == SOURCE:
+        return random_part, []
+    before = divide(steps, random_part).deterministic
+    return random_part, [
+        Sample(id, record, before(private(record)) if len(before) else record) for id, record in records
+    ]
 
 
 class _Fetch:
@@ -207,8 +213,8 @@ _INSIST = "if its samples are always the same, say so with stallfree.mark_determ
 
 def reason_in(error: InputError) -> str:
     """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
-    why, found, _ = text_of(error).partition(f"{_FREEZE}")
-    return why.removesuffix("otherwise ").removesuffix("; ").removesuffix(f"; {_INSIST}") if found else ""
+    why, advice, _ = text_of(error).partition(f"{_FREEZE}")
+    return why.removesuffix("otherwise ").removesuffix("; ").removesuffix(f"; {_INSIST}") if advice else ""
 
 
 def _refused(origin: object, why: str, *, certain: bool) -> InputError:

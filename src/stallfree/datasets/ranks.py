@@ -43,13 +43,13 @@ def job_name() -> str | None:
 
     From the environment variables of torchrun, SLURM and other launchers, and the store of the process group.
     """
-    given = [os.environ.get(variable, "") for variable in _JOB]
+    values = [os.environ.get(variable, "") for variable in _JOB]
     if has_process_group() and torch.distributed.get_world_size() > 1:
         store: Any = _default_store()
         while hasattr(store, "underlying_store"):
             store = store.underlying_store
-        given += [str(getattr(store, name, "")) for name in ("host", "port", "path")]
-    return xxhash.xxh3_64_hexdigest("|".join(given).encode())[:12] if any(given) else None
+        values += [str(getattr(store, name, "")) for name in ("host", "port", "path")]
+    return xxhash.xxh3_64_hexdigest("|".join(values).encode())[:12] if any(values) else None
 
 
 @dataclass(frozen=True)
@@ -157,12 +157,12 @@ def _default_store() -> Any:
 
 def environment_number(variable: str, default: int) -> int:
     """The integer in an environment variable. Raises `InputError` for other values."""
-    given = os.environ.get(variable, "")
+    value = os.environ.get(variable, "")
     try:
-        return int(given) if given else default
+        return int(value) if value else default
     except ValueError as error:
         raise launch_environment(
-            f"{variable}={given!r} in the environment: give a whole number, or unset it"
+            f"{variable}={value!r} in the environment: give a whole number, or unset it"
         ) from error
 
 
@@ -198,8 +198,8 @@ def rank_and_count(ranks: tuple[int, int] | str | None) -> tuple[int, int]:
     if ranks is None:
         return 0, 1
     if isinstance(ranks, str):
-        found = find_ranks()
-        return found.rank, found.count
+        job = find_ranks()
+        return job.rank, job.count
     return int(ranks[0]), int(ranks[1])
 
 

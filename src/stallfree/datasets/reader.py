@@ -8,22 +8,19 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.samples import BatchRows, SampleBatch, Samples
+from stallfree.datasets.samples import Pending, SampleBatch, Samples
 from stallfree.datasets.split import Reclassified, TransformSplit
-from stallfree.errors import StallfreeError, batch_timeout, object_closed
+from stallfree.errors import StallfreeError, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose, drew, works_in_place
@@ -34,52 +31,11 @@ from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 
 Ids = npt.NDArray[np.int64]
-T = TypeVar("T")
 
 _NO_STEPS = Compose([])
 
 IO_THREADS = 8
 """Concurrent fetches of one process. They wait for storage, so there may be more of them than cores."""
-
-
-@dataclass
-class Pending:
-    """A batch whose fetches have been started.
-
-    Attributes:
-        ids: ids of its samples.
-        fetches: fetches from the source, by id. Some are added when the tier reports a miss.
-        asked: ids that the tier was asked for, and what it returned.
-        uncached: the number of uncached steps of the samples that it was asked for.
-        pool: threads that fetch, or None.
-        deadline: time (`time.monotonic`) until which fetches may take; None: no limit.
-    """
-
-    ids: Ids
-    fetches: dict[int, Future[Any]] = field(default_factory=dict)
-    asked: list[tuple[Ids, Future[list[Any]]]] = field(default_factory=list)
-    uncached: int = 0
-    pool: Executor | None = None
-    deadline: float | None = None
-
-    def cancel(self) -> None:
-        """Cancel the fetches that have not begun."""
-        for future in [*self.fetches.values(), *(future for _, future in self.asked)]:
-            future.cancel()
-
-    def result(self, future: Future[T]) -> T:
-        """Wait for a fetch. Raises its error, `CancelledError`, and `WaitError` after the deadline."""
-        if self.deadline is None or future.done():
-            return future.result()
-        try:
-            return future.result(max(0.0, self.deadline - time.monotonic()))
-        except FutureTimeout:
-            if future.done():  # the error is the data set's own
-                raise
-            raise batch_timeout(
-                f"storage did not give the samples {self.ids.tolist()} in time. Give a larger timeout if it takes so "
-                "long"
-            ) from None
 
 
 class Reader:
@@ -124,7 +80,7 @@ class Reader:
         self.split = TransformSplit(source, cache, source if plain is None else self._dataset, deterministic, rest)
         watched = cache is not None or type(source) is not MapSource
         self.settings = Settings(source, *deterministic, *rest) if watched else Settings()
-        self._pipeline = (*deterministic, *rest) if steps is None else (*steps,)
+        self._pipeline = deterministic.transforms + rest.transforms if steps is None else steps.transforms
         self._pool: Executor | None = None
         self._pid = -1
         self._ended = ""
@@ -233,7 +189,7 @@ class Reader:
         epoch: int | Sequence[int],
         *,
         skip: bool,
-        buffer: BatchRows | None = None,
+        buffer: Any = None,
     ) -> Samples:
         """Return the samples of a batch that was started.
 
@@ -242,8 +198,8 @@ class Reader:
             seed: seed of the random draws.
             epoch: epoch of the random draws, or one per sample.
             skip: skip samples that fail to be fetched or prepared.
-            buffer: rows to prepare the samples in, only for a reader that is `in_place`. If all samples fit into it,
-                `values` is empty.
+            buffer: the rows of the batch (`loader.collate.BatchBuffer`), only for a reader that is `in_place`. If all
+                samples fit into it, `values` is empty.
 
         The caller owns the values; the values of one batch may share memory. Raises the error of the first
         sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.

@@ -9,48 +9,66 @@ import contextlib
 import operator
 import time
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Executor, Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from stallfree.cache.records import MISS, Borrowed
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.split import Reclassified
-from stallfree.errors import CodecError, WaitError
+from stallfree.errors import CodecError, WaitError, batch_timeout
 from stallfree.notes import note_sample, note_samples, raisable
-from stallfree.pipeline.compose import Out
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.values import as_cached, payload_bytes, private
 from stallfree.sources.mapped import MapSource
 
-if TYPE_CHECKING:
-    from stallfree.datasets.reader import Pending, Reader
+Ids = npt.NDArray[np.int64]
+T = TypeVar("T")
 
 
-class BatchRows(Protocol):
-    """The rows of a batch, in which samples are prepared one after the other. See `loader.collate.BatchBuffer`."""
+@dataclass
+class Pending:
+    """A batch whose fetches have been started.
 
-    @property
-    def whole(self) -> bool:
-        """Whether all samples have been written."""
+    Attributes:
+        ids: ids of its samples.
+        fetches: fetches from the source, by id. Some are added when the tier reports a miss.
+        asked: ids that the tier was asked for, and what it returned.
+        uncached: the number of uncached steps of the samples that it was asked for.
+        pool: threads that fetch, or None.
+        deadline: time (`time.monotonic`) until which fetches may take; None: no limit.
+    """
 
-    def row(self) -> Out:
-        """Return the rows that the next sample may write to."""
+    ids: Ids
+    fetches: dict[int, Future[Any]] = field(default_factory=dict)
+    asked: list[tuple[Ids, Future[list[Any]]]] = field(default_factory=list)
+    uncached: int = 0
+    pool: Executor | None = None
+    deadline: float | None = None
 
-    def put(self, sample: Any) -> bool:
-        """Write the next sample, unless it is in its row already; returns False if the rows accept no more."""
+    def cancel(self) -> None:
+        """Cancel the fetches that have not begun."""
+        for future in [*self.fetches.values(), *(future for _, future in self.asked)]:
+            future.cancel()
 
-    def next(self) -> None:
-        """Confirm the sample that was put, and continue with the next row."""
-
-    def restart(self) -> None:
-        """Discard all samples."""
-
-    def copied(self) -> list[Any]:
-        """Return copies of the confirmed samples; the rows accept no more."""
+    def result(self, future: Future[T]) -> T:
+        """Wait for a fetch. Raises its error, `CancelledError`, and `WaitError` after the deadline."""
+        if self.deadline is None or future.done():
+            return future.result()
+        try:
+            return future.result(max(0.0, self.deadline - time.monotonic()))
+        except FutureTimeout:
+            if future.done():  # the error is the data set's own
+                raise
+            raise batch_timeout(
+                f"storage did not give the samples {self.ids.tolist()} in time. Give a larger timeout if it takes so "
+                "long"
+            ) from None
 
 
 @dataclass
@@ -88,21 +106,21 @@ class SampleBatch:
     """Makes the samples of one batch. Used once.
 
     Args:
-        reader: of the data set.
+        reader: the `Reader` of the data set, whose module imports this one.
         pending: the fetches that were started.
         seed, epochs: seed of the random draws, and the epoch of each sample.
         skip: skip samples that fail.
-        buffer: rows in which the samples are prepared, or None.
+        buffer: the rows of the batch (`loader.collate.BatchBuffer`), in which the samples are prepared; or None.
     """
 
     def __init__(
         self,
-        reader: Reader,
+        reader: Any,
         pending: Pending,
         seed: int,
         epochs: Sequence[int],
         skip: bool,
-        buffer: BatchRows | None = None,
+        buffer: Any = None,
     ) -> None:
         self.reader, self.pending, self.seed, self.epochs = reader, pending, seed, epochs
         self.skip, self.buffer, self._reads = skip, buffer, 0
@@ -283,7 +301,7 @@ class SampleBatch:
             except Exception as error:
                 samples.add_failure(error, reader.source, id, "preparing", skip=self.skip)
 
-    def _prepare_in_place(self, buffer: BatchRows) -> None:
+    def _prepare_in_place(self, buffer: Any) -> None:
         """Prepare the samples in the rows, directly from the memory of the cache and without copies."""
         for at in range(len(self.ids)):
             if not self._prepare_row(at, buffer):  # overwritten by another process meanwhile
@@ -292,7 +310,7 @@ class SampleBatch:
         if not buffer.whole:
             self.samples.values[:0] = buffer.copied()
 
-    def _prepare_row(self, at: int, buffer: BatchRows) -> bool:
+    def _prepare_row(self, at: int, buffer: Any) -> bool:
         """Prepare one sample. Returns False if its record was overwritten during the read; then do it again."""
         reader, value, id, problem, written = self.reader, self._values[at], self.ids[at], None, False
         if value is MISS:

@@ -66,13 +66,14 @@ class TransformSplit:
         self._cache = cache
         self.deterministic, self.rest = deterministic, rest
         self.uncached, self.quiet = 0, False
-        self._steps, self._cached_steps = (*deterministic, *rest), len(deterministic)
+        self._steps = deterministic.transforms + rest.transforms
+        self._cached_steps = len(deterministic.transforms)
         self._home = os.getpid()
         self._looks = self._first = self._false_alarms = 0
         self._begin()
 
     def _begin(self) -> None:
-        self._trust = list[Trust]()
+        self._trust: list[Trust] = []
         self.fetches_twice = self._compares = self._watches = False
         if self._cache is None:
             return
@@ -107,13 +108,13 @@ class TransformSplit:
         problem: Exception | None = None
         again = partial(self.source.fetch, id) if self.fetches_twice else None
         try:
-            value, found = make_twice(lambda: record, again, steps, self._trust)
+            value, difference = make_twice(lambda: record, again, steps, self._trust)
         except StepError as failed:
             problem = failed.error
         if problem is not None:  # outside of the handler, which would be its context
             raise problem
-        if found is not None:
-            self._reclassify(found.at, f"sample {id} came out different when it was made twice")
+        if difference is not None:
+            self._reclassify(difference.at, f"sample {id} came out different when it was made twice")
         return value
 
     def watch(self) -> States | None:
@@ -127,13 +128,13 @@ class TransformSplit:
         """
         trial = partial(_find_draws, self.source, self.deterministic.transforms, self._trust, list(ids))
         try:
-            found = call_in_child(trial, "the search for what drew random numbers", seconds=_CONFIRM_SECONDS)
+            draw = call_in_child(trial, "the search for what drew random numbers", seconds=_CONFIRM_SECONDS)
         except WorkerError:  # a forked process cannot make these samples
-            found = trial()
-        if found is None:
+            draw = trial()
+        if draw is None:
             self._false_alarms += 1
         else:
-            id, at = found
+            id, at = draw
             self._reclassify(at, f"it drew random numbers when sample {id} was made")
 
     def _reclassify(self, at: int, why: str) -> NoReturn:
@@ -157,8 +158,8 @@ class TransformSplit:
         """Move the last `count` cached steps behind the cache; returns whether the draw is new to this process."""
         kept = self._cached_steps - count
         new = note_drew(self._steps[kept] if kept >= 0 else self.origin)
-        self.uncached = count
         self.deterministic, self.rest = Compose(self._steps[: max(0, kept)]), Compose(self._steps[max(0, kept) :])
+        self.uncached = count  # last: threads that gather read it first
         self._begin()
         return new
 
@@ -185,7 +186,7 @@ def _find_draws(
     states = States()
     for id in ids:
         with contextlib.suppress(StepError):
-            _, found = make_twice(partial(source.fetch, id), None, steps, trust, states)
-            if found is not None and found.certain:
-                return id, found.at
+            _, draw = make_twice(partial(source.fetch, id), None, steps, trust, states)
+            if draw is not None and draw.certain:
+                return id, draw.at
     return None

@@ -19,8 +19,8 @@ from torch.utils.data import default_collate, default_convert
 from stallfree.cache.buffers import Buffers
 from stallfree.cache.records import Aim
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.reader import Pending, Reader
-from stallfree.datasets.samples import Samples, index_plainly
+from stallfree.datasets.reader import Reader
+from stallfree.datasets.samples import Pending, Samples, index_plainly
 from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
 from stallfree.loader.collate import (
@@ -99,8 +99,9 @@ class BatchBuilder:
     def gather(self, task: Task) -> Result:
         """Copy the batch from the cache to its slot. Returns UNDONE if that fails, for example after an eviction."""
         started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot)
-        cache, uncached = self.reader.cache, self.reader.split.uncached
-        if cache is None or not self.reader.plain:
+        cache, split = self.reader.cache, self.reader.split
+        uncached = split.uncached  # read first: another thread may be changing the split
+        if cache is None or not self.reader.plain or split.rest.transforms:
             return result
         destination = _Destination(self.slots, task.slot)
         try:

@@ -198,10 +198,10 @@ class BatchBuffer:
         moves = []
         for column, start, array in zip(self._columns, self._starts, arrays, strict=True):
             row = column[self._filled]
-            place = _address(array)
-            if place == start + self._filled * column.shape[1]:
+            address = _address(array)
+            if address == start + self._filled * column.shape[1]:
                 continue
-            if self._low <= place < self._high:  # it lies in a row of another leaf, which is overwritten below
+            if self._low <= address < self._high:  # it lies in a row of another leaf, which is overwritten below
                 array = array.copy()
             moves.append((row, array))
         for row, array in moves:

@@ -14,7 +14,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
-from stallfree.datasets.epoch_source import EpochSource, SourceSetup, takes_losses
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.ranks import check_prepared
 from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
@@ -88,10 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
             `pin_memory` is not needed. None: yield batches on the host.
         cache: "auto": the first iteration measures the speed of storage, prep and cache, and creates the cache with the
-            highest modelled throughput: of fetched samples, prepared samples, a mixture, or none. Of a data set whose
-            samples are random, the files that it reads are cached. One line says what is cached, how many workers
-            there are and what rate to expect; another one, after the second epoch, what was reached. See `decision`
-            and `cached`. None: no cache but that of a `CachedDataset`.
+            highest modelled throughput: of fetched samples, of prepared samples, or none. Of a data set whose samples
+            are random, the files that it opens are cached. One line says what is cached and how many workers there
+            are. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
         transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
@@ -232,7 +231,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
             self._prefetcher = DevicePrefetcher(self._epochs, device)
             self.device = self._prefetcher.device
-        self._adopted = [vars(self).get(name) for name in SETTABLE]
+        self._adopted = list(map(vars(self).get, SETTABLE))
         self.__initialized = True
 
     def _make_epochs(self, context: BaseContext, *, single: bool, seed_of_data: bool) -> None:
@@ -279,7 +278,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
-        present = [vars(self).get(name) for name in SETTABLE]
+        present = list(map(vars(self).get, SETTABLE))
         if all(map(operator.is_, present, self._adopted)):
             return
         single = self.batch_size is None and self.batch_sampler is None
@@ -298,7 +297,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)
             self._epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
-        self._adopted = [vars(self).get(name) for name in SETTABLE]
+        self._adopted = list(map(vars(self).get, SETTABLE))
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -352,7 +351,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
-            self._adopted = [vars(self).get(name) for name in SETTABLE]
+            self._adopted = list(map(vars(self).get, SETTABLE))
         return iterator
 
     @property
@@ -445,11 +444,19 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
         Does not wait for their device. Raises `InputError` without an `ImportanceSampler`.
         """
-        takes_losses(self._epochs.source, "update").update(ids, losses)
+        self._importance("update").update(ids, losses)
 
     def importance_stats(self) -> ImportanceStats:
         """The cache requests of the plans of the `ImportanceSampler`. Raises `InputError` without one."""
-        return takes_losses(self._epochs.source, "importance_stats").stats()  # type: ignore[no-any-return]
+        return self._importance("importance_stats").stats()  # type: ignore[no-any-return]
+
+    def _importance(self, method: str) -> Any:
+        source = self._epochs.source
+        if not hasattr(source, "update"):
+            raise argument_conflict(
+                f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
+            )
+        return source
 
     @property
     def counts(self) -> Counts:

@@ -15,7 +15,7 @@ import torch
 
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position
 from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
-from stallfree.datasets.reader import reader_of
+from stallfree.datasets.reader import Reader, reader_of
 from stallfree.errors import state_format, state_mismatch
 from stallfree.loader.batch import PlainBatches
 from stallfree.loader.order import Order, Repeats
@@ -92,11 +92,45 @@ class Seeds:
         self.base = draw_seed(self.generator)
 
 
-class Epochs:
-    """Runs the epochs of a loader, as batches on the host.
+class EpochsBase:
+    """What a `DevicePrefetcher` uses of a loader.
 
-    A `DevicePrefetcher` uses this class: it begins an iteration with `prefetched_by`, records the `position` after each
-    batch, requests the state there (`state_at`), and counts the waits of the training loop (`count_wait`).
+    It begins an iteration with `prefetched_by`, records the `position` after each batch, requests the state there
+    (`state_at`), and counts the waits of the training loop (`count_wait`).
+    """
+
+    counts: Counts
+    position: Any
+    _prefetcher: weakref.ref[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._begin(None)
+
+    def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
+        """Begin an iteration for a prefetcher."""
+        return self._begin(prefetcher)
+
+    def _begin(self, prefetcher: Any) -> Iterator[Any]:
+        raise NotImplementedError
+
+    def count_wait(self, seconds: float) -> None:
+        """Count a wait of a prefetcher's training loop for a batch."""
+        self.counts["wait_seconds"] += seconds
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state after the last batch delivered to the training loop."""
+        prefetcher = None if self._prefetcher is None else self._prefetcher()
+        if prefetcher is not None and prefetcher.ahead:
+            return prefetcher.state_dict()  # type: ignore[no-any-return]
+        return self.state_at(self.position)
+
+    def state_at(self, position: Any) -> dict[str, Any]:
+        """Return the state at `position` of the iteration, at most 64 batches ago."""
+        raise NotImplementedError
+
+
+class Epochs(EpochsBase):
+    """Runs the epochs of a loader, as batches on the host.
 
     Args:
         source: decides the ids of each epoch.
@@ -130,7 +164,6 @@ class Epochs:
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
         self._progress: Progress | None = None
-        self._prefetcher: weakref.ref[Any] | None = None
         self._begin_process()
 
     def _begin_process(self) -> None:
@@ -188,13 +221,6 @@ class Epochs:
         order.begin(number, None)
         return order.ids(number)
 
-    def __iter__(self) -> Iterator[Any]:
-        return self._begin(None)
-
-    def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
-        """Begin an iteration for a prefetcher, which pins the ring."""
-        return self._begin(prefetcher)
-
     def _begin(self, prefetcher: Any) -> Pass | PlainPass:
         if self._process != os.getpid():
             self._begin_process()
@@ -241,7 +267,11 @@ class Epochs:
         """Whether batches are made as torch's loader makes them without workers."""
         options = self.options
         reader = options.reader
-        return reader.cache is None and reader.direct and not options.workers and options.remote is None
+        if options.workers or options.remote is not None or reader.cache is not None or not reader.direct:
+            return False
+        # A data set of stallfree's, and one that `cache="auto"` has made, caches at least the files that samples open.
+        cached = None if self._tuner is None else self._tuner.cached
+        return cached is None and not isinstance(getattr(options.dataset, "reader", None), Reader)
 
     def _end_of(
         self, plan: EpochPlan, progress: Progress, pool: WorkerPool | None, note_settings: Callable[[], None]
@@ -318,13 +348,6 @@ class Epochs:
         """The position of the iteration for `state_at`, including batches taken ahead. None between iterations."""
         return None if self._progress is None else (self._progress, self._progress.handed_out)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state after the last batch delivered to the training loop."""
-        prefetcher = None if self._prefetcher is None else self._prefetcher()
-        if prefetcher is not None and prefetcher.ahead:
-            return prefetcher.state_dict()  # type: ignore[no-any-return]
-        return self.state_at(self.position)
-
     def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
         """The state at `position` of the iteration, at most 64 batches ago."""
         if position is None:
@@ -360,10 +383,6 @@ class Epochs:
         self._resume = Position(state["batches"], state["rest"], state.get("dealt"), state.get("repeats"))
 
     # -- counts -------------------------------------------------------------------------------------------------------
-
-    def count_wait(self, seconds: float) -> None:
-        """Count a wait of a prefetcher's training loop for a batch."""
-        self.counts["wait_seconds"] += seconds
 
     def stats(self) -> LoaderStats:
         """Return the statistics of the loader since its creation."""

@@ -75,9 +75,9 @@ class EventLog:
         try:
             fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN, 0o666)
             try:
-                rest = memoryview("".join(lines).encode())
-                while len(rest):
-                    rest = rest[os.write(fd, rest) :]
+                data = memoryview("".join(lines).encode())
+                while len(data):
+                    data = data[os.write(fd, data) :]
             finally:
                 os.close(fd)
         except OSError as error:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
 from stallfree.cache.serial import stay_alone
-from stallfree.datasets.reader import Pending
+from stallfree.datasets.samples import Pending
 from stallfree.errors import batch_timeout
 from stallfree.loader.batch import BatchBuilder, failure
 from stallfree.loader.messages import GATHERER, NO_SLOT, UNDONE, Result, Task

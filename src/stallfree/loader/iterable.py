@@ -15,7 +15,7 @@ import torch
 import torch.utils.data
 
 from stallfree.errors import iteration_over
-from stallfree.loader.epochs import STATE_VERSION, check_state
+from stallfree.loader.epochs import STATE_VERSION, EpochsBase, check_state
 from stallfree.loader.pool import Counts
 from stallfree.loader.run import OVER, EpochPass
 from stallfree.pipeline.randomness import sample_seed
@@ -43,7 +43,7 @@ class _Progress:
     state: Any = None
 
 
-class IterableEpochs:
+class IterableEpochs(EpochsBase):
     """Runs the epochs of a loader of an iterable data set: like `Epochs`, with torch's loader beneath.
 
     A state holds the number of delivered batches, and resuming takes as many from torch's loader and drops them. A data
@@ -67,7 +67,6 @@ class IterableEpochs:
         self._resume: _Progress | None = None
         self._progress: _Progress | None = None
         self._passes: list[weakref.ref[_TorchPass]] = []
-        self._prefetcher: weakref.ref[Any] | None = None
         self.adopt(loader)
 
     def adopt(self, loader: Any) -> None:
@@ -104,13 +103,6 @@ class IterableEpochs:
             self._set = epoch
         self._next = epoch
         self._resume = self._progress = self._prefetcher = None
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._begin(None)
-
-    def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
-        """Begin an iteration for a prefetcher, which counts the waits of the training loop."""
-        return self._begin(prefetcher)
 
     def _begin(self, prefetcher: Any) -> Iterator[Any]:
         progress = self._resume or _Progress(self._next)
@@ -156,13 +148,6 @@ class IterableEpochs:
         """Return the state at `position`."""
         return position
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state after the last batch delivered to the training loop."""
-        prefetcher = None if self._prefetcher is None else self._prefetcher()
-        if prefetcher is not None and prefetcher.ahead:
-            return prefetcher.state_dict()  # type: ignore[no-any-return]
-        return self.position
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
         check_state(state, self._describe())
@@ -177,10 +162,6 @@ class IterableEpochs:
         return {"seed": self.seed, **{name: self._arguments[name] for name in ("batch_size", "num_workers")}}
 
     # -- counts -------------------------------------------------------------------------------------------------------
-
-    def count_wait(self, seconds: float) -> None:
-        """Count a wait of a prefetcher's training loop for a batch."""
-        self.counts["wait_seconds"] += seconds
 
     def stats(self) -> LoaderStats:
         """Return the statistics of the loader since its creation."""

@@ -152,8 +152,8 @@ class SamplerOrder(_Counted):
 
     def __init__(self, setup: SourceSetup) -> None:
         super().__init__(setup)
-        given = setup.batch_sampler if setup.sampler is None else setup.sampler
-        self._parts = (given, getattr(given, "sampler", None))
+        sampler = setup.batch_sampler if setup.sampler is None else setup.sampler
+        self._parts = (sampler, getattr(sampler, "sampler", None))
         self._distributed = next((part for part in self._parts if isinstance(part, DistributedSampler)), None)
 
     @property
@@ -192,11 +192,11 @@ class SamplerOrder(_Counted):
             self._distributed.set_epoch(epoch)
             _set[self._distributed] = epoch
         setup = self._setup
-        given = setup.batch_sampler
+        batches = setup.batch_sampler
         if setup.sampler is not None:  # single ids are drawn from its iterator, which torch's loader creates at once
-            given = self._chunks(iter(setup.sampler) if setup.batch_size is None else setup.sampler)
+            batches = self._chunks(iter(setup.sampler) if setup.batch_size is None else setup.sampler)
         first = 0 if resume is None else resume.batches  # of an endless sampler
-        return EpochPlan(map(self._checked, given), first, skip=first)
+        return EpochPlan(map(self._checked, batches), first, skip=first)
 
     def _chunks(self, sampler: Iterable[Any]) -> Iterator[list[Any]]:
         ids, size = iter(sampler), self._setup.size
@@ -207,15 +207,15 @@ class SamplerOrder(_Counted):
 
     def _checked(self, ids: Any) -> Ids:
         """Ids as an array; negative ids count from the end, as in a list."""
-        given = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
-        array, samples = np.asarray(given), self._setup.samples
+        values = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
+        array, samples = np.asarray(values), self._setup.samples
         if array.shape == (0,):
             return np.empty(0, np.int64)  # `collate_fn` decides, as under torch
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise sampler_output(
                 f"the sampler gave {repr(ids)[:200]}: ids of samples must be integers, in a list for each batch"
             )
-        if isinstance(given, list) and array.dtype == np.int64 and array.view(np.uint64).max() < samples:
+        if isinstance(values, list) and array.dtype == np.int64 and array.view(np.uint64).max() < samples:
             return array  # no negative id, which would be a large one
         bad = array[(array < -samples) | (array >= samples)]
         if len(bad):

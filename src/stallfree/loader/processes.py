@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from stallfree.datasets.reader import Pending
+from stallfree.datasets.samples import Pending
 from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure

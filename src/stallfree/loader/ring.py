@@ -58,29 +58,29 @@ class Slots:
         """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
         if slot == NO_SLOT:
             return None
-        there = self._maps.get(slot)
-        if there is None or len(there) < size:
+        mapping = self._maps.get(slot)
+        if mapping is None or len(mapping) < size:
             if self.limit is not None and size > self.limit:
                 return None
-            there = self._grow(slot, size) if shares_memory() else self._keep(slot, mmap.mmap(-1, _pages(size)))
-            if there is None:
+            mapping = self._grow(slot, size) if shares_memory() else self._keep(slot, mmap.mmap(-1, _pages(size)))
+            if mapping is None:
                 return None
-        return np.frombuffer(there, np.uint8)
+        return np.frombuffer(mapping, np.uint8)
 
     def view(self, slot: int, size: int) -> Bytes:
         """Return the memory of `slot` as a new array, to which a lease can be tied.
 
         Raises `StorageError` if the slot has fewer than `size` bytes.
         """
-        there = self._maps.get(slot)
-        if there is None or len(there) < size:
-            there = self._map(slot)
-            if len(there) < size:
+        mapping = self._maps.get(slot)
+        if mapping is None or len(mapping) < size:
+            mapping = self._map(slot)
+            if len(mapping) < size:
                 raise StorageError(
-                    f"slot {slot} of the staging ring has {len(there)} bytes, a batch of {size} was announced",
+                    f"slot {slot} of the staging ring has {len(mapping)} bytes, a batch of {size} was announced",
                     page="record-malformed",
                 )
-        return np.frombuffer(there, np.uint8)
+        return np.frombuffer(mapping, np.uint8)
 
     def _grow(self, slot: int, size: int) -> mmap.mmap | None:
         fd = os.open(self._file(slot), os.O_RDWR | os.O_CREAT | OPEN, 0o600)
@@ -103,22 +103,22 @@ class Slots:
     def _map(self, slot: int) -> mmap.mmap:
         fd = os.open(self._file(slot), os.O_RDWR | OPEN)
         try:
-            there = mmap.mmap(fd, 0)
+            mapping = mmap.mmap(fd, 0)
         finally:
             os.close(fd)
-        return self._keep(slot, there)
+        return self._keep(slot, mapping)
 
-    def _keep(self, slot: int, there: mmap.mmap) -> mmap.mmap:
+    def _keep(self, slot: int, mapping: mmap.mmap) -> mmap.mmap:
         if slot not in self._maps and shares_memory():
             for known in list(self._maps):
                 if not self._file(known).exists():  # discarded by the process that iterates
                     self.forget(known)
         self._unpin(slot)
-        self._maps[slot] = there
+        self._maps[slot] = mapping
         self.derived.pop(slot, None)
         if self.pin is not None:
-            self._pinned[slot] = self.pin(np.frombuffer(there, np.uint8))
-        return there
+            self._pinned[slot] = self.pin(np.frombuffer(mapping, np.uint8))
+        return mapping
 
     def _unpin(self, slot: int) -> None:
         unpin = self._pinned.pop(slot, None)

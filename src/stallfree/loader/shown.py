@@ -73,8 +73,10 @@ def shown_by(*names: str) -> Callable[[Any], str]:
         ours = kind.__module__.split(".")[0] == "stallfree"  # other classes may have all their data in their `repr`
         data = repr(dataset) if ours else f"<{kind.__name__}{_size(dataset)}>"
         values = {name: getattr(loader, name) for name in names}
-        given = [f"{name}={value!r}" for name, value in values.items() if value is not None and value is not False]
-        return f"{type(loader).__name__}({', '.join([data, *given])})"
+        shown_values = [
+            f"{name}={value!r}" for name, value in values.items() if value is not None and value is not False
+        ]
+        return f"{type(loader).__name__}({', '.join([data, *shown_values])})"
 
     return shown
 
