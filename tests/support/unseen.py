@@ -11,8 +11,10 @@ from pathlib import Path
 
 from stallfree.datasets.dataset_probe import LOOKS
 from stallfree.pipeline.classify import spread
+from stallfree.pipeline.objects import LIBRARIES
 
 sys.path.append(str(Path(__file__).with_name("site-packages")))
+LIBRARIES.add("spiced")
 import spiced
 
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import xxhash
 
-_KNOWN = sys.stdlib_module_names | {
+LIBRARIES = {
+    *sys.stdlib_module_names,
     *("builtins", "typing_extensions", "stallfree", "torch", "torchvision", "torchaudio", "torchcodec", "numpy"),
     *("scipy", "pandas", "polars", "pyarrow", "numba", "sklearn", "PIL", "cv2", "skimage", "imageio", "tifffile"),
     *("simplejpeg", "turbojpeg", "kornia", "timm", "albumentations", "albucore", "monai", "nibabel", "SimpleITK"),
@@ -42,13 +43,13 @@ def attribute(thing: object, name: str, default: Any = None) -> Any:
 
 def is_known(module: str) -> bool:
     """Return whether `module` belongs to the standard library or to a known library."""
-    return module.partition(".")[0] in _KNOWN
+    return module.partition(".")[0] in LIBRARIES
 
 
 def library_version(module: str) -> str | None:
     """Return the version of the library that contains `module`; None for the user's own code."""
     top = module.partition(".")[0]
-    if top not in _KNOWN:
+    if top not in LIBRARIES:
         return None
     standard = top == "builtins" or top in sys.stdlib_module_names
     return "python" if standard else str(attribute(sys.modules.get(top), "__version__", "unknown"))
