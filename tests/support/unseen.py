@@ -14,8 +14,9 @@ from stallfree.pipeline.classify import spread
 from stallfree.pipeline.objects import LIBRARIES
 
 sys.path.append(str(Path(__file__).with_name("site-packages")))
-LIBRARIES.add("spiced")
 import spiced
+
+LIBRARIES.add("spiced")
 
 
 def unseen_ids(count: int) -> list[int]:

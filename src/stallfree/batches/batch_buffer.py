@@ -10,8 +10,9 @@ import numpy.typing as npt
 
 from stallfree.batches.collate import Bytes, Reserve, compose
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import Structure, encode, leaf_dtypes, stack_build
+from stallfree.pipeline.codec import encode, stack_build
 from stallfree.pipeline.compose import Out
+from stallfree.pipeline.structure import Structure, leaf_dtypes
 
 _NONE = Out(())
 

@@ -25,8 +25,9 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import IdError, text_of
 from stallfree.ipc.remote import pack_error
 from stallfree.notes import described, note_samples
-from stallfree.pipeline.codec import Structure, read_own_record
+from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
+from stallfree.pipeline.structure import Structure
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
 
