@@ -97,7 +97,7 @@ def test_a_private_cache(make: Any, store_root: Path) -> None:
 
 
 def test_the_warning_names_the_object() -> None:
-    with pytest.warns(sf.StallfreeWarning, match=r"client\.connection of type _thread\.lock has no fingerprint"):
+    with pytest.warns(sf.StallfreeWarning, match=r"client of type _thread\.lock has no fingerprint"):
         sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB").close()
 
 

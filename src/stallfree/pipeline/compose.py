@@ -57,7 +57,8 @@ class Compose:
                     f"transform {place} of Compose is {transform!r}, which cannot be called: give a function"
                 )
             steps += flatten(transform)
-        self.__setstate__({"transforms": tuple(steps)})
+        self.transforms = tuple(steps)
+        self._calls = tuple(map(as_call, steps))
 
     def __call__(self, value: Any) -> Any:
         for call in self._calls:
@@ -78,13 +79,6 @@ class Compose:
 
     def __repr__(self) -> str:
         return f"Compose([{', '.join(describe_step(step) for step in self.transforms)}])"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_calls"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._calls = tuple(map(as_call, self.transforms))
 
 
 class OnItem:
@@ -111,7 +105,7 @@ class OnItem:
     def __init__(self, key: Any, transform: Transform) -> None:
         if not callable(transform):
             raise InputError(f"OnItem({key!r}, ...) got {transform!r}, which cannot be called: give a function")
-        self.__setstate__({"key": key, "transform": transform})
+        self.key, self.transform, self._call = key, transform, as_call(transform)
 
     def __call__(self, value: Any, out: Any = None) -> Any:
         if not isinstance(value, (tuple, list, Mapping)):
@@ -128,13 +122,6 @@ class OnItem:
 
     def __repr__(self) -> str:
         return f"OnItem({self.key!r}, {describe_step(self.transform)})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_call"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._call = as_call(self.transform)
 
 
 def flatten(transform: Transform | None) -> tuple[Transform, ...]:

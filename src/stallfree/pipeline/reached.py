@@ -98,6 +98,12 @@ def generators_of(thing: Any) -> list[Any]:
     return [value for value in reached if isinstance(value, GENERATOR_TYPES)]
 
 
+def label_of(thing: Any, roots: Iterable[Any]) -> str:
+    """Return where one of `roots` names `thing`, such as "client in Reader.read"; "" if it is one, and if none does."""
+    walks = ((root, value, label) for root in roots for value, label in _Walk(root, everything=True).run())
+    return next((label if root is not thing else "" for root, value, label in walks if value is thing), "")
+
+
 def attributes_used(thing: Any) -> list[tuple[Any, str, Any]]:
     """Return the attributes that a call of `thing` may use, of it and of what it holds: owner, name and value.
 
@@ -118,7 +124,7 @@ class _Walk:
     """
 
     def __init__(self, root: Any, *, everything: bool = False) -> None:
-        self._root, self._everything = root, everything
+        self._everything = everything
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
