@@ -50,7 +50,6 @@ from stallfree.pipeline.structure import (
     MAGIC,
     MALFORMED,
     NUMBERS,
-    TEXTS,
     Bytes,
     Leaf,
     MissingClassError,
@@ -232,7 +231,7 @@ def _take_int(value: int, lines: list[str], arrays: list[Bytes], mode: int) -> N
     try:
         data = INT.pack(value)
     except struct.error:
-        return _add(lines, arrays, "bigint", value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+        return _take_other(value, "is beyond 64 bits; make it a text", lines, arrays, mode)
     lines.append("int")
     arrays.append(np.frombuffer(data, U8))
 
@@ -252,7 +251,10 @@ _TAKE: dict[type, _Take] = {
     bool: _taker("bool", lambda value: b"\1" if value else b"\0"),
     complex: _taker("complex", lambda value: FLOAT.pack(value.real) + FLOAT.pack(value.imag)),
     type(None): lambda value, lines, arrays, mode: lines.append("-"),
-    **{kind: _taker(name, to_bytes) for name, (kind, to_bytes, _) in TEXTS.items()},
+    bytes: _taker("bytes", bytes),
+    str: _taker("str", lambda value: value.encode("utf-8", "surrogatepass")),
+    np.str_: _taker("npstr", lambda value: str.encode(value, "utf-8", "surrogatepass")),
+    np.bytes_: _taker("npbytes", bytes),
 }
 
 

@@ -49,14 +49,6 @@ _SHORT, _MEDIUM = 1024, 65536  # bytes of keys: 4,096 short ones are remembered,
 
 NUMBERS = {"int": np.dtype(np.int64), "float": np.dtype(float), "bool": np.dtype(bool), "complex": np.dtype(complex)}
 """The kinds of Python's numbers, with the dtype of their data."""
-TEXTS: dict[str, tuple[type, Callable[[Any], bytes], Callable[[bytes], Any]]] = {
-    "bytes": (bytes, bytes, bytes),
-    "bytearray": (bytearray, bytes, bytearray),
-    "str": (str, lambda v: v.encode("utf-8", "surrogatepass"), lambda data: data.decode("utf-8", "surrogatepass")),
-    "npstr": (np.str_, lambda v: str.encode(v, "utf-8", "surrogatepass"), lambda d: np.str_(TEXTS["str"][2](d))),
-    "npbytes": (np.bytes_, bytes, np.bytes_),
-}
-"""The kinds of texts and bytes, of variable length: their type, and how they become bytes and return from them."""
 KEY_TYPES = {str, int, bool, type(None)}
 
 
@@ -64,7 +56,7 @@ class Leaf(NamedTuple):
     """One leaf of a structure.
 
     `kind` is "tensor", "array", "scalar" (of NumPy), "int", "float", "bool", "complex", or of variable length: "bytes",
-    "bytearray", "str", "npstr", "npbytes", "bigint" (an int beyond 64 bits), "pickle".
+    "str", "npstr", "npbytes" (of NumPy, whose own pickles lose zeros at their end), "pickle".
     """
 
     kind: str
@@ -375,7 +367,9 @@ _READERS: dict[str, Reader] = {
     "float": lambda buffer, start, nbytes: FLOAT.unpack_from(buffer, start)[0],
     "bool": lambda buffer, start, nbytes: bool(buffer[start]),
     "complex": lambda buffer, start, nbytes: complex(*struct.unpack_from("=dd", buffer, start)),
-    "bigint": _text_reader(lambda data: int.from_bytes(data, "little", signed=True)),
     "pickle": _text_reader(_unpickled),
-    **{name: _text_reader(from_bytes) for name, (_, _, from_bytes) in TEXTS.items()},
+    "bytes": _text_reader(bytes),
+    "str": _text_reader(lambda data: data.decode("utf-8", "surrogatepass")),
+    "npstr": _text_reader(lambda data: np.str_(data.decode("utf-8", "surrogatepass"))),
+    "npbytes": _text_reader(np.bytes_),
 }
