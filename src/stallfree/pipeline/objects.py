@@ -175,7 +175,7 @@ def _files_of(top: str) -> list[Path]:
     except (ImportError, ValueError, AttributeError):  # a module that was made by hand has no specification
         spec = None
     if spec is None or spec.submodule_search_locations is None:
-        return [Path(spec.origin)] if spec is not None and str(spec.origin).endswith(".py") else []
+        return [Path(str(spec.origin))] if spec is not None and str(spec.origin).endswith(".py") else []
     return [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
 
 
