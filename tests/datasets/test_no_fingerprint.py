@@ -70,6 +70,11 @@ def test_a_private_cache(make: Any, store_root: Path) -> None:
     assert not path.exists()
 
 
+def test_the_warning_names_the_object() -> None:
+    with pytest.warns(sf.StallfreeWarning, match=r"client of type _thread\.lock has no fingerprint"):
+        sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB").close()
+
+
 def test_all_workers_use_it() -> None:
     method = "forkserver"
     context = multiprocessing.get_context(method)

@@ -14,14 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import (
-    MAGIC,
-    encode,
-    open_record,
-    read_record,
-    stack_build,
-    write_record,
-)
+from stallfree.pipeline.codec import encode, open_record, read_record, stack_build, write_record
+from stallfree.pipeline.structure import MAGIC
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -25,12 +25,6 @@ def double(value: Any) -> Any:
     return value * 2
 
 
-def test_steps_run_in_order() -> None:
-    assert Compose([add_one, double])(3) == 8
-    assert Compose([double, add_one])(3) == 7
-    assert Compose([])("as it was") == "as it was"
-
-
 def test_nested_compositions_become_one_row() -> None:
     pipeline = Compose([add_one, Compose([double, Compose([add_one])])])
     assert pipeline.transforms == (add_one, double, add_one)
@@ -63,12 +57,6 @@ class Backwards(Compose):
         return value
 
 
-class Named(Compose):
-    """A subclass that only adds."""
-
-    name = "named"
-
-
 def hooked() -> nn.Sequential:
     module = nn.Sequential(identity)
     module.register_forward_hook(lambda *_: None)
@@ -90,10 +78,6 @@ def hooked() -> nn.Sequential:
 def test_what_is_kept_whole(transform: Any) -> None:
     assert flatten(transform) == (transform,)
     assert Compose([transform]).transforms == (transform,)
-
-
-def test_a_subclass_that_keeps_the_call_is_cut_known() -> None:
-    assert flatten(Named([add_one, double])) == (add_one, double)
 
 
 @pytest.mark.libraries
@@ -180,14 +164,6 @@ def test_albumentations_steps_take_mappings_and_arrays() -> None:
     assert OnItem(0, A.Resize(4, 6, p=1))((image, 1))[0].shape == (4, 6, 3)
     with pytest.raises(InputError, match="Resize got a str"):
         Compose([A.Resize(4, 4)])("text")
-
-
-@pytest.mark.libraries
-def test_albumentations_compositions_stay_whole() -> None:
-    A = pytest.importorskip("albumentations")
-    composition = A.Compose([A.HorizontalFlip(p=0.5), A.Resize(4, 4)])
-    assert flatten(composition) == (composition,)
-    assert Compose([composition]).transforms == (composition,)
 
 
 class Unchanged:

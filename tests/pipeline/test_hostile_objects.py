@@ -23,40 +23,16 @@ class Hostile:
 HOSTILE = Hostile()
 
 
-class ByGlobal:
-    """Refers to it by a global name."""
+class Holds:
+    """Keeps it in an attribute, in containers and in its class."""
 
-    def __call__(self, value: Any) -> Any:
-        return value + (HOSTILE is None)
-
-
-class ByAttribute:
-    """Keeps it."""
-
-    def __init__(self) -> None:
-        self.kept = HOSTILE
-
-    def __call__(self, value: Any) -> Any:
-        return value + (self.kept is None)
-
-
-class ByContainer:
-    """Keeps it in containers."""
+    of_class = HOSTILE
 
     def __init__(self) -> None:
         self.kept = {"one": [HOSTILE, (HOSTILE,)]}
 
     def __call__(self, value: Any) -> Any:
-        return value + len(self.kept)
-
-
-class ByClass:
-    """Has it as an attribute of the class."""
-
-    kept = HOSTILE
-
-    def __call__(self, value: Any) -> Any:
-        return value + (self.kept is None)
+        return value + (HOSTILE is None) + (self.of_class is None) + len(self.kept)
 
 
 class Itself(Hostile):
@@ -76,10 +52,7 @@ def by_closure() -> Callable[[Any], Any]:
 
 
 STEPS = {
-    "global": ByGlobal(),
-    "attribute": ByAttribute(),
-    "container": ByContainer(),
-    "class": ByClass(),
+    "holds": Holds(),
     "itself": Itself(),
     "default": by_default,
     "closure": by_closure(),

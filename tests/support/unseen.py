@@ -11,9 +11,12 @@ from pathlib import Path
 
 from stallfree.datasets.probe import LOOKS
 from stallfree.pipeline.classify import spread
+from stallfree.pipeline.objects import LIBRARIES
 
 sys.path.append(str(Path(__file__).with_name("site-packages")))
 import spiced
+
+LIBRARIES.add("spiced")
 
 
 def unseen_ids(count: int) -> list[int]:

@@ -119,9 +119,7 @@ class ImportanceSampler:
 
     def epoch_source(self, setup: Any) -> Any:
         """The source of a loader's epochs."""
-        return import_module("stallfree.importance.source").ImportanceSource(
-            setup
-        )  # which needs this module
+        return import_module("stallfree.importance.source").ImportanceSource(setup)  # which needs this module
 
     def __init__(
         self,

@@ -57,7 +57,8 @@ class Compose:
                     f"transform {place} of Compose is {transform!r}, which cannot be called: give a function"
                 )
             steps += flatten(transform)
-        self.__setstate__({"transforms": tuple(steps)})
+        self.transforms = tuple(steps)
+        self._calls = tuple(map(as_call, steps))
 
     def __call__(self, value: Any) -> Any:
         for call in self._calls:
@@ -78,13 +79,6 @@ class Compose:
 
     def __repr__(self) -> str:
         return f"Compose([{', '.join(describe_step(step) for step in self.transforms)}])"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_calls"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._calls = tuple(map(as_call, self.transforms))
 
 
 class OnItem:
@@ -111,7 +105,7 @@ class OnItem:
     def __init__(self, key: Any, transform: Transform) -> None:
         if not callable(transform):
             raise InputError(f"OnItem({key!r}, ...) got {transform!r}, which cannot be called: give a function")
-        self.__setstate__({"key": key, "transform": transform})
+        self.key, self.transform, self._call = key, transform, as_call(transform)
 
     def __call__(self, value: Any, out: Any = None) -> Any:
         if not isinstance(value, (tuple, list, Mapping)):
@@ -128,13 +122,6 @@ class OnItem:
 
     def __repr__(self) -> str:
         return f"OnItem({self.key!r}, {describe_step(self.transform)})"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_call"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._call = as_call(self.transform)
 
 
 def flatten(transform: Transform | None) -> tuple[Transform, ...]:
@@ -280,12 +267,8 @@ MARK = "_stallfree_random"
 DREW = "_stallfree_drew"
 """Name of the attribute of a transform or data set that was observed to draw random numbers."""
 
-_refusers: dict[tuple[int, ...], tuple[object, bool]] = {}
-"""Marks of objects that accept no attributes. The object is kept alive, so that its identity is never reused."""
-
-
-_drew: dict[tuple[int, ...], object] = {}
-"""Objects that drew random numbers and accept no attributes."""
+_noted: dict[tuple[Any, ...], tuple[object, Any]] = {}
+"""The attributes above of objects that accept none. An object is kept alive, so that its identity is never reused."""
 
 
 def mark_random(transform: T) -> T:
@@ -327,9 +310,9 @@ def mark_deterministic(transform: T) -> T:
 
 def mark_of(transform: object) -> bool | None:
     """Return True if `transform` is marked random, False if it is marked deterministic, None without a mark."""
-    entry = _refusers.get(_identity(transform))
-    if entry is not None:
-        return entry[1]
+    _, noted = _noted.get(_key(transform, MARK), (None, None))
+    if noted is not None:
+        return bool(noted)
     mark = attribute(transform, MARK)
     if mark is False and not _own(transform):
         return None
@@ -340,34 +323,34 @@ def note_drew(transform: object) -> bool:
     """Record, in this process and in pickles, that `transform` drew. Returns False if this is known already."""
     if drew(transform):
         return False
-    try:
-        setattr(transform, DREW, True)
-    except (AttributeError, TypeError):
-        _drew[_identity(transform)] = transform
+    _note(transform, DREW, True)
     return True
 
 
 def drew(transform: object) -> bool:
     """Return whether `note_drew` was called with `transform`."""
-    return _identity(transform) in _drew or attribute(transform, DREW) is True
+    return _key(transform, DREW) in _noted or attribute(transform, DREW) is True
 
 
 def _mark(transform: T, random: bool) -> T:
     if not callable(transform) and not hasattr(type(transform), "__getitem__"):
         raise InputError(f"{transform!r:.80} cannot be marked: give a transform, a class of them, or a data set")
-    try:
-        setattr(transform, MARK, random)
-    except (AttributeError, TypeError):
-        _refusers[_identity(transform)] = (transform, random)
-    else:
-        _refusers.pop(_identity(transform), None)
+    _note(transform, MARK, random)
     return transform
 
 
-def _identity(transform: object) -> tuple[int, ...]:
-    if isinstance(transform, MethodType):  # each access to a method makes a new object
-        return id(transform.__self__), id(transform.__func__)
-    return (id(transform),)
+def _note(thing: object, name: str, value: bool) -> None:
+    try:
+        setattr(thing, name, value)
+        _noted.pop(_key(thing, name), None)
+    except (AttributeError, TypeError):
+        _noted[_key(thing, name)] = thing, value
+
+
+def _key(thing: object, name: str) -> tuple[Any, ...]:
+    if isinstance(thing, MethodType):  # each access to a method makes a new object
+        return name, id(thing.__self__), id(thing.__func__)
+    return name, id(thing)
 
 
 def _own(transform: Any) -> bool:

@@ -13,13 +13,11 @@ import inspect
 import logging
 import os
 import pickle
-import re
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import islice, repeat
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -33,7 +31,6 @@ from stallfree.errors import InputError, StallfreeError
 from stallfree.pipeline.compose import DREW, mark_of
 from stallfree.pipeline.objects import (
     attribute,
-    attributes,
     closure_values,
     comes_from,
     current,
@@ -41,7 +38,7 @@ from stallfree.pipeline.objects import (
     module_of,
     named_values,
 )
-from stallfree.pipeline.reached import GENERATOR_TYPES
+from stallfree.pipeline.reached import GENERATOR_TYPES, label_of
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
 """State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
@@ -195,7 +192,7 @@ class _Walker(pickle.Pickler):
         """Raise `NoFingerprintError`, or within `tolerant` return the type of `thing`."""
         kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
         unknown = _unknown.get()
-        name = "" if unknown else _name_of(thing, (self.root, self.pending))
+        name = "" if unknown else label_of(thing, (*self.root, *self.pending))
         if unknown is None:
             what = f"{name} ({reprlib.repr(thing)} of type {kind})" if name else f"{reprlib.repr(thing)} of type {kind}"
             raise NoFingerprintError(
@@ -204,28 +201,6 @@ class _Walker(pickle.Pickler):
             ) from error
         unknown.append(f"{name or 'an object'} of type {kind}")
         return "unknown", kind
-
-
-def _name_of(thing: Any, root: Any) -> str:
-    """Return the names that lead from `root` to `thing`, joined by dots; empty if none do."""
-    todo, seen = [("", root)], set[int]()
-    for path, each in todo:
-        if each is thing:
-            return re.sub(r"\.+", ".", path).strip(".")
-        if id(each) in seen or len(seen) >= _MOST_SEARCHED:
-            continue
-        seen.add(id(each))
-        parts: Any = attributes(each).items()
-        if isinstance(each, dict):
-            parts = each.items()
-        elif isinstance(each, (list, tuple, set, frozenset)):
-            parts = zip(repeat(""), each)
-        elif isinstance(each, FunctionType):
-            parts = named_values(each).items()
-        elif isinstance(each, (MethodType, functools.partial)):
-            parts = zip(repeat(""), (attribute(each, "__self__"), attribute(each, "func")))
-        todo += ((f"{path}.{name}", part) for name, part in islice(parts, _MOST_SEARCHED))
-    return ""
 
 
 @functools.singledispatch

@@ -7,6 +7,7 @@ import dis
 import functools
 import importlib.util
 import sys
+import warnings
 import weakref
 from collections.abc import Iterator
 from contextvars import ContextVar
@@ -16,7 +17,8 @@ from typing import Any
 
 import xxhash
 
-_KNOWN = sys.stdlib_module_names | {
+LIBRARIES = {
+    *sys.stdlib_module_names,
     *("builtins", "typing_extensions", "stallfree", "torch", "torchvision", "torchaudio", "torchcodec", "numpy"),
     *("scipy", "pandas", "polars", "pyarrow", "numba", "sklearn", "PIL", "cv2", "skimage", "imageio", "tifffile"),
     *("simplejpeg", "turbojpeg", "kornia", "timm", "albumentations", "albucore", "monai", "nibabel", "SimpleITK"),
@@ -29,7 +31,7 @@ _KNOWN = sys.stdlib_module_names | {
 
 All other code is the user's, also that of a project that is installed.
 """
-_MOST_FILES = 256
+_MOST_FILES = 1024
 
 
 def attribute(thing: object, name: str, default: Any = None) -> Any:
@@ -42,13 +44,13 @@ def attribute(thing: object, name: str, default: Any = None) -> Any:
 
 def is_known(module: str) -> bool:
     """Return whether `module` belongs to the standard library or to a known library."""
-    return module.partition(".")[0] in _KNOWN
+    return module.partition(".")[0] in LIBRARIES
 
 
 def library_version(module: str) -> str | None:
     """Return the version of the library that contains `module`; None for the user's own code."""
     top = module.partition(".")[0]
-    if top not in _KNOWN:
+    if top not in LIBRARIES:
         return None
     standard = top == "builtins" or top in sys.stdlib_module_names
     return "python" if standard else str(attribute(sys.modules.get(top), "__version__", "unknown"))
@@ -147,25 +149,34 @@ def named_values(function: FunctionType, *, libraries: bool = False) -> dict[str
 
 @functools.cache  # the first answer holds: a module that is imported later is represented by its source still
 def _source_unless_imported(module: str) -> str | None:
-    """Return a digest of the files of the user's `module`, which is not run, and of others in its package or folder.
+    """Return a digest of the package of the user's `module`, which is not run, and of those that it imports.
 
     None for a module that is known or imported, and for what is none.
     """
     parent, _, name = module.rpartition(".")
-    if is_known(module) or module in sys.modules or hasattr(sys.modules.get(parent), name):
+    if is_known(module) or module in sys.modules or name in attribute(sys.modules.get(parent), "__dict__", ()):
         return None
+    digest, seen, todo = xxhash.xxh3_128(), set[Path](), [module.partition(".")[0]]
+    for top in todo:
+        for file in sorted(_files_of(top))[: _MOST_FILES - len(seen)]:
+            seen.add(file)
+            source = file.read_bytes()
+            digest.update(file.name.encode() + source)
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError), warnings.catch_warnings(action="ignore"):
+                tops = {used.partition(".")[0] for used in _uses(compile(source, "", "exec", dont_inherit=True), "")[1]}
+                todo += sorted(each for each in tops if each not in todo and not is_known(each))
+    return digest.hexdigest() if seen else None
+
+
+def _files_of(top: str) -> list[Path]:
+    """Return the files of Python of a package, or the one of a module, without importing it."""
     try:
-        spec = importlib.util.find_spec(module.partition(".")[0])
-    except (ImportError, ValueError):  # a module that was made by hand has none
-        return None
-    folders = [] if spec is None else [*(spec.submodule_search_locations or ())]
-    single = spec is not None and not folders and str(spec.origin).endswith(".py")
-    files = [file for folder in folders for file in Path(folder).rglob("*.py")]
-    files += Path(str(spec.origin)).parent.glob("*.py") if single and spec is not None else ()
-    digest = xxhash.xxh3_128()
-    for file in sorted(files)[:_MOST_FILES]:
-        digest.update(file.name.encode() + file.read_bytes())
-    return digest.hexdigest() if files else None
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError, AttributeError):  # a module that was made by hand has no specification
+        spec = None
+    if spec is None or spec.submodule_search_locations is None:
+        return [Path(str(spec.origin))] if spec is not None and str(spec.origin).endswith(".py") else []
+    return [file for folder in spec.submodule_search_locations for file in Path(folder).rglob("*.py")]
 
 
 def closure_values(function: FunctionType) -> dict[str, Any]:

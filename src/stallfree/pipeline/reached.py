@@ -98,10 +98,16 @@ def generators_of(thing: Any) -> list[Any]:
     return [value for value in reached if isinstance(value, GENERATOR_TYPES)]
 
 
+def label_of(thing: Any, roots: Iterable[Any]) -> str:
+    """Return where one of `roots` names `thing`, such as "client in Reader.read"; "" if it is one, and if none does."""
+    walks = ((root, value, label) for root in roots for value, label in _Walk(root, everything=True).run())
+    return next((label if root is not thing else "" for root, value, label in walks if value is thing), "")
+
+
 def attributes_used(thing: Any) -> list[tuple[Any, str, Any]]:
     """Return the attributes that a call of `thing` may use, of it and of what it holds: owner, name and value.
 
-    Data in the bodies of the user's classes are among them, with the class as the owner.
+    Data in the bodies of the user's classes are among them.
     """
     walk = _Walk(thing)
     deque(walk.run(), 0)
@@ -118,7 +124,7 @@ class _Walk:
     """
 
     def __init__(self, root: Any, *, everything: bool = False) -> None:
-        self._root, self._everything = root, everything
+        self._everything = everything
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
@@ -145,6 +151,7 @@ class _Walk:
         if isinstance(thing, FunctionType):
             return self._function(thing)
         if isinstance(thing, type):
+            self.attributes += ((thing, name, value, False) for name, value in _class_values(thing).items())
             return self._class(thing, made=not (isinstance(self._kind, type) and issubclass(self._kind, thing)))
         if isinstance(thing, functools.partial):
             self._add((thing.func, thing.args, thing.keywords), label)
@@ -159,8 +166,9 @@ class _Walk:
             self._class(type(thing), made=False, own=frozenset(own))
             if not any(comes_from(type(thing), library) for library in _OF_PROCESS):
                 called = is_library(type(thing)) or bool(_libraries(type(thing)))
+                values = _class_values(type(thing)) | own
+                self.attributes += ((thing, name, value, called and name in own) for name, value in values.items())
                 for name, value in own.items():
-                    self.attributes.append((thing, name, value, called))
                     self._offer(name, value, called=called and not isinstance(value, GENERATOR_TYPES))
 
     def _add(self, values: Iterable[Any], label: str) -> None:
@@ -203,8 +211,6 @@ class _Walk:
             for name, member in vars(base).items():
                 if name in own and not hasattr(type(member), "__set__"):
                     continue
-                if isinstance(member, (*_VALUES, *_CONTAINERS)):
-                    self.attributes.append((base, name, member, False))
                 special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))
@@ -224,3 +230,9 @@ class _Walk:
 def _libraries(cls: type) -> list[type]:
     """Return the classes of libraries from which `cls` is derived, and whose code may call its methods."""
     return [base for base in cls.__mro__ if is_library(base) and base.__module__ not in _BARE]
+
+
+def _class_values(cls: type) -> dict[str, Any]:
+    """Return the data in the bodies of the user's classes among `cls` and its bases."""
+    bodies = [vars(base).items() for base in reversed(cls.__mro__) if not is_library(base)]
+    return {name: value for body in bodies for name, value in body if isinstance(value, (*_VALUES, *_CONTAINERS))}
