@@ -11,8 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -37,32 +36,17 @@ def ids_of_cache(samples: int) -> int:
     return 4 * samples + 64
 
 
-class FileCache(Protocol):
-    """The part of a `SampleCache` that is used."""
-
-    num_ids: int
-    policy: Any
-
-    def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any: ...
-    def put_many(self, ids: Any, values: Any) -> Any: ...
-    def resident(self, ids: Any) -> Any: ...
-    def evict_one(self, ids: Any) -> None: ...
-    def drop(self, ids: Any) -> None: ...
-    def count_fetch(self, reads: int, size: int) -> None: ...
-    def count_changed(self, samples: int) -> None: ...
-
-
 class FileTable:
     """The files in a cache, by key.
 
     Args:
-        cache: holds `(head, content)`, where the head is size, time, id and key. Its ids are places of a hash table.
+        cache: a `SampleCache` of `(head, content)`; the head is size, time, id and key. Ids are places of a hash table.
 
     Attributes:
         verified: by id, the hash of the head that was compared with storage since `forget`. All processes share it.
     """
 
-    def __init__(self, cache: FileCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.verified = SharedCounts(cache.num_ids)
 
@@ -152,7 +136,7 @@ class CachedFiles(BaseSource):
     threads = False
     passes_through = True  # its samples, and so its draws, are those of `source`
 
-    def __init__(self, dataset: Any, cache: FileCache) -> None:
+    def __init__(self, dataset: Any, cache: Any) -> None:
         self.source = dataset if isinstance(dataset, MapSource) else MapSource(dataset)
         self.pipeline = Compose([])
         self.table = FileTable(cache)
@@ -188,17 +172,9 @@ _CURES = {
     "cv2": f"cv2.imdecode(np.frombuffer({_DATA}, np.uint8), flags)",
     "h5py": "h5py.File(open(path, 'rb'), 'r')",
     "SimpleITK": "nibabel or pydicom",
-    "torchvision": f"torchvision.io.decode_image(torch.frombuffer(bytearray({_DATA}), dtype=torch.uint8))",
-    "torchcodec": f"its decoders with {_DATA}",
-    "decord": "decord.VideoReader(open(path, 'rb'))",
-    "av": "av.open(open(path, 'rb'))",
-    "rasterio": "rasterio.open(open(path, 'rb'))",
-    "netCDF4": f"netCDF4.Dataset('data', memory={_DATA})",
-    "pyarrow": "its readers with open(path, 'rb')",
-    "safetensors": f"safetensors.torch.load({_DATA})",
-    "soundfile": "soundfile.read(open(path, 'rb'))",
-    "torchaudio": "torchaudio.load(open(path, 'rb'))",
     "lmdb": "form='fetched' with a data set that returns the values, and the rest as transform=",
+    **dict.fromkeys(("rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"), "it with open(path, 'rb')"),
+    **dict.fromkeys(("torchvision", "torchcodec", "netCDF4", "safetensors"), f"it with {_DATA}"),
 }
 """Libraries that open files natively, and what to use in their place."""
 
@@ -262,7 +238,7 @@ def _unseen(dataset: Any, id: int, memory: _Memory) -> str:
     before, files = _bytes_read(), Files(memory)
     with serving(files):
         dataset[id]
-    unseen, seen = _bytes_read() - before, sum(files.served.values())
+    unseen, seen = _bytes_read() - before, files.served
     share = unseen / max(1, unseen + seen)
     if unseen < _UNSEEN_BYTES or share < _UNSEEN_SHARE:
         return ""
@@ -291,15 +267,14 @@ def _bytes_read() -> int:
 
 def _native_library(dataset: Any) -> tuple[str, str]:
     """The libraries by which a data set opens files, as far as its code shows, and what to use in their place."""
-    names: set[str] = set()
-    for cls in type(dataset).__mro__[:-1]:
-        for function in class_functions(cls):
-            names |= code_names(function.__code__)
-            for name in code_names(function.__code__) & set(function.__globals__):
-                value = function.__globals__[name]
-                module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-                names.add(str(module).partition(".")[0])
-    found = [library for library in _CURES if library in names]
-    if not found:
+    functions = [function for cls in type(dataset).__mro__[:-1] for function in class_functions(cls)]
+    names = set().union(*(code_names(function.__code__) for function in functions))
+    for function in functions:
+        values = [value for name, value in function.__globals__.items() if name in names]
+        names |= {
+            str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in values
+        }
+    libraries = [library for library in _CURES if library in names]
+    if not libraries:
         return "a library", f"its call for data in memory, with {_DATA}"
-    return " or ".join(found), "; or ".join(_CURES[library] for library in found)
+    return " or ".join(libraries), "; or ".join(_CURES[library] for library in libraries)
