@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import numpy as np
 import xxhash
 
 from stallfree.errors import InputError, no_files
@@ -27,7 +26,7 @@ from stallfree.sources.base import BaseSource
 from stallfree.sources.file_opens import Files, serving
 from stallfree.sources.mapped import MapSource, as_source
 
-_WAYS = np.arange(8, dtype=np.uint64)
+_WAYS = 8
 """A file may take 8 of the ids of its cache, by the hash of its key. As these are many, 8 are rarely all taken."""
 
 
@@ -77,14 +76,13 @@ class FileTable:
         """Store the content of a file as it was read, if there is room."""
         cache, ids = self.cache, self._ids(key)
         cache.count_fetch(1, len(data))
-        free = ids[~cache.resident(ids)].tolist()
-        if not free and cache.policy.evicts:
+        if cache.resident(ids).all() and cache.policy.evicts:
             with contextlib.suppress(TimeoutError):
                 cache.evict_one(ids)
-            free = ids[~cache.resident(ids)].tolist()
+        free = [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]
         if free:
             head = _head(stamp, free[0], key)
-            cache.put_many(free[:1], [(head, data)])
+            cache.put_many(free, [(head, data)])
             self.verified.array[free[0]] = _mark(head)
 
     def drop(self, key: bytes) -> None:
@@ -99,13 +97,12 @@ class FileTable:
             self.cache.drop([id])
 
     def _find(self, key: bytes) -> tuple[bytes, bytes] | None:
-        ids = self._ids(key)
-        record = self.cache.find(ids[self.cache.resident(ids)], lambda record: record[0].partition(b"\0")[2] == key)
+        record = self.cache.find(self._ids(key), lambda record: record[0].partition(b"\0")[2] == key)
         return record if isinstance(record, tuple) else None
 
-    def _ids(self, key: bytes) -> Any:
-        start, step = np.uint64(xxhash.xxh3_64_intdigest(key)), np.uint64(xxhash.xxh3_64_intdigest(key, 1) | 1)
-        return ((start + _WAYS * step) % np.uint64(self.cache.num_ids)).astype(np.int64)
+    def _ids(self, key: bytes) -> list[int]:
+        start, step = xxhash.xxh3_64_intdigest(key), xxhash.xxh3_64_intdigest(key, 1) | 1
+        return [(start + way * step) % self.cache.num_ids for way in range(_WAYS)]
 
 
 def _head(stamp: str, id: int, key: bytes) -> bytes:
