@@ -54,7 +54,7 @@ class FileTable:
         self.verified.array[:] = 0
 
     def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
-        """Return the content of a file; None if it is not cached, or has changed. See `Table.get`."""
+        """Return the content of a file; None if it is not cached, or has changed."""
         record = self._find(key)
         if record is None:
             return None

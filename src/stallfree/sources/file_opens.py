@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -47,24 +47,6 @@ _PYTHON = (os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "pu
 _NOT_DATA = tuple(os.fsencode(folder) for folder in ("/proc/", "/sys/", "/dev/", *_PYTHON))
 _FSSPEC_OPTIONS = {"block_size", "cache_options", "compression"}
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
-
-
-class Table(Protocol):
-    """Contents of files by key."""
-
-    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
-        """Return the content of a file; None if it is not there, or has changed.
-
-        Args:
-            key: of the file.
-            stamp: returns size and time of the file in storage, or raises an exception.
-        """
-
-    def put(self, key: bytes, stamp: str, data: bytes) -> None:
-        """Store the content of a file, if there is room."""
-
-    def drop(self, key: bytes) -> None:
-        """Drop the content of a file."""
 
 
 # --- the files of one sample ----------------------------------------------------------------------------------------
@@ -150,7 +132,8 @@ class Files:
     """Opens the files of one sample.
 
     Args:
-        table: of files.
+        table: contents of files by key. `get(key, stamp)` returns one, or None if it is not there or has changed, where
+            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it.
 
     Attributes:
         large: keys of large files that were read as a whole, which are stored after the sample.
