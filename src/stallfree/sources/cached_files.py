@@ -49,6 +49,11 @@ class FileTable:
         self.cache = cache
         self.verified = SharedCounts(cache.num_ids)
 
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another file."""
+        return bool(self.cache.full)
+
     def forget(self) -> None:
         """Compare each file with storage again when it is opened next."""
         self.verified.array[:] = 0
@@ -178,6 +183,8 @@ _CURES = {
 
 class _Memory:
     """The files of the first look."""
+
+    full = False
 
     def __init__(self) -> None:
         self.files: dict[bytes, tuple[str, bytes]] = {}

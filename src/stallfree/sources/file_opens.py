@@ -105,6 +105,7 @@ class _LargeFile(io.FileIO):
         super().__init__(key, "r")
         self._key, self._size, self._files = key, size, files
         self._taken, self._given = 0, False
+        self._content: bytes | None = None
 
     def readinto(self, buffer: Any, /) -> int | None:
         count = super().readinto(buffer)
@@ -112,8 +113,9 @@ class _LargeFile(io.FileIO):
         return count
 
     def readall(self) -> bytes:
-        data = super().readall()
+        start, data = self.tell(), super().readall()
         self._taken += len(data)
+        self._content = None if start else data
         return data
 
     def fileno(self) -> int:
@@ -124,7 +126,7 @@ class _LargeFile(io.FileIO):
         if not self.closed:
             natively = self._given and os.lseek(super().fileno(), 0, os.SEEK_CUR) == self._size
             if natively or 2 * self._taken >= self._size:
-                self._files.large.add(self._key)
+                self._files.large[self._key] = self._content
         super().close()
 
 
@@ -133,16 +135,17 @@ class Files:
 
     Args:
         table: contents of files by key. `get(key, stamp)` returns one, or None if it is not there or has changed, where
-            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it.
+            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it; `full`
+            is whether there is no room.
 
     Attributes:
-        large: keys of large files that were read as a whole, which are stored after the sample.
+        large: large files that were read as a whole, and their content if known. They are stored after the sample.
         served: bytes of the files that were served.
     """
 
     def __init__(self, table: Any) -> None:
         self.table = table
-        self.large: set[bytes] = set()
+        self.large: dict[bytes, bytes | None] = {}
         self.served = 0
         self._began = time.time_ns()
 
@@ -174,19 +177,21 @@ class Files:
         self.served += len(data or b"")
         return data
 
-    def read(self, key: bytes, most: int) -> bytes | None:
-        """Read a whole local file of up to `most` bytes from storage, and store it."""
+    def read(self, key: bytes, most: int, data: bytes | None = None) -> bytes | None:
+        """Read a whole local file of up to `most` bytes from storage, unless its `data` are given, and store it."""
         try:
             status = os.stat(key)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
                 return None
-            with _function_at("io", "open")(key, "rb", buffering=0) as file:
-                status = os.fstat(file.fileno())
-                data = bytes(file.read(status.st_size + 1))
-                after = os.fstat(file.fileno())
+            if data is None:
+                with _function_at("io", "open")(key, "rb", buffering=0) as file:
+                    status = os.fstat(file.fileno())
+                    data = bytes(file.read(status.st_size + 1))
+                    if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
+                        return None
         except OSError:
             return None
-        if len(data) != status.st_size or _stamp_of(status) != _stamp_of(after):
+        if len(data) != status.st_size:
             return None
         changed = status.st_mtime_ns
         if changed + (TICK if changed % _SECOND else 2 * _SECOND) < self._began:  # otherwise it may change unnoticed
@@ -413,5 +418,6 @@ def serving(files: Files | None) -> Iterator[None]:
                 if not _serving:
                     _remove()
         if files is not None:
-            for key in files.large:
-                files.read(key, MOST_BYTES)
+            for key, data in files.large.items():
+                if not files.table.full:
+                    files.read(key, MOST_BYTES, data)
