@@ -355,6 +355,18 @@ def test_large_files_are_stored_if_most_of_them_is_read(
         assert data.stats().resident_items == stored
 
 
+def test_large_files_are_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_opens, "_SMALL", 1000)
+    for id in range(COUNT):
+        write(tmp_path / f"{id}.raw", bytes([id]) * 100_000)
+    with cached(Files(tmp_path), capacity="700KiB") as data:
+        for _ in range(2):
+            with opens_below(tmp_path) as opened:
+                epochs(data, 1)
+            assert len(opened) == len(set(opened))
+        assert 0 < data.stats().resident_items < COUNT
+
+
 # --- nobody else sees it --------------------------------------------------------------------------------------------
 
 

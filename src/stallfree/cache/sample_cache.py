@@ -286,11 +286,17 @@ class SampleCache:
     def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any:
         """Return the first value of `ids` that is accepted, as a hit; else `MISS`."""
         for id in checked_ids(ids, self.num_ids):
-            batch, values = self._locate(id[None]), [MISS]
-            self._records.read(batch, values)
-            if batch.damaged or (values[0] is not MISS and accept(values[0])):
-                self._record_use(batch)
-                return values[0]
+            value = self._records.read_one(int(id))
+            if value is None:
+                batch, values = self._locate(id[None]), [MISS]
+                self._records.read(batch, values)
+                if batch.damaged or (values[0] is not MISS and accept(values[0])):
+                    self._record_use(batch)
+                    return values[0]
+            elif value is not MISS and accept(value):
+                self._space.used(id[None])
+                self._count((Count.HITS, 1))
+                return value
         self._count((Count.MISSES, 1))
         return MISS
 

@@ -33,7 +33,6 @@ from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
-from stallfree.sources.mapped import as_source
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
@@ -155,7 +154,9 @@ class CachedDataset(Dataset[SampleT_co]):
         if form == "files":
             self._cache_files(policy, size, store, name, persist, transform, seed)
             return
-        self.source: Source = as_source(dataset, runs=True)
+        from stallfree.sources.cut import as_cut_source
+
+        self.source: Source = as_cut_source(dataset)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         self.next_epoch = 0
         self._drawn: int | None = None

@@ -46,7 +46,6 @@ from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
-from stallfree.sources.mapped import as_source
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import format_size, parse_whole
@@ -141,7 +140,9 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         if replace_rate:
             start_method(context)  # before anything is created in a process that may start none
         self.dataset, self.on_error = data, on_error
-        self.source: Source = as_source(data, runs=True)
+        from stallfree.sources.cut import as_cut_source
+
+        self.source: Source = as_cut_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         drawn = peek_seed() if self.seed is None else self.seed
         part = hosts_of_job() if hosts is None else checked_hosts(hosts)

@@ -11,10 +11,8 @@ import contextlib
 import time
 from collections.abc import Callable
 from functools import partial
-from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import xxhash
 
 from stallfree.errors import InputError, no_files
@@ -28,7 +26,7 @@ from stallfree.sources.base import BaseSource
 from stallfree.sources.file_opens import Files, serving
 from stallfree.sources.mapped import MapSource, as_source
 
-_WAYS = np.arange(8, dtype=np.uint64)
+_WAYS = 8
 """A file may take 8 of the ids of its cache, by the hash of its key. As these are many, 8 are rarely all taken."""
 
 
@@ -37,41 +35,31 @@ def ids_of_cache(samples: int) -> int:
     return 4 * samples + 64
 
 
-class FileCache(Protocol):
-    """The part of a `SampleCache` that is used."""
-
-    num_ids: int
-    policy: Any
-
-    def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any: ...
-    def put_many(self, ids: Any, values: Any) -> Any: ...
-    def resident(self, ids: Any) -> Any: ...
-    def evict_one(self, ids: Any) -> None: ...
-    def drop(self, ids: Any) -> None: ...
-    def count_fetch(self, reads: int, size: int) -> None: ...
-    def count_changed(self, samples: int) -> None: ...
-
-
 class FileTable:
     """The files in a cache, by key.
 
     Args:
-        cache: holds `(head, content)`, where the head is size, time, id and key. Its ids are places of a hash table.
+        cache: a `SampleCache` of `(head, content)`; the head is size, time, id and key. Ids are places of a hash table.
 
     Attributes:
         verified: by id, the hash of the head that was compared with storage since `forget`. All processes share it.
     """
 
-    def __init__(self, cache: FileCache) -> None:
+    def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.verified = SharedCounts(cache.num_ids)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another file."""
+        return bool(self.cache.full)
 
     def forget(self) -> None:
         """Compare each file with storage again when it is opened next."""
         self.verified.array[:] = 0
 
     def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
-        """Return the content of a file; None if it is not cached, or has changed. See `Table.get`."""
+        """Return the content of a file; None if it is not cached, or has changed."""
         record = self._find(key)
         if record is None:
             return None
@@ -93,14 +81,13 @@ class FileTable:
         """Store the content of a file as it was read, if there is room."""
         cache, ids = self.cache, self._ids(key)
         cache.count_fetch(1, len(data))
-        free = ids[~cache.resident(ids)].tolist()
-        if not free and cache.policy.evicts:
+        if cache.resident(ids).all() and cache.policy.evicts:
             with contextlib.suppress(TimeoutError):
                 cache.evict_one(ids)
-            free = ids[~cache.resident(ids)].tolist()
+        free = [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]
         if free:
             head = _head(stamp, free[0], key)
-            cache.put_many(free[:1], [(head, data)])
+            cache.put_many(free, [(head, data)])
             self.verified.array[free[0]] = _mark(head)
 
     def drop(self, key: bytes) -> None:
@@ -115,13 +102,12 @@ class FileTable:
             self.cache.drop([id])
 
     def _find(self, key: bytes) -> tuple[bytes, bytes] | None:
-        ids = self._ids(key)
-        record = self.cache.find(ids[self.cache.resident(ids)], lambda record: record[0].partition(b"\0")[2] == key)
+        record = self.cache.find(self._ids(key), lambda record: record[0].partition(b"\0")[2] == key)
         return record if isinstance(record, tuple) else None
 
-    def _ids(self, key: bytes) -> Any:
-        start, step = np.uint64(xxhash.xxh3_64_intdigest(key)), np.uint64(xxhash.xxh3_64_intdigest(key, 1) | 1)
-        return ((start + _WAYS * step) % np.uint64(self.cache.num_ids)).astype(np.int64)
+    def _ids(self, key: bytes) -> list[int]:
+        start, step = xxhash.xxh3_64_intdigest(key), xxhash.xxh3_64_intdigest(key, 1) | 1
+        return [(start + way * step) % self.cache.num_ids for way in range(_WAYS)]
 
 
 def _head(stamp: str, id: int, key: bytes) -> bytes:
@@ -152,7 +138,7 @@ class CachedFiles(BaseSource):
     threads = False
     passes_through = True  # its samples, and so its draws, are those of `source`
 
-    def __init__(self, dataset: Any, cache: FileCache) -> None:
+    def __init__(self, dataset: Any, cache: Any) -> None:
         self.source = dataset if isinstance(dataset, MapSource) else MapSource(dataset)
         self.pipeline = Compose([])
         self.table = FileTable(cache)
@@ -188,23 +174,17 @@ _CURES = {
     "cv2": f"cv2.imdecode(np.frombuffer({_DATA}, np.uint8), flags)",
     "h5py": "h5py.File(open(path, 'rb'), 'r')",
     "SimpleITK": "nibabel or pydicom",
-    "torchvision": f"torchvision.io.decode_image(torch.frombuffer(bytearray({_DATA}), dtype=torch.uint8))",
-    "torchcodec": f"its decoders with {_DATA}",
-    "decord": "decord.VideoReader(open(path, 'rb'))",
-    "av": "av.open(open(path, 'rb'))",
-    "rasterio": "rasterio.open(open(path, 'rb'))",
-    "netCDF4": f"netCDF4.Dataset('data', memory={_DATA})",
-    "pyarrow": "its readers with open(path, 'rb')",
-    "safetensors": f"safetensors.torch.load({_DATA})",
-    "soundfile": "soundfile.read(open(path, 'rb'))",
-    "torchaudio": "torchaudio.load(open(path, 'rb'))",
     "lmdb": "form='fetched' with a data set that returns the values, and the rest as transform=",
+    **dict.fromkeys(("rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"), "it with open(path, 'rb')"),
+    **dict.fromkeys(("torchvision", "torchcodec", "netCDF4", "safetensors"), f"it with {_DATA}"),
 }
 """Libraries that open files natively, and what to use in their place."""
 
 
 class _Memory:
     """The files of the first look."""
+
+    full = False
 
     def __init__(self) -> None:
         self.files: dict[bytes, tuple[str, bytes]] = {}
@@ -262,7 +242,7 @@ def _unseen(dataset: Any, id: int, memory: _Memory) -> str:
     before, files = _bytes_read(), Files(memory)
     with serving(files):
         dataset[id]
-    unseen, seen = _bytes_read() - before, sum(files.served.values())
+    unseen, seen = _bytes_read() - before, files.served
     share = unseen / max(1, unseen + seen)
     if unseen < _UNSEEN_BYTES or share < _UNSEEN_SHARE:
         return ""
@@ -291,15 +271,14 @@ def _bytes_read() -> int:
 
 def _native_library(dataset: Any) -> tuple[str, str]:
     """The libraries by which a data set opens files, as far as its code shows, and what to use in their place."""
-    names: set[str] = set()
-    for cls in type(dataset).__mro__[:-1]:
-        for function in class_functions(cls):
-            names |= code_names(function.__code__)
-            for name in code_names(function.__code__) & set(function.__globals__):
-                value = function.__globals__[name]
-                module = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
-                names.add(str(module).partition(".")[0])
-    found = [library for library in _CURES if library in names]
-    if not found:
+    functions = [function for cls in type(dataset).__mro__[:-1] for function in class_functions(cls)]
+    names = set().union(*(code_names(function.__code__) for function in functions))
+    for function in functions:
+        values = [value for name, value in function.__globals__.items() if name in names]
+        names |= {
+            str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in values
+        }
+    libraries = [library for library in _CURES if library in names]
+    if not libraries:
         return "a library", f"its call for data in memory, with {_DATA}"
-    return " or ".join(found), "; or ".join(_CURES[library] for library in found)
+    return " or ".join(libraries), "; or ".join(_CURES[library] for library in libraries)

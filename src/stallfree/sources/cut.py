@@ -19,7 +19,7 @@ from stallfree.pipeline.reached import random_name
 from stallfree.pipeline.values import same
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cut_source import CutSource, Place, Plan, places_of, value_at, with_values
-from stallfree.sources.mapped import is_source, require_map_style
+from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -121,6 +121,17 @@ def cut_any(dataset: Any) -> tuple[Source | None, str]:
     except Exception as error:  # of a sample
         return None, f"{type(error).__name__}: {text_of(error)}"
     return source, source.words
+
+
+def as_cut_source(dataset: Any) -> Source:
+    """Return a data set as a source; one of torchvision is cut at its transforms, if that is possible."""
+    source, inner = as_source(dataset), dataset
+    while type(inner).__name__ == "Subset":
+        inner = inner.dataset
+    reads = str(getattr(type(inner).__getitem__, "__module__", "")) if isinstance(source, MapSource) else ""
+    if reads.startswith("torchvision.datasets") and mark_of(inner) is None:
+        return cut_any(dataset)[0] or source
+    return source
 
 
 def _try(dataset: Any, tries: Sequence[Sequence[str]]) -> _Cut:

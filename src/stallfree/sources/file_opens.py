@@ -27,7 +27,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -49,24 +49,6 @@ _FSSPEC_OPTIONS = {"block_size", "cache_options", "compression"}
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
 
 
-class Table(Protocol):
-    """Contents of files by key."""
-
-    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
-        """Return the content of a file; None if it is not there, or has changed.
-
-        Args:
-            key: of the file.
-            stamp: returns size and time of the file in storage, or raises an exception.
-        """
-
-    def put(self, key: bytes, stamp: str, data: bytes) -> None:
-        """Store the content of a file, if there is room."""
-
-    def drop(self, key: bytes) -> None:
-        """Drop the content of a file."""
-
-
 # --- the files of one sample ----------------------------------------------------------------------------------------
 
 
@@ -80,29 +62,24 @@ class ServedFile(io.BytesIO):
     def __init__(self, data: bytes, name: Any) -> None:
         super().__init__(data)
         self.name, self.mode = name, "rb"  # type: ignore[misc]
-        self._close_number: Callable[[], None] | None = None
-        self._number = -1
+        self._native: io.FileIO | None = None
 
     def fileno(self) -> int:
         """The number of a descriptor of an anonymous file with this content, at this position."""
         if self.closed:
             raise ValueError("I/O operation on closed file")
-        if self._close_number is None:
-            if not hasattr(os, "memfd_create"):
-                raise io.UnsupportedOperation("fileno")
-            self._number = os.memfd_create("stallfree-file")
-            self._close_number = weakref.finalize(self, os.close, self._number)
-            with self.getbuffer() as data:
-                written = 0
-                while written < len(data):
-                    written += os.write(self._number, data[written:])
-            os.lseek(self._number, self.tell(), os.SEEK_SET)
-        return self._number
+        if self._native is None:
+            self._native = io.FileIO(os.memfd_create("stallfree-file"), "r+")
+            weakref.finalize(self, self._native.close)
+            with self.getbuffer() as data, os.fdopen(self._native.fileno(), "wb", closefd=False) as file:
+                file.write(data)
+            self._native.seek(self.tell())
+        return self._native.fileno()
 
     def close(self) -> None:
         """Close the file and its descriptor."""
-        if self._close_number is not None:
-            self._close_number()
+        if self._native is not None:
+            self._native.close()
         super().close()
 
     def peek(self, size: int = 0, /) -> bytes:
@@ -114,17 +91,11 @@ class ServedFile(io.BytesIO):
         """False."""
         return False
 
-    def write(self, data: Any, /) -> NoReturn:
+    def write(self, *_: Any) -> NoReturn:
         """Raise `io.UnsupportedOperation`."""
-        raise io.UnsupportedOperation("write")
+        raise io.UnsupportedOperation("File not open for writing")
 
-    def writelines(self, lines: Any, /) -> NoReturn:
-        """Raise `io.UnsupportedOperation`."""
-        raise io.UnsupportedOperation("write")
-
-    def truncate(self, size: int | None = None, /) -> NoReturn:
-        """Raise `io.UnsupportedOperation`."""
-        raise io.UnsupportedOperation("truncate")
+    writelines = truncate = write
 
 
 class _LargeFile(io.FileIO):
@@ -134,6 +105,7 @@ class _LargeFile(io.FileIO):
         super().__init__(key, "r")
         self._key, self._size, self._files = key, size, files
         self._taken, self._given = 0, False
+        self._content: bytes | None = None
 
     def readinto(self, buffer: Any, /) -> int | None:
         count = super().readinto(buffer)
@@ -141,8 +113,9 @@ class _LargeFile(io.FileIO):
         return count
 
     def readall(self) -> bytes:
-        data = super().readall()
+        start, data = self.tell(), super().readall()
         self._taken += len(data)
+        self._content = None if start else data
         return data
 
     def fileno(self) -> int:
@@ -153,7 +126,7 @@ class _LargeFile(io.FileIO):
         if not self.closed:
             natively = self._given and os.lseek(super().fileno(), 0, os.SEEK_CUR) == self._size
             if natively or 2 * self._taken >= self._size:
-                self._files.large.add(self._key)
+                self._files.large[self._key] = self._content
         super().close()
 
 
@@ -161,17 +134,19 @@ class Files:
     """Opens the files of one sample.
 
     Args:
-        table: of files.
+        table: contents of files by key. `get(key, stamp)` returns one, or None if it is not there or has changed, where
+            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it; `full`
+            is whether there is no room.
 
     Attributes:
-        large: keys of large files that were read as a whole, which are stored after the sample.
-        served: bytes of each file that was served.
+        large: large files that were read as a whole, and their content if known. They are stored after the sample.
+        served: bytes of the files that were served.
     """
 
     def __init__(self, table: Any) -> None:
         self.table = table
-        self.large: set[bytes] = set()
-        self.served: dict[bytes, int] = {}
+        self.large: dict[bytes, bytes | None] = {}
+        self.served = 0
         self._began = time.time_ns()
 
     def written(self, path: Any) -> None:
@@ -197,22 +172,26 @@ class Files:
         key = _key(path)
         if key is None:
             return None
-        data = self.table.get(key, lambda: _stamp_of(os.stat(key)))
-        return self._served(key, self.read(key, _SMALL) if data is None else data)
+        data: bytes | None = self.table.get(key, lambda: _stamp_of(os.stat(key)))
+        data = self.read(key, _SMALL) if data is None else data
+        self.served += len(data or b"")
+        return data
 
-    def read(self, key: bytes, most: int) -> bytes | None:
-        """Read a whole local file of up to `most` bytes from storage, and store it."""
+    def read(self, key: bytes, most: int, data: bytes | None = None) -> bytes | None:
+        """Read a whole local file of up to `most` bytes from storage, unless its `data` are given, and store it."""
         try:
             status = os.stat(key)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
                 return None
-            with real_open()(key, "rb", buffering=0) as file:
-                status = os.fstat(file.fileno())
-                data = bytes(file.read(status.st_size + 1))
-                after = os.fstat(file.fileno())
+            if data is None:
+                with _function_at("io", "open")(key, "rb", buffering=0) as file:
+                    status = os.fstat(file.fileno())
+                    data = bytes(file.read(status.st_size + 1))
+                    if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
+                        return None
         except OSError:
             return None
-        if len(data) != status.st_size or _stamp_of(status) != _stamp_of(after):
+        if len(data) != status.st_size:
             return None
         changed = status.st_mtime_ns
         if changed + (TICK if changed % _SECOND else 2 * _SECOND) < self._began:  # otherwise it may change unnoticed
@@ -239,25 +218,18 @@ class Files:
             if len(data) != int(size):
                 return None
             self.table.put(key, before, data)
-        self._served(key, data)
+        self.served += len(data)
         served: Any = ServedFile(data, path)
         served.fs, served.path, served.size = fs, path, len(data)
         return served
-
-    def _served(self, key: bytes, data: bytes | None) -> bytes | None:
-        if data is not None:
-            self.served[key] = len(data)
-        return data
 
 
 def _key(path: Any) -> bytes | None:
     """Return the absolute path of a local file; None for what no path is, and for files of the kernel and of Python."""
     try:
-        key = os.fsencode(path)
+        key = os.path.join(os.getcwdb(), os.fsencode(path))
     except (TypeError, ValueError):
         return None
-    if not key.startswith(b"/"):
-        key = os.path.join(os.getcwdb(), key)
     special = key.startswith(_NOT_DATA) and not key.startswith(b"/dev/shm/")
     return None if special or b"\0" in key else key
 
@@ -300,19 +272,18 @@ def _open_remote(
 ) -> Any:
     plain = mode == "rb" and not more and set(kw) <= _FSSPEC_OPTIONS and kw.get("compression") is None
     if plain and type(path) is str and not getattr(fs, "local_file", False):
-        with serving(None):
+        with serving(None), contextlib.suppress(Exception):  # the call below has the same error
             served = files.open_remote(lambda: real(fs, path, mode, **kw), fs, fs._strip_protocol(path))
-        if served is not None:
-            return served
+            if served is not None:
+                return served
     return real(fs, path, mode, *more, **kw)
 
 
 def _imread(files: Files, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if args and len(args) + len(kwargs) <= 2 and set(kwargs) <= {"flags"}:
-        data, image = files.content(args[0]), None
-        if data:
-            flags = args[1:] or (kwargs.get("flags", 1),)
-            image = sys.modules["cv2"].imdecode(np.frombuffer(data, np.uint8), *flags)
+        data = files.content(args[0])
+        flags = args[1:] or (kwargs.get("flags", 1),)
+        image = sys.modules["cv2"].imdecode(np.frombuffer(data, np.uint8), *flags) if data else None
         if image is not None:
             return image
     return real(*args, **kwargs)
@@ -387,13 +358,8 @@ def _owner_of(module: str, name: str) -> tuple[Any, str]:
 
 def _function_at(module: str, name: str) -> Any:
     owner, attribute = _owner_of(module, name)
-    found = vars(owner)[attribute]
-    return found.real if isinstance(found, Replacement) else found
-
-
-def real_open() -> Any:
-    """Return `open` as it is outside of samples."""
-    return _function_at("io", "open")
+    function = vars(owner)[attribute]
+    return function.real if isinstance(function, Replacement) else function
 
 
 _thread = threading.local()
@@ -452,5 +418,6 @@ def serving(files: Files | None) -> Iterator[None]:
                 if not _serving:
                     _remove()
         if files is not None:
-            for key in files.large:
-                files.read(key, MOST_BYTES)
+            for key, data in files.large.items():
+                if not files.table.full:
+                    files.read(key, MOST_BYTES, data)

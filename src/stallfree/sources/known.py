@@ -12,11 +12,9 @@ from typing import Any
 from stallfree.errors import dataset_changed
 from stallfree.pipeline.compose import Compose, OnItem, Transform, flatten, mark_of
 from stallfree.pipeline.objects import comes_from
-from stallfree.pipeline.protocol import Source
 from stallfree.sources.base import BaseSource
 from stallfree.sources.decode import DecodeImage
 from stallfree.sources.files import FileDataset
-from stallfree.sources.mapped import MapSource
 
 _FORMAT = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
 _FOLDER = "torchvision.datasets.folder"
@@ -76,12 +74,14 @@ class OnRow:
         return f"OnRow({self.transform!r})"
 
 
-def divided(dataset: Any, *, runs: bool) -> Source | None:
-    """Return a data set of torchvision or Hugging Face as a source; None if it is of another class, or marked.
+def divided(dataset: Any, plain: Callable[[Any], BaseSource]) -> DividedSource | None:
+    """Return an `ImageFolder` of torchvision, or a data set of Hugging Face with a transform, as a source.
+
+    Returns None if it is of another class, or marked.
 
     Args:
         dataset: any map-style data set.
-        runs: whether samples may be made, in a child process, to cut a data set of torchvision.
+        plain: makes a source of a data set that has no transform.
     """
     cls = type(dataset)
     if mark_of(dataset) is not None:
@@ -91,21 +91,15 @@ def divided(dataset: Any, *, runs: bool) -> Source | None:
         transform = form["format_kwargs"].get("transform")
         if form["type"] != "custom" or transform is None or set(form["columns"]) != set(dataset.column_names):
             return None
-        return DividedSource(dataset, MapSource(dataset.with_format(None)), [OnRow(transform)], _FORMAT)
-    reads = str(getattr(cls.__getitem__, "__module__", ""))
-    if not reads.startswith("torchvision.datasets") or not len(dataset):
-        return None  # a class of the user's, which may do anything with its transforms
+        return DividedSource(dataset, plain(dataset.with_format(None)), [OnRow(transform)], _FORMAT)
+    reads = getattr(cls.__getitem__, "__module__", "")  # a class of the user's may do anything with its transforms
     if reads == _FOLDER and getattr(dataset.loader, "__module__", "") == _FOLDER and _decodes_with_pillow(dataset):
         paths, labels = zip(*dataset.samples, strict=True)
         files = FileDataset(paths, labels, decode=DecodeImage("pil"))
         steps = [dataset.transform, dataset.target_transform]
         parts = [part for place, step in enumerate(steps) if step is not None for part in flatten(OnItem(place, step))]
         return DividedSource(dataset, files, parts, ("transform", "target_transform", "loader"))
-    if not runs:
-        return None
-    from stallfree.sources.cut import cut_any
-
-    return cut_any(dataset)[0]
+    return None
 
 
 def _decodes_with_pillow(dataset: Any) -> bool:

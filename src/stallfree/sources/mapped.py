@@ -118,13 +118,12 @@ class SubsetSource(BaseSource):
         return f"SubsetSource({self.source!r}, {len(self)} samples)"
 
 
-def as_source(dataset: Any, *, divide: bool = True, runs: bool = False) -> Source:
+def as_source(dataset: Any, *, divide: bool = True) -> Source:
     """Return a data set as a `Source`: itself if it is one, else in a `MapSource`.
 
     A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`. An `ImageFolder`
-    of torchvision, and data sets of Hugging Face with a transform, become a source whose `pipeline` is their transform;
-    with `runs`, the other data sets of torchvision too, for which a child process makes samples. With `divide=False`
-    they stay whole.
+    of torchvision, and data sets of Hugging Face with a transform, become a source whose `pipeline` is their transform.
+    With `divide=False` they stay whole.
 
     Raises `InputError` for an object that is not a map-style data set, and for an empty one.
     """
@@ -133,13 +132,13 @@ def as_source(dataset: Any, *, divide: bool = True, runs: bool = False) -> Sourc
         return dataset
     torch_data = sys.modules.get("torch.utils.data")
     if torch_data is not None and type(dataset) is torch_data.Subset:
-        inner = as_source(dataset.dataset, divide=divide, runs=runs)
+        inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset)
     if divide and any(comes_from(cls, library) for cls in type(dataset).__mro__ for library in _KNOWN):
         from stallfree.sources.known import divided
 
-        return divided(dataset, runs=runs) or MapSource(dataset)
+        return divided(dataset, MapSource) or MapSource(dataset)
     return MapSource(dataset)
 
 

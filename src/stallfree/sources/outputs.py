@@ -6,9 +6,11 @@ it to another transform, take an item of it or unpack it. Everything else needs 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
+
+from torch.utils import _pytree as pytree
 
 from stallfree.errors import InputError, cut_refused
 from stallfree.pipeline.objects import describe
@@ -18,8 +20,7 @@ Part = Any
 """A part of an output: a key, or `[index, length]` if the output was unpacked."""
 
 
-@dataclass
-class Call:
+class Call(NamedTuple):
     """One call: the number of the transform, and its arguments as they were."""
 
     number: int
@@ -133,12 +134,9 @@ class Output:
         refuse(self, f"the attribute {name!r} of its output was set")
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        for output in _outputs_in([*args, *(kwargs or {}).values()]):
-            refuse(output, f"torch.{getattr(function, '__name__', function)} was called with its output")
-        return NotImplemented
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if type(leaf) is cls)
+        refuse(output, f"torch.{getattr(function, '__name__', function)} was called with its output")
 
     def __array_function__(self, function: Any, *_: Any) -> Any:
         refuse(self, f"{describe(function)} was called with its output")
@@ -171,25 +169,13 @@ for _name in (*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTH
     setattr(Output, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
-def _outputs_in(values: Sequence[Any]) -> Iterator[Output]:
-    for value in values:
-        if type(value) is Output:
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _outputs_in(value)
-
-
 def _kept(value: Any) -> Any:
     """Return `value` as it is now, since a data set may use its buffers again or close its files. Images are read."""
-    kind = type(value)
-    if kind is Output:
-        return value
-    if kind is tuple or kind is list:
-        return kind([_kept(item) for item in value])
-    if kind is dict:
-        return {key: _kept(item) for key, item in value.items()}
-    if kind.__module__.startswith("PIL."):
-        if hasattr(value, "load"):
-            value.load()
-        return value
-    return private(value)
+
+    def keep(leaf: Any) -> Any:
+        if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "load"):
+            leaf.load()
+            return leaf
+        return leaf if type(leaf) is Output else private(leaf)
+
+    return pytree.tree_map(keep, value)

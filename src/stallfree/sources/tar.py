@@ -266,7 +266,7 @@ def _index_of(shard: str, folder: Path) -> _Index:
     """Return the index of `shard`, a local path or an fsspec URL, from `folder` if it is there and fits, else new.
 
     Any number of processes may do this at once: a file appears whole. One that is damaged, of another shard, or older
-    than the shard is written anew. If that is not possible, there is a `StallfreeWarning`.
+    than the shard is replaced. If that is not possible, there is a `StallfreeWarning`.
 
     Raises `InputError` for a shard that is missing, compressed, damaged or cut off, and for names that occur twice.
     """
