@@ -25,6 +25,7 @@ from stallfree.errors import (
 if TYPE_CHECKING:
     from stallfree import clara, testing, vision
     from stallfree.analysis.analyze import analyze
+    from stallfree.analysis.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.analysis.predict import Prediction
     from stallfree.analysis.replay import Replay, replay
     from stallfree.analysis.report import Report
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from stallfree.loader.benefit import measure_benefit
     from stallfree.loader.dataloader import DataLoader
     from stallfree.loader.output import Batch
-    from stallfree.analysis.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
     from stallfree.pipeline.classify.determinism import Split, mark_deterministic, mark_random, split
     from stallfree.pipeline.compose import Compose, OnItem
     from stallfree.sampling.plans.importance import ImportanceSampler

@@ -116,8 +116,16 @@ def test_a_decision_leaves_no_trace_in_the_generators() -> None:
 @pytest.mark.parametrize(
     ("data", "form", "words"),
     [
-        (Numbers(COUNT, [squared, shaken]), "prepared", "all 40 samples, as they are after the transforms that are not"),
-        (ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"), "fetched", "all 40 samples, as they are read"),
+        (
+            Numbers(COUNT, [squared, shaken]),
+            "prepared",
+            "all 40 samples, as they are after the transforms that are not",
+        ),
+        (
+            ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"),
+            "fetched",
+            "all 40 samples, as they are read",
+        ),
         (Slow(), "fetched", "all 40 samples, as they are read"),
         (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
         (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import stallfree as sf
-from stallfree.errors import InputError, MissingExtraError
 from stallfree.analysis.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
+from stallfree.errors import InputError, MissingExtraError
 
 LOADER_NAMES = [
     "stallfree_loader_batches_total",

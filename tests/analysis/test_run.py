@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from stallfree.analysis.run import Pass, Row, Thread, _figures
 from stallfree.analysis.run import summary as text
 
-
 # (which of three iterators is asked, seconds of work before, seconds of the wait, whether it ends then)
 steps = st.tuples(st.integers(0, 2), st.integers(0, 5), st.integers(0, 5), st.booleans())
 

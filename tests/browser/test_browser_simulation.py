@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from report_examples import recording, simulation, worked_out
-from stallfree.events import Event
 from stallfree.analysis.simulate import run_data, simulation_page
+from stallfree.events import Event
 
 if TYPE_CHECKING:
     from conftest import Open, Opened

@@ -24,13 +24,21 @@ import torch
 from rich.progress import Progress
 
 from stallfree.analysis.auto import AutoCache, Trial
-from stallfree.analysis.job import CpuClock, CyclingSampler, Job, PartSource, make_job, read_some
+from stallfree.analysis.job import (
+    CpuClock,
+    CyclingSampler,
+    Job,
+    PartSource,
+    make_job,
+    read_file,
+    read_some,
+    resident_share,
+)
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Limits, Rate, combined, steady_rate
 from stallfree.analysis.model import choose
 from stallfree.analysis.predict import Remedy
 from stallfree.analysis.render import progress_bar
 from stallfree.analysis.report import Report, make_report
-from stallfree.analysis.residency import read_file, resident_share
 from stallfree.cache.capacity import free_memory, free_space
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device.prefetcher import DevicePrefetcher
@@ -350,7 +358,10 @@ class Analysis:
             _sent(batch, job.device)  # makes the decoder
         with closing(beside()) as batches:  # type: ignore[type-var]
             both = float(steady_rate(batches, 4, self._limits))
-        step, on_device = float(self._rounds[0]["G"]), any(getattr(_inner(step), "on_device", False) for step in job.steps)
+        step, on_device = (
+            float(self._rounds[0]["G"]),
+            any(getattr(_inner(step), "on_device", False) for step in job.steps),
+        )
         rates = {"cpu_prep": prep(False), "device_prep": prep(True), "step": step, "step_and_prep": min(step, both)}
         return {"on_device": on_device, **rates}
 
@@ -384,7 +395,9 @@ class Analysis:
         if not cold.resident:
             self._note("the samples are no local files: what their storage keeps in memory could not be dropped")
         elif (share := sum(cold.resident) / len(cold.resident)) > _COLD_RESIDENT:
-            self._note(f"{share:.0%} of the files stayed in memory after posix_fadvise: S and the cold job are too fast")
+            self._note(
+                f"{share:.0%} of the files stayed in memory after posix_fadvise: S and the cold job are too fast"
+            )
 
     def _check_resident(self, files: list[str], what: str) -> None:
         share = resident_share(files)

@@ -304,7 +304,12 @@ class AutoCache:
         return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
 
     def _line(
-        self, choice: Option | None = None, costs: Costs | None = None, workers: int | None = None, *, is_cut: bool = False
+        self,
+        choice: Option | None = None,
+        costs: Costs | None = None,
+        workers: int | None = None,
+        *,
+        is_cut: bool = False,
     ) -> str:
         """The decision in words for people."""
         count = self.num_workers if workers is None else workers
@@ -321,6 +326,6 @@ class AutoCache:
         }[choice.form]
         saved = costs.samples * (1 / expect(costs, NOTHING, 0, self.num_workers).rate - 1 / choice.rate)
         return (
-            f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this saves "
-            f"up to {format_seconds(saved)} of loading per epoch; {processes}"
+            f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this "
+            f"saves up to {format_seconds(saved)} of loading per epoch; {processes}"
         )

@@ -1,7 +1,7 @@
 """Measurements: what the samples of a data set cost, and rates with a confidence interval.
 
-`measure_samples` and `measure_files` time some samples in a child process, for `cache="auto"` and `analyze`. The runs of
-`analyze` are timed by `steady_rate`, until the interval is narrow enough.
+`measure_samples` and `measure_files` time some samples in a child process, for `cache="auto"` and `analyze`. The runs
+of `analyze` are timed by `steady_rate`, until the interval is narrow enough.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from statistics import StatisticsError, fmean, median
 from typing import Any
 
@@ -24,7 +23,7 @@ from stallfree.analysis.model import Costs
 from stallfree.datasets.dataset_probe import FirstLook, Sample
 from stallfree.errors import CodecError
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify.outcomes import same
+from stallfree.pipeline.classify.same import same
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
@@ -56,7 +55,7 @@ def measure_samples(source: Source, first: FirstLook, *, seconds: float, threads
     ids = [id for id in ids if id not in used] or list(used)
     records, storage, fetching = _fetch(source, ids, end - 0.6 * seconds, threads)
     deterministic, random = first.parts.deterministic, first.parts.random
-    samples, times = list[Sample](), list[tuple[float, float, float, float]]()
+    samples, times = list[Sample](), list[tuple[float, ...]]()
     with Randomness(random if len(random) else None) as randomness:
         randomness.seed(0, 0, 0)
         for id, record in records.items():

@@ -16,7 +16,7 @@ import torch
 
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.analysis.model import Loading, Rates
-from stallfree.analysis.predict import Prediction, Remedy, advise, bottleneck, curves, explain
+from stallfree.analysis.predict import Prediction, Remedy, advise, bottleneck, cache_curve, explain
 from stallfree.analysis.render import (
     Block,
     Chart,
@@ -31,7 +31,6 @@ from stallfree.analysis.render import (
     number,
     percent,
     plural,
-    speed,
 )
 from stallfree.analysis.setting import Setting, Sharing
 from stallfree.cache.capacity import free_memory
@@ -42,7 +41,7 @@ from stallfree.units import parse_rate, parse_room, parse_whole
 
 FORMAT, VERSION = "stallfree-report", 1
 
-_KEYS = ("made", "versions", "machine", "job", "rates", "runs", "shares", "bottleneck", "advice", "curves", "notes")
+_KEYS = ("made", "versions", "machine", "job", "rates", "runs", "shares", "bottleneck", "advice", "curve", "notes")
 """Required keys of a report."""
 
 _RATES = {
@@ -168,7 +167,9 @@ class Report:
     def _rounds(self) -> int:
         """The number of complete rounds."""
         measured = [*self.data["rates"].items(), *self.data["runs"].items()]
-        return min((len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]), default=0)
+        return min(
+            (len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]), default=0
+        )
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size: the share of the samples that fit.
@@ -198,7 +199,9 @@ class Report:
             rates = replace(rates, prep=prep, prep_hit=prep)
         if placed is not None and placed["on_device"]:
             rates = rates.times(min(1.0, placed["step_and_prep"] / placed["step"]), "compute")
-        loading = Loading(job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree" and job["parted"])
+        loading = Loading(
+            job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree" and job["parted"]
+        )
         cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
         sizes = job["sample_bytes"], job["record_bytes"], job["samples"]
         setting = Setting(rates, loading, job["cache_share"], cores, None, *sizes)
@@ -261,7 +264,7 @@ def make_report(
             f"Too few batches to say what limits: {max(few.values())} more needed for {', '.join(few)}. Give more "
             "`seconds`, or a smaller `batch_size`."
         )
-    data["curves"] = curves(now)
+    data["curve"] = cache_curve(now)
     data["notes"] += _remarks(now, rates, drift)
     return report
 
@@ -281,7 +284,9 @@ def _remarks(now: Setting, rates: dict[str, Rate], drift: float) -> list[str]:
             f"({cold.value:,.0f}): {why}"
         )
     if drift > _DRIFT:
-        notes.append(f"the machine's own speed drifted by {drift:.0%} between the rounds: no figure is closer than that")
+        notes.append(
+            f"the machine's own speed drifted by {drift:.0%} between the rounds: no figure is closer than that"
+        )
     if now.sharing is not None:
         reached = max(float(rate) for rate in (cold, warm) if rate.value is not None)
         notes.append(
@@ -341,12 +346,17 @@ def report_page(data: Mapping[str, Any]) -> str:
 def _blocks(data: Mapping[str, Any]) -> list[Block]:
     runs, shares = data["runs"], data["shares"]
     few = any(measured.get("more") for group in ("rates", "runs") for measured in data[group].values())
-    advice = [(f"{item['do']}  ({item['gain']:.2f} times, {number(item['throughput'])} samples/s)", item["why"]) for item in data["advice"]]
+    advice = [
+        (f"{item['do']}  ({item['gain']:.2f} times, {number(item['throughput'])} samples/s)", item["why"])
+        for item in data["advice"]
+    ]
     blocks: list[Block] = [
         Text(data["bottleneck"], "verdict"),
         Text(_job_line(data), "job"),
         Heading("What to do: first without other hardware, each in order of gain"),
-        Items(advice, numbered=True) if advice else Text("Nothing: no change that was looked at makes this job faster."),
+        Items(advice, numbered=True)
+        if advice
+        else Text("Nothing: no change that was looked at makes this job faster."),
         Heading("Where the time goes"),
         Chart("epoch", "A prep stall is a wait for the CPUs, a fetch stall one for storage."),
         Table(
@@ -367,7 +377,7 @@ def _blocks(data: Mapping[str, Any]) -> list[Block]:
                 for rate in [data["rates"][name]]
             ],
         ),
-        *_charts(data["curves"]),
+        Chart("cache", "Throughput against the share of the samples cached.", _best(data["curve"]["best"])),
         Heading("Notes"),
         Items([(note, "") for note in [*data["notes"], _machine_line(data)]]),
     ]
@@ -381,14 +391,8 @@ def _figure(measured: Mapping[str, Any]) -> str:
     return number(measured["value"], 0.0 if low is None or high is None else high - low)
 
 
-def _charts(data: Mapping[str, Any]) -> list[Block]:
-    cache, cpus, storage = data["cache"], data["cpus"], data["storage"]
-    best = "" if cache["best"] is None else f"best: {percent(cache['best'])}"
-    blocks: list[Block] = [Chart("cache", "Throughput against the share of the samples cached.", best)]
-    blocks.append(Chart("cpus", "Throughput against CPUs.", f"now: {cpus['now']}"))
-    if storage["now"] is not None:
-        blocks.append(Chart("storage", "Throughput against the bandwidth of storage.", f"now: {speed(storage['now'])}"))
-    return blocks
+def _best(share: float | None) -> str:
+    return "" if share is None else f"best: {percent(share)}"
 
 
 def _job_line(data: Mapping[str, Any]) -> str:

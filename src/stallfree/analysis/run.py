@@ -151,7 +151,7 @@ class Watch:
             row.first += seconds
             row.passes += 1
             self._passes[iterator] = Pass(row)
-            kind = type(iterator)
+            kind: Any = type(iterator)
             if not hasattr(kind.__next__, "is_timed"):
                 kind.__next__ = self._timed_next(kind.__next__)
             return iterator
@@ -192,7 +192,7 @@ class Watch:
                     one.mark = thread.waits
                 one.last, one.thread, one.is_fresh = None if ended else now, thread if outermost else None, False
 
-        __next__.is_timed = True  # type: ignore[attr-defined]
+        __next__.is_timed = True
         return __next__
 
     def _thread(self) -> Thread:
@@ -260,7 +260,9 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
         return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
     loop = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
     starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
-    advice = "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
+    advice = (
+        "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
+    )
     if not starting:
         return f"Next: {advice}"
     places, seconds = ", ".join(row["where"] for row in starting), sum(map(_start_seconds, starting))
@@ -289,11 +291,11 @@ def use_cache() -> None:
     """Replace torch's loader by `stallfree.DataLoader(..., cache="auto")` in what is imported from now on."""
     import torch.utils.data
 
-    import stallfree
+    from stallfree.loader.dataloader import DataLoader as Stallfrees
 
     torchs: Any = torch.utils.data.DataLoader
 
-    class DataLoader(stallfree.DataLoader[Any]):
+    class DataLoader(Stallfrees[Any]):
         """stallfree's loader with a cache that it chooses itself; torch's for iterable data sets."""
 
         def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Any:
@@ -306,7 +308,7 @@ def use_cache() -> None:
                 options.setdefault("cache", "auto")
             super().__init__(dataset, *arguments, **options)
 
-    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc, assignment]
+    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
 
 
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:

@@ -210,21 +210,6 @@ class Setting:
             need = math.ceil(1.1 * need) if isinstance(need, int) else 1.1 * need
         return need
 
-    def cpus_elsewhere(self) -> int:
-        """The minimum CPUs on other machines whose prep, added to that here, is as fast as fetch and compute.
-
-        They prepare as fast as a CPU here, and take nothing from compute. 0 if prep is not the limit, or if it fetches
-        in turn.
-        """
-        if self.loading.workers and not self.loading.overlap:
-            return 0
-        each = self.rates.prep_at(self.hits) / self.cpus
-        here = self.limited.prep_at(self.hits) if self.loading.workers else 0.0
-        goal = min(self.rates.fetch_at(self.hits), self.rates.compute)
-        if not math.isfinite(goal) or not math.isfinite(each) or here * WORTH >= goal:
-            return 0
-        return math.ceil((goal - here) / each)
-
     def enough_storage(self) -> float | None:
         """The minimum bandwidth beyond which more gains less than 2%, bytes/s; None if the current one suffices."""
         assert self.sample_bytes

@@ -354,7 +354,9 @@ def simulation_page(data: Mapping[str, Any]) -> str:
         for index, run in enumerate(runs)
     )
     left_out = [
-        Text(f"{run['name']}: {run['left_out']:,} later events are not shown.", "small") for run in runs if run["left_out"]
+        Text(f"{run['name']}: {run['left_out']:,} later events are not shown.", "small")
+        for run in runs
+        if run["left_out"]
     ]
     blocks = [*simulation_blocks(data), Raw(asset("stage.html").replace("CHOICES", choices)), *left_out]
     kicker = "recording" if data["comparison"] is None else "simulation"
@@ -370,7 +372,12 @@ def simulation_blocks(data: Mapping[str, Any]) -> list[Block]:
         for start, end, actor, what, *_ in run["events"]:
             spent.setdefault((actor, what), []).append(end - start)
         rows = [
-            [f"{actor}: {what}", f"{len(times):,}", format_seconds(statistics.fmean(times)), f"{sum(times) / run['seconds']:.0%}"]
+            [
+                f"{actor}: {what}",
+                f"{len(times):,}",
+                format_seconds(statistics.fmean(times)),
+                f"{sum(times) / run['seconds']:.0%}",
+            ]
             for (actor, what), times in sorted(spent.items())
         ]
         return [
