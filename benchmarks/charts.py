@@ -85,7 +85,6 @@ CHARTS: dict[str, Bars | Lines] = {
     "cores": Lines(0, (3, 4, 5, 6), "samples/s over workers"),
     "gpu_photos": Bars((2,), "share of an epoch in which the GPU works"),
     "predicted": Lines(1, (3, 4), "samples/s over hits in %, storage of 25 MB/s", rows=tuple(range(7))),
-    "run_forecast": Bars((1, 2, 3), "samples/s"),
     "ray_workers": Bars((2,), "batches/s", (0, 1)),
 }
 

@@ -53,7 +53,6 @@ NAMES = (
     "stall_shares",
     "model_rates",
     "observer",
-    "run_forecast",
     "reads_cost",
     "plain_loader",
     "first_batch",

@@ -70,7 +70,7 @@ _PLACES = {
     "loader.benefit": "measure_benefit",
     "loader.dataloader": "DataLoader",
     "loader.output": "Batch",
-    "observe.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
+    "analysis.metrics": "Hook Metrics PrometheusCollector PrometheusServer TensorBoardHook",
     "pipeline.classify.determinism": "Split mark_deterministic mark_random split",
     "pipeline.compose": "Compose OnItem",
     "sampling.plans.importance": "ImportanceSampler",

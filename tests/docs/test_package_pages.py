@@ -35,6 +35,6 @@ def imported(path: Path, modules: set[str]) -> set[str]:
 def test_no_modules_import_one_another() -> None:
     files = {".".join(path.relative_to(ROOT.parent).with_suffix("").parts): path for path in ROOT.rglob("*.py")}
     modules = {name for name in files if not name.endswith("__init__")}
-    assert len(modules) > 200
+    assert len(modules) > 100
     order = list(TopologicalSorter({name: imported(files[name], modules) for name in modules}).static_order())
     assert len(order) == len(modules)  # else it has raised CycleError

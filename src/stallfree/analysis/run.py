@@ -125,7 +125,7 @@ class Watch:
                 load(module)
                 module.DataLoader.__iter__ = self._timed_iter(module.DataLoader.__iter__)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def _timed_iter(self, original: Any) -> Any:
@@ -192,7 +192,7 @@ class Watch:
                     one.mark = thread.waits
                 one.last, one.thread, one.is_fresh = None if ended else now, thread if outermost else None, False
 
-        __next__.is_timed = True
+        __next__.is_timed = True  # type: ignore[attr-defined]
         return __next__
 
     def _thread(self) -> Thread:
