@@ -90,16 +90,8 @@ def as_text(blocks: Iterable[Block]) -> str:
     from rich.text import Text as RichText
 
     file = io.StringIO()
-    console = Console(
-        file=file,
-        width=_WIDTH,
-        force_terminal=False,
-        color_system=None,
-        highlight=False,
-        emoji=False,
-        legacy_windows=False,
-        _environ={},
-    )
+    off: Any = {"force_terminal": False, "highlight": False, "emoji": False, "legacy_windows": False}
+    console = Console(file=file, width=_WIDTH, color_system=None, _environ={}, **off)
 
     def plain(text: object) -> RichText:
         return RichText("".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split())))
