@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,9 +197,10 @@ def doubled(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, A
 def test_files_are_cached_where_samples_are_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: Any
 ) -> None:
-    """With a model in which any cache is worth it: these files are read as fast as memory."""
-    monkeypatch.setattr("stallfree.analysis.model._GAIN", 0.0)
-    monkeypatch.setattr("stallfree.analysis.model._LEAST_SAVED", -1.0)
+    """With a measurement by which these files lie in slow storage."""
+    measure = auto.measure_files
+    slow = lambda cached, **options: replace(measure(cached, **options), miss=1.0)  # noqa: E731
+    monkeypatch.setattr(auto, "measure_files", slow)
     data = Files(tmp_path)
     with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
         expected = epochs(without, 3)
