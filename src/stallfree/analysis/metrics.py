@@ -31,12 +31,6 @@ _GAUGES |= {"lag", "jobs"}
 _RENAMED = {"num_workers": "workers"}
 
 
-class HasStats(Protocol):
-    """A loader, a cached data set, a Smart Cache, or a cache."""
-
-    def stats(self) -> Any: ...
-
-
 class Hook(Protocol):
     """Protocol of a consumer of values, for user-defined classes.
 
@@ -83,15 +77,12 @@ class Metrics:
         ```
     """
 
-    def __init__(self, **sources: HasStats) -> None:
+    def __init__(self, **sources: Any) -> None:
         if not sources:
-            raise InputError(
-                "Metrics() was given nothing: give loaders and caches by name, as in Metrics(train=loader)"
-            )
+            raise InputError("Metrics() was given nothing: give loaders and caches, as in Metrics(train=loader)")
         for name, source in sources.items():
-            if not callable(getattr(source, "stats", None)) or not isinstance(
-                source.stats(), (LoaderStats, CacheStats)
-            ):
+            read = getattr(source, "stats", None)
+            if not callable(read) or not isinstance(read(), (LoaderStats, CacheStats)):
                 raise InputError(
                     f"{name}={type(source).__name__} has no statistics: give a stallfree.DataLoader, a data set with a "
                     "cache, or a cache"

@@ -98,7 +98,7 @@ def as_text(blocks: Iterable[Block]) -> str:
 
     for block in blocks:
         if isinstance(block, Heading):
-            console.print("", plain(block.text))
+            console.print("\n", plain(block.text), sep="")
         elif isinstance(block, Text):
             console.print(plain(block.text))
         elif isinstance(block, Items):
