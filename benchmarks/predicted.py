@@ -191,7 +191,7 @@ def child() -> None:
     caches = [_cache(source, share, int(sizes.sum())) for share in SHARES]
     measured: list[list[float]] = [[] for _ in SHARES]
     job, rounds = make_job(source, step, BATCH, WORKERS, None, {}), given["rounds"]
-    with Analysis(job, given["seconds"] * rounds, rounds) as analysis:
+    with Analysis(job, given["seconds"] * rounds) as analysis:
         for _ in range(rounds):
             analysis.round()
             for at, cached in enumerate(caches):
@@ -208,7 +208,7 @@ def child() -> None:
     for cached in caches:
         if cached is not None:
             cached.close()
-    result = {"points": points, "knee": report.data["curves"]["cache"]["best"] or 0.0, "report": report.data}
+    result = {"points": points, "knee": report.data["curve"]["best"] or 0.0, "report": report.data}
     emit(result, stallfree=version("stallfree"), torch=torch.__version__, numpy=np.__version__)
 
 

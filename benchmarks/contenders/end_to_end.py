@@ -227,7 +227,7 @@ class Whole(Photographs):
 
 
 MODULES = {
-    "auto": ("stallfree", "stallfree.loader", "stallfree.autotune.auto_cache"),
+    "auto": ("stallfree", "stallfree.loader", "stallfree.analysis.auto"),
     "shared": ("stallfree", "stallfree.shared"),
     "tfdata": ("tensorflow",),
     "ffcv": ("ffcv.loader", "ffcv.transforms", "ffcv.fields.rgb_image"),

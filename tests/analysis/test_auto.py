@@ -6,6 +6,7 @@ import json
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from cached_data import Numbers
 from stallfree.analysis import auto
 from stallfree.analysis.auto import AutoCache
 from stallfree.cache import capacity as limits
-from stallfree.errors import CapacityError, StorageError
+from stallfree.errors import CapacityError, StorageError, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.testing import ThrottledSource
 
@@ -196,9 +197,10 @@ def doubled(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, A
 def test_files_are_cached_where_samples_are_random(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: Any
 ) -> None:
-    """With a model in which any cache is worth it: these files are read as fast as memory."""
-    monkeypatch.setattr("stallfree.analysis.model._GAIN", 0.0)
-    monkeypatch.setattr("stallfree.analysis.model._LEAST_SAVED", -1.0)
+    """With a measurement by which these files lie in slow storage."""
+    measure = auto.measure_files
+    slow = lambda cached, **options: replace(measure(cached, **options), miss=1.0)  # noqa: E731
+    monkeypatch.setattr(auto, "measure_files", slow)
     data = Files(tmp_path)
     with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
         expected = epochs(without, 3)
@@ -218,7 +220,9 @@ def test_files_are_cached_where_samples_are_random(
             np.testing.assert_array_equal(np.frombuffer(epoch[id]), factor * np.frombuffer(sample))
 
 
-def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     free = iter([8 << 20, 1 << 20])
     monkeypatch.setattr(limits, "grantable_memory", lambda root: next(free))
 
@@ -229,6 +233,7 @@ def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(monkeypa
         epochs(one, 1)
         epochs(two, 1)
         assert two.decision == one.decision
+        assert capfd.readouterr().err.count("cache='auto'") == 1, "only who decides prints it"
         assert two.cached.cache.path == one.cached.cache.path
         assert one.cached.cache.capacity == pytest.approx(4 << 20, rel=0.1), "the share of the process that decides"
     assert not list(default_root().glob("auto-*"))
@@ -290,14 +295,18 @@ def test_workers_are_not_chosen_for_a_data_set_that_holds_an_open_file(
 
 
 @pytest.mark.parametrize("error", [CapacityError("no room"), StorageError("full")])
-def test_without_room_there_is_no_cache(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_without_room_there_is_no_cache(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception
+) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
     monkeypatch.setattr(auto, "CachedDataset", refuse)
     with sf.DataLoader(Slow(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
         assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
-        assert loader.decision.startswith("cache='auto' keeps no samples in memory; no worker processes; ")
+        said = f"cache='auto' keeps no samples in memory: {text_of(error)}; no worker processes"
+        assert loader.decision == said
+        assert said in capfd.readouterr().err
 
 
 def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 import re
 from dataclasses import replace
 from typing import Any
@@ -17,7 +16,6 @@ from report_data import make
 
 from stallfree import Report
 from stallfree.analysis.measure import Rate, combined, next_half_width
-from stallfree.analysis.model import Loading, Rates
 from stallfree.analysis.predict import Prediction
 from stallfree.analysis.setting import Setting
 
@@ -182,29 +180,6 @@ def test_with_enough_cpus_the_device_is_named_and_helps() -> None:
     assert "a faster device: 2.00x. Use a device twice as fast" in answers
     assert "more CPUs: gains less than 2%, the device is the limit" in answers
     assert "end the prep stall" not in answers
-
-
-@pytest.mark.parametrize(
-    ("job", "elsewhere"),
-    [
-        ({"G": 3000, "P": 1000, "S": 50_000, "cpus": 2}, 4),  # 500 samples/s per CPU, 2,000 are missing
-        ({"G": 3001, "P": 1000, "S": 50_000, "cpus": 2}, 5),
-        ({"G": 3000, "P": 1000, "S": 1500, "cpus": 2}, 1),  # storage gives no more than 1,500
-        ({"G": 900, "P": 1000, "S": 50_000, "cpus": 2}, 0),
-        ({"G": 1000, "P": 1000, "S": 50_000, "cpus": 2}, 0),
-    ],
-)
-def test_cpus_on_other_machines_that_end_the_prep_stall(job: dict[str, float], elsewhere: int) -> None:
-    rates = Rates(compute=job["G"], prep=job["P"], prep_hit=job["P"], storage=job["S"], cache=math.inf)
-    loading = Loading(batch_size=64, workers=2, ahead=4, overlap=True)
-    setting = Setting(rates, loading, 0.0, int(job["cpus"]), None, None, None, 1000)
-    assert setting.cpus_elsewhere() == elsewhere
-
-
-def test_the_answer_names_the_cpus_on_other_machines() -> None:
-    told = make({"G": 8000, "P": 1000, "P_hit": 1000, "S": 40_000, "warm": 1000, "cold": 1000}, num_workers=2).predict()
-    assert told.cpus_elsewhere >= 14
-    assert f"so do {told.cpus_elsewhere} CPUs on other machines" in "".join(told.answers)
 
 
 @pytest.mark.parametrize("on_device", [False, True])

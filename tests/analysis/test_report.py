@@ -50,7 +50,7 @@ def test_a_cache_in_bytes_holds_its_share_of_the_samples() -> None:
 
 def test_the_end_of_the_fetch_stall_is_told() -> None:
     report = make({})  # F reaches G = 1000 where 1/1000 = x/50000 + (1-x)/250
-    best = report.data["curves"]["cache"]["best"]
+    best = report.data["curve"]["best"]
     assert best == pytest.approx((1 / 250 - 1 / 1000) / (1 / 250 - 1 / 50_000), abs=1e-4)
     assert report.data["advice"][0]["do"].startswith("Cache 76% of the samples")
     assert report.data["advice"][0]["gain"] == pytest.approx(4, rel=0.02)
@@ -182,7 +182,7 @@ def test_a_loader_that_fetches_and_prepares_in_turn_gains_from_every_hit() -> No
     told = [report.predict(cache=f"{share}%").throughput for share in (0, 25, 50, 75, 100)]
     assert told == sorted(told)
     assert told[0] == pytest.approx(1 / (1 / 200 + 1 / 800), rel=0.1)
-    assert report.data["curves"]["cache"]["best"] > 0.9
+    assert report.data["curve"]["best"] > 0.9
     assert any("stallfree.DataLoader" in item["do"] for item in report.data["advice"])
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stallfree.analysis.residency import drop_pages, read_file, resident_share
+from stallfree.analysis.job import drop_pages, read_file, resident_share
 
 
 def on_disk(folder: Path) -> bool:

@@ -61,10 +61,7 @@ def test_it_fits_elsewhere(open_page: Open, width: int, scheme: str) -> None:
 
 def check_fit(opened: Opened, width: int) -> None:
     """Nothing is wider than the window, and all charts can be seen."""
-    assert opened.page.locator(".main-svg").count() >= 4, "all charts are drawn"
-    assert overflow(opened) <= 0
-    for details in opened.page.locator("summary").all():
-        details.click()
+    assert opened.page.locator(".main-svg").count() >= 2, "all charts are drawn"
     assert overflow(opened) <= 0
     for chart in opened.page.locator(".chart").all():
         box = chart.bounding_box()
@@ -77,7 +74,7 @@ def check_fit(opened: Opened, width: int) -> None:
 def test_long_words_fit_a_phone(open_page: Open) -> None:
     data = report()
     data["job"]["dataset"] = data["notes"][0] = data["bottleneck"] = "x" * 300
-    data["advice"][0]["do"] = data["rates"]["C"]["note"] = data["runs"]["cold"]["note"] = "y" * 300
+    data["advice"][0]["do"] = "y" * 300
     assert overflow(open_page(report_page(data), 375)) <= 0
 
 
@@ -92,21 +89,13 @@ def test_the_charts_are_the_json(page: Opened) -> None:
     ):
         drawn = dict(zip(epoch[name]["y"], epoch[name]["x"], strict=True))
         assert drawn == {run: data["shares"][run][part] for run in ("cold", "warm")}
-    for curve, lines in (
-        ("cache", ["throughput", "F", "P", "G"]),
-        ("cpus", ["throughput"]),
-        ("storage", ["throughput"]),
-    ):
-        drawn_lines = traces(opened, f"chart-{curve}")
-        assert set(drawn_lines) == set(lines)
-        for line in lines:
-            assert drawn_lines[line]["x"] == data["curves"][curve]["x"]
-            assert drawn_lines[line]["y"] == data["curves"][curve][line]
-    marks = {
-        curve: opened.page.evaluate(f"document.getElementById('chart-{curve}').layout.shapes.map((shape) => shape.x0)")
-        for curve in ("cache", "cpus", "storage")
-    }
-    assert marks == {"cache": [0.62], "cpus": [2], "storage": [19_062_500.0]}
+    drawn_lines = traces(opened, "chart-cache")
+    assert set(drawn_lines) == {"throughput", "F", "P", "G"}
+    for line, values in drawn_lines.items():
+        assert values["x"] == data["curve"]["x"]
+        assert values["y"] == data["curve"][line]
+    shapes = opened.page.evaluate("document.getElementById('chart-cache').layout.shapes.map((shape) => shape.x0)")
+    assert shapes == [0.62]
     assert "best: 62%" in opened.text("#chart-cache")
 
 

@@ -25,7 +25,6 @@ def report() -> dict[str, Any]:
     """A report; the caller may change it."""
     share = [step / 20 for step in range(21)]
     fetch = [1 / (x / 131_072.5 + (1 - x) / 312.5) for x in share]
-    storage = [10e6 * 2**step for step in range(9)]
     made = {
         "format": "stallfree-report",
         "version": 1,
@@ -72,17 +71,13 @@ def report() -> dict[str, Any]:
                 "gain": 2.67,
             },
         ],
-        "curves": {
-            "cache": {
-                "x": share,
-                "throughput": [min(f, 811.25) for f in fetch],
-                "F": fetch,
-                "P": [811.25] * len(share),
-                "G": [1234.5] * len(share),
-                "best": 0.62,
-            },
-            "cpus": {"x": [1, 2, 4, 8, 16], "throughput": [301.75] * 5, "now": 2},
-            "storage": {"x": storage, "throughput": [min(s / 61_000, 811.25) for s in storage], "now": 19_062_500.0},
+        "curve": {
+            "x": share,
+            "throughput": [min(f, 811.25) for f in fetch],
+            "F": fetch,
+            "P": [811.25] * len(share),
+            "G": [1234.5] * len(share),
+            "best": 0.62,
         },
         "notes": ["files could not be made cold: the file system is a network's", "<i>a note</i>"],
     }

@@ -24,13 +24,21 @@ import torch
 from rich.progress import Progress
 
 from stallfree.analysis.auto import AutoCache, Trial
-from stallfree.analysis.job import CpuClock, CyclingSampler, Job, PartSource, make_job, read_some
+from stallfree.analysis.job import (
+    CpuClock,
+    CyclingSampler,
+    Job,
+    PartSource,
+    make_job,
+    read_file,
+    read_some,
+    resident_share,
+)
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Limits, Rate, combined, steady_rate
 from stallfree.analysis.model import choose
 from stallfree.analysis.predict import Remedy
 from stallfree.analysis.render import progress_bar
 from stallfree.analysis.report import Report, make_report
-from stallfree.analysis.residency import read_file, resident_share
 from stallfree.cache.capacity import free_memory, free_space
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.device.prefetcher import DevicePrefetcher
@@ -454,7 +462,7 @@ def _batches_of(job: Job, dataset: Any, ids: list[int]) -> list[Any]:
     """The batches of the job's loader over these samples, copied."""
     with _iterated(job.load(dataset, ids)) as batches:
         try:
-            return [_each(batch, torch.clone) for batch in batches]
+            return [_copied(batch) for batch in batches]
         except Exception as error:
             first = text_of(error).strip().split("\n")[-1] or type(error).__name__
             raise job_failed(
@@ -485,7 +493,7 @@ def _sent(batch: Any, device: torch.device) -> Any:
     return rebuild([leaf.to(device) for leaf in leaves])
 
 
-def _each(batch: Any, change: Callable[[torch.Tensor], Any]) -> Any:
-    """`batch` with `change` applied to its tensors."""
+def _copied(batch: Any) -> Any:
+    """`batch` in memory of its own."""
     leaves, rebuild = take_apart(batch)
-    return rebuild([change(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])
+    return rebuild([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

@@ -92,6 +92,7 @@ class Verdict:
 class Trial:
     """What the process that decides has at hand: for its own cache the samples, or the cache itself."""
 
+    is_new: bool = False
     costs: Costs | None = None
     source: Any = None
     first: FirstLook | None = None
@@ -179,18 +180,21 @@ class AutoCache:
                 self._workers = self.num_workers = 0
             self._folder = SharedFolder(f"auto-{token() if unknown else key[:20]}", initialize=lambda folder: None)
             weakref.finalize(self, self._folder.close)
-            verdict = self._shared_verdict(self._folder.path, trial, unknown)
+            verdict = self._shared_verdict(self._folder.path, trial)
             reader = self._without() if verdict.form == NOTHING else self._adopt(verdict, trial)
         except Exception as error:  # no room, no shared memory, a data set that fails: training shows its error
-            verdict = Verdict(NOTHING, False, 0, self.num_workers, self._line(), text_of(error))
+            trial.close()
+            trial.is_new = True
+            verdict = Verdict(NOTHING, False, 0, self.num_workers, self._line(because=text_of(error)))
             reader = self._without()
         self.num_workers = verdict.workers
         self.decision = "; ".join(filter(None, (verdict.line, verdict.reasons)))
         log.info("%s", self.decision)
-        print(f"stallfree: {verdict.line}", file=sys.stderr)
+        if trial.is_new:
+            print(f"stallfree: {verdict.line}", file=sys.stderr)
         return reader
 
-    def _shared_verdict(self, folder: Path, trial: Trial, unknown: list[str]) -> Verdict:
+    def _shared_verdict(self, folder: Path, trial: Trial) -> Verdict:
         """The verdict of the process of this host that decides first, which may be this one."""
         lock = FileLock(folder / "lock")
         try:
@@ -198,13 +202,16 @@ class AutoCache:
                 with suppress(OSError):
                     return Verdict(**json.loads((folder / _VERDICT).read_text()))
                 verdict = self.judge(trial)
-                (folder / _VERDICT).write_text(json.dumps(asdict(verdict)))
+                new = folder / f".{_VERDICT}"
+                new.write_text(json.dumps(asdict(verdict)))
+                new.rename(folder / _VERDICT)  # complete, whenever this process dies
                 return verdict
         finally:
             lock.close()
 
     def judge(self, trial: Trial) -> Verdict:
         """Look at the data set, measure it, and choose; keeps in `trial` what the cache can start with."""
+        trial.is_new, fits = True, False
         began, reasons, capacity = time.monotonic(), list[str](), granted(self._capacity, default_root())
         source = as_source(self._dataset)
         subject = self._look(source, reasons)
@@ -222,7 +229,8 @@ class AutoCache:
             costs, samples = call_in_child(call, "the measurement for cache='auto'")
             trial.first = replace(trial.first, samples=[*trial.first.samples, *samples])  # cached with those
             choice = choose(costs, room, self.num_workers)
-        if choice is None or (choice.hits < 1 and isinstance(source, MapSource)):
+            fits = any(expect(costs, form, room, self.num_workers).hits == 1 for form in costs.size)
+        if choice is None or (not fits and isinstance(source, MapSource)):
             option = self._try_files(trial, capacity, began, reasons, choice)
             choice, costs = option or (choice, costs)
         trial.costs, workers = costs, self.num_workers
@@ -308,13 +316,14 @@ class AutoCache:
         workers: int | None = None,
         *,
         is_cut: bool = False,
+        because: str = "its samples are random, and no part of them can be kept",
     ) -> str:
         """The decision in words for people."""
         count = self.num_workers if workers is None else workers
         processes = f"{count or 'no'} worker process{'' if count == 1 else 'es'}"
         if choice is None or costs is None or choice.form == NOTHING:
-            why = "" if choice is None else ": it would save less than a tenth of the time for loading"
-            return f"cache='auto' keeps no samples in memory{why}; {processes}"
+            why = because if choice is None else "it would save less than a tenth of the time for loading"
+            return f"cache='auto' keeps no samples in memory: {why}; {processes}"
         number = round(choice.hits * costs.samples)
         samples = f"all {number:,} samples" if choice.hits == 1 else f"{number:,} of {costs.samples:,} samples"
         as_of = {
@@ -324,6 +333,6 @@ class AutoCache:
         }[choice.form]
         saved = costs.samples * (1 / expect(costs, NOTHING, 0, self.num_workers).rate - 1 / choice.rate)
         return (
-            f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this saves "
-            f"up to {format_seconds(saved)} of loading per epoch; {processes}"
+            f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this "
+            f"saves up to {format_seconds(saved)} of loading per epoch; {processes}"
         )

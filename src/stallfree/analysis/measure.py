@@ -1,7 +1,7 @@
 """Measurements: what the samples of a data set cost, and rates with a confidence interval.
 
-`measure_samples` and `measure_files` time some samples in a child process, for `cache="auto"` and `analyze`. The runs of
-`analyze` are timed by `steady_rate`, until the interval is narrow enough.
+`measure_samples` and `measure_files` time some samples in a child process, for `cache="auto"` and `analyze`. The runs
+of `analyze` are timed by `steady_rate`, until the interval is narrow enough.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from stallfree.pipeline.values import payload_bytes, private, same
 
 # -- the costs of samples ---------------------------------------------------------------------------------------------
 
-_LEAST, _MOST_SAMPLES, _MOST_BYTES = 4, 256, 256 << 20
+_LEAST, _MOST_SAMPLES, _MOST_BYTES = 5, 256, 256 << 20
 """Samples that are fetched in any case, and the most samples and bytes."""
 
 _WAIT = 50e-6
@@ -54,7 +54,7 @@ def measure_samples(source: Source, first: FirstLook, *, seconds: float, threads
     ids = [id for id in ids if id not in used] or list(used)
     records, storage, fetching = _fetch(source, ids, end - 0.6 * seconds, threads)
     deterministic, random = first.parts.deterministic, first.parts.random
-    samples, times = list[Sample](), list[tuple[float, float, float, float]]()
+    samples, times = list[Sample](), list[tuple[float, ...]]()
     with Randomness(random if len(random) else None) as randomness:
         randomness.seed(0, 0, 0)
         for id, record in records.items():
@@ -131,33 +131,35 @@ def _record_size(values: list[Any]) -> float:
 
 
 def measure_files(cached: Any, *, seconds: float) -> Costs:
-    """Make some samples of a data set whose files are cached, twice: from storage, and from the cache.
+    """Make some samples of a data set whose files are cached: from storage, and with its files in the cache.
 
-    Call it in a child process; the files stay in the cache.
+    Both are timed one after the other for each sample, and their difference is the median over the samples: what the
+    machine does meanwhile affects both. Call it in a child process; the files stay in the cache.
 
     Args:
         cached: a `CachedDataset` of the form "files", which is empty.
         seconds: that it may take.
     """
     torch.set_num_threads(1)
-    reader, stats = cached.reader, cached.stats()
-    ids = np.random.default_rng(0).permutation(len(cached))[:_MOST_SAMPLES]
-
-    def make(id: int) -> float:
-        began = time.perf_counter()
-        one = np.array([id])
-        reader.finish(reader.start(one), 0, 0, skip=False)
-        return time.perf_counter() - began
-
-    cold, end = list[float](), time.monotonic() + seconds / 2
-    for id in ids.tolist():
-        cold.append(make(id))
-        if len(cold) >= _LEAST and time.monotonic() > end:
+    reader, before, end = cached.reader, cached.stats().resident_bytes, time.monotonic() + seconds
+    ids = np.random.default_rng(0).permutation(len(cached))[:_MOST_SAMPLES].tolist()
+    misses, saved = list[float](), list[float]()
+    for id in ids:
+        clock, one = [time.perf_counter()], np.array([id])
+        cached.steps(cached.dataset[id])
+        clock.append(time.perf_counter())
+        for _ in range(2):  # the first time they are stored
+            reader.finish(reader.start(one), 0, 0, skip=False)
+            clock.append(time.perf_counter())
+        misses.append(clock[1] - clock[0])
+        saved.append(misses[-1] - (clock[3] - clock[2]))
+        if len(misses) >= _LEAST and time.monotonic() > end:
             break
-    size = (cached.stats().resident_bytes - stats.resident_bytes) / len(cold)
-    warm = list(map(make, ids[: len(cold)].tolist()))
-    miss, hit = median(cold), median(warm)
-    return Costs(len(cached), math.inf, miss, {"files": hit}, {}, {"files": size or math.inf})
+    size = (cached.stats().resident_bytes - before) / len(misses)
+    miss = median(misses)
+    return Costs(
+        len(cached), math.inf, miss, {"files": miss - max(0.0, median(saved))}, {}, {"files": size or math.inf}
+    )
 
 
 # -- rates ----------------------------------------------------------------------------------------------------------

@@ -23,57 +23,12 @@ from stallfree.errors import InputError, file_unwritable, missing_extra, port_un
 from stallfree.ipc.folders import is_path
 from stallfree.stats import CacheStats, LoaderStats, SharedStats, SmartCacheStats
 
-_COUNTERS = {
-    "batches": "Batches handed out.",
-    "samples": "Samples in the batches handed out.",
-    "hits": "Samples served by the cache.",
-    "misses": "Samples that were not in the cache.",
-    "storage_bytes": "Bytes that fetches brought.",
-    "storage_reads": "Fetches from the source.",
-    "fetch_seconds": "Seconds that workers waited for fetches.",
-    "prep_seconds": "Seconds that workers prepared and collated.",
-    "wait_seconds": "Seconds that training waited.",
-    "retries": "Batches done again because a worker died or a cached sample vanished.",
-    "workers_replaced": "Workers that died and were replaced.",
-    "skips": "Samples left out because of an error.",
-    "private_copies": "Batches handed over as copies.",
-    "tier_hits": "Samples served by the tier behind memory.",
-    "tier_rejected": "New samples that the tier did not store.",
-    "evictions": "Records dropped to make room.",
-    "rejected": "Samples that were not stored.",
-    "damaged": "Records whose checksum or form was wrong.",
-    "late_epochs": "Epochs that began without all of their new samples, or waited for them.",
-    "alone": "Chunks that this job prepared for itself.",
-    "takeovers": "Times that the process which prepares the batches of the group had died.",
-}
-"""Values that only grow, with their descriptions; their names end in `_total`."""
-
-_GAUGES = {
-    "stall_fetch_seconds": "Part of the wait that would go if every fetch were instant.",
-    "stall_prep_seconds": "Part of the wait that remains when every fetch is instant.",
-    "queue_depth": "Ready batches.",
-    "staging_bytes": "Bytes of the staging ring.",
-    "num_workers": "Worker processes.",
-    "resident_items": "Records in the cache.",
-    "resident_bytes": "Bytes of the records in the cache.",
-    "capacity_bytes": "Bytes that the cache may take, index included.",
-    "used_bytes": "Bytes that the cache has taken, index included.",
-    "hit_ratio": "Hits over hits and misses, since the cache was made.",
-    "epoch": "Epoch of the newest window; -1 before the first.",
-    "window_start": "Samples that have left the window.",
-    "replace_num": "Samples that should be replaced per epoch.",
-    "lag": "Samples that should have been replaced and have not been.",
-    "jobs": "Processes in the group.",
-}
-"""The other values. Stalls are estimates, which may decrease slightly when corrected."""
+_GAUGES = {"stall_fetch_seconds", "stall_prep_seconds", "queue_depth", "staging_bytes", "num_workers", "hit_ratio"}
+_GAUGES |= {"resident_items", "resident_bytes", "capacity_bytes", "used_bytes", "epoch", "window_start", "replace_num"}
+_GAUGES |= {"lag", "jobs"}
+"""Values that may decrease; the names of the others, which only grow, end in `_total`."""
 
 _RENAMED = {"num_workers": "workers"}
-
-
-class HasStats(Protocol):
-    """A loader, a cached data set, a Smart Cache, or a cache."""
-
-    def stats(self) -> Any: ...
 
 
 class Hook(Protocol):
@@ -100,13 +55,11 @@ class Metric(NamedTuple):
         name: such as `stallfree_loader_wait_seconds_total`.
         value: current value.
         grows: whether it is a counter, which only grows.
-        help: its description.
     """
 
     name: str
     value: float
     grows: bool
-    help: str
 
 
 class Metrics:
@@ -124,15 +77,12 @@ class Metrics:
         ```
     """
 
-    def __init__(self, **sources: HasStats) -> None:
+    def __init__(self, **sources: Any) -> None:
         if not sources:
-            raise InputError(
-                "Metrics() was given nothing: give loaders and caches by name, as in Metrics(train=loader)"
-            )
+            raise InputError("Metrics() was given nothing: give loaders and caches, as in Metrics(train=loader)")
         for name, source in sources.items():
-            if not callable(getattr(source, "stats", None)) or not isinstance(
-                source.stats(), (LoaderStats, CacheStats)
-            ):
+            read = getattr(source, "stats", None)
+            if not callable(read) or not isinstance(read(), (LoaderStats, CacheStats)):
                 raise InputError(
                     f"{name}={type(source).__name__} has no statistics: give a stallfree.DataLoader, a data set with a "
                     "cache, or a cache"
@@ -159,10 +109,9 @@ def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
     derived = ["stall_fetch_seconds", "stall_prep_seconds"] if loader else ["hit_ratio"]
     found = []
     for name in [*(field.name for field in fields(stats) if field.name != "lower"), *derived]:
-        grows = name in _COUNTERS
+        grows = name not in _GAUGES
         full = f"stallfree_{own_prefix if name in own else prefix}_{_RENAMED.get(name, name)}"
-        help = _COUNTERS.get(name) or _GAUGES[name]
-        found.append(Metric(full + "_total" * grows, float(getattr(stats, name)), grows, help))
+        found.append(Metric(full + "_total" * grows, float(getattr(stats, name)), grows))
     return found
 
 
@@ -243,7 +192,7 @@ class PrometheusCollector:
         for name, metric in self._metrics.read():
             if metric.name not in families:
                 kind = core.CounterMetricFamily if metric.grows else core.GaugeMetricFamily
-                families[metric.name] = kind(metric.name, metric.help, labels=["name"])
+                families[metric.name] = kind(metric.name, metric.name.replace("_", " "), labels=["name"])
             families[metric.name].add_metric([name], metric.value)
         yield from families.values()
 

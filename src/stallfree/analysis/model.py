@@ -148,11 +148,8 @@ def _handed_out(fetching: list[float], preparing: list[float], step: float, load
 
 def knee(rates: Rates) -> float | None:
     """The minimum share of hits without a fetch stall, F >= min(P, G); None if even 1 is not enough."""
-
-    def enough(hits: float) -> bool:
-        return rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute)
-
-    return least_share(enough) if enough(1.0) else None
+    share = least_share(lambda hits: rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute))
+    return share if rates.fetch_at(share) >= min(rates.prep_at(share), rates.compute) else None
 
 
 def least_share(enough: Callable[[float], bool]) -> float:

@@ -43,8 +43,6 @@ class Prediction:
         answers: changes that would help, and that would not, one line each.
         low, high: the 95% interval for the throughput of such a run, from the spread of the prediction over the rounds
             of the analysis; None if there were too few, or if the machine's own speed drifted more than that.
-        cpus_elsewhere: CPUs on other machines (`RayWorkers`) that would end the prep stall, in addition to those here;
-            0 if there is none.
 
     Example:
         ```python
@@ -65,7 +63,6 @@ class Prediction:
     answers: tuple[str, ...]
     low: float | None = None
     high: float | None = None
-    cpus_elsewhere: int = 0
 
     def __str__(self) -> str:
         result, *derivation = self.reasoning
@@ -123,10 +120,8 @@ def explain(
     change = f"{throughput / now:.2f} times as many as now ({_rate(now)})"
     result = f"{bound}: {_rate(throughput)}{ends}{each}, {change}"
     answers = (*(f"{change.question}: {_answer(after, change)}" for change in _changes(after)), _jobs_fed(after))
-    binds, elsewhere = " and ".join(after.binding), after.cpus_elsewhere()
-    return Prediction(
-        throughput, binds, fetch, prep, compute, hits, now, (result, *reasoning), answers, low, high, elsewhere
-    )
+    binds = " and ".join(after.binding)
+    return Prediction(throughput, binds, fetch, prep, compute, hits, now, (result, *reasoning), answers, low, high)
 
 
 def limits(setting: Setting) -> str:
@@ -180,9 +175,7 @@ def _changes(now: Setting) -> Iterator[_Change]:
     twice, need = now.with_cpus(2 * now.cpus), None
     if now.gain(twice) > WORTH:
         need = now.enough_cpus()
-    elsewhere = now.cpus_elsewhere()
     end = "" if need is None else f"; {need} end the prep stall"
-    end += f"; so do {plural(elsewhere, 'CPU')} on other machines, sf.RayWorkers({elsewhere})" if elsewhere else ""
     yield _Change("more CPUs", f"Take twice as many CPUs ({2 * now.cpus}){end}", twice, ("prep", "cpu"), 0.0, True)
     if now.sample_bytes and math.isfinite(now.rates.storage) and now.hits < 1:
         bandwidth = 2 * now.rates.storage * now.sample_bytes * now.jobs
@@ -230,7 +223,8 @@ def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[di
         choice, size, nothing = remedy.choice, remedy.choice.memory, expect(remedy.costs, NOTHING, 0, workers)
         auto = now.with_option(choice, nothing, max(1, workers))
         capacity = f"cache='auto', capacity='{format_size(1.05 * size)}'"
-        do = f"Use sf.DataLoader(dataset, {now.loading.batch_size}, {capacity}): {choice.hits:.0%} cached ({choice.form})"
+        cached = f"{choice.hits:.0%} cached ({choice.form})"
+        do = f"Use sf.DataLoader(dataset, {now.loading.batch_size}, {capacity}): {cached}"
         if now.gain(auto) >= now.gain(changes[0].then) and size <= changes[0].memory:
             del changes[0]
         changes.insert(0, _Change("cache='auto'", do, auto, (), size))
@@ -253,7 +247,7 @@ def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[di
         here = min(fetch, placed["cpu_prep"], placed["step"])
         there = min(fetch, placed["device_prep"], placed["step_and_prep"])
         mine, other = (there, here) if on_device else (here, there)
-        if other / mine > WORTH:
+        if other > WORTH * mine:
             do = f"Let the {'CPUs' if on_device else 'device'} decode: on_device={not on_device}"
             why = f"min(F, P, G) is {other:,.0f} there, and {mine:,.0f} where it decodes now"
             item = {"do": do, "why": why, "throughput": other, "gain": other / mine, "memory_bytes": 0}
@@ -284,29 +278,16 @@ def bottleneck(now: Setting, data: dict[str, Any]) -> str:
     }[now.binding[0]]
 
 
-def curves(now: Setting) -> dict[str, Any]:
-    """The throughput against the size of the cache, the number of CPUs, and the bandwidth of storage."""
+def cache_curve(now: Setting) -> dict[str, Any]:
+    """The throughput, F, P and G against the share of the samples that is cached, and the best share."""
     shares = [round(float(x), 3) for x in np.linspace(0, 1, 21)]
-    cached, cpus = [now.with_hits(x) for x in shares], sorted({1, 2, 4, 8, 16, 32, 64, now.cpus})
-    lines = {
-        "F": [one.rates.fetch_at(one.hits) for one in cached],
+    cached = [now.with_hits(x) for x in shares]
+    fetch = [one.rates.fetch_at(one.hits) for one in cached]
+    return {
+        "x": shares,
+        "throughput": [one.throughput for one in cached],
+        "F": [rate if math.isfinite(rate) else None for rate in fetch],
         "P": [one.rates.prep_at(one.hits) for one in cached],
         "G": [one.rates.compute for one in cached],
-    }
-    bandwidth = now.rates.storage * now.sample_bytes if now.sample_bytes else math.inf
-    known = math.isfinite(bandwidth)
-    speeds = [bandwidth * 2 ** (step / 2) for step in range(-6, 13)] if known else []
-    return {
-        "cache": {
-            "x": shares,
-            "throughput": [one.throughput for one in cached],
-            **{name: [value if math.isfinite(value) else None for value in values] for name, values in lines.items()},
-            "best": now.best_share(),
-        },
-        "cpus": {"x": cpus, "throughput": [now.with_cpus(count).throughput for count in cpus], "now": now.cpus},
-        "storage": {
-            "x": speeds,
-            "throughput": [now.with_storage(each).throughput for each in speeds],
-            "now": bandwidth if known else None,
-        },
+        "best": now.best_share(),
     }

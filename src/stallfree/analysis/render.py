@@ -90,30 +90,22 @@ def as_text(blocks: Iterable[Block]) -> str:
     from rich.text import Text as RichText
 
     file = io.StringIO()
-    console = Console(
-        file=file,
-        width=_WIDTH,
-        force_terminal=False,
-        color_system=None,
-        highlight=False,
-        emoji=False,
-        legacy_windows=False,
-        _environ={},
-    )
+    off: Any = {"force_terminal": False, "highlight": False, "emoji": False, "legacy_windows": False}
+    console = Console(file=file, width=_WIDTH, color_system=None, _environ={}, **off)
 
     def plain(text: object) -> RichText:
         return RichText("".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split())))
 
     for block in blocks:
         if isinstance(block, Heading):
-            console.print("", plain(block.text))
+            console.print("\n", plain(block.text), sep="")
         elif isinstance(block, Text):
             console.print(plain(block.text))
         elif isinstance(block, Items):
             for number, (first, more) in enumerate(block.items, 1):
                 row = RichTable.grid(padding=(0, 1, 0, 0))
                 mark = f"{number}." if block.numbered else "-"
-                row.add_row(mark, RichText.assemble(plain(first), *(["\n", plain(more)] if more else [])))
+                row.add_row(mark, RichText("\n").join([plain(first), *([plain(more)] if more else [])]))
                 console.print(row)
         elif isinstance(block, Table):
             table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
@@ -155,7 +147,8 @@ def as_page(kicker: str, title: str, blocks: Iterable[Block], data: Mapping[str,
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
         f"<title>stallfree: {escape(title)}</title>\n{styles}</head>\n<body>\n<header>\n"
-        f'<p class="kicker">stallfree {escape(kicker)}</p>\n<h1>{escape(title)}</h1>\n</header>\n<main>\n{body}</main>\n'
+        f'<p class="kicker">stallfree {escape(kicker)}</p>\n<h1>{escape(title)}</h1>\n</header>\n'
+        f"<main>\n{body}</main>\n"
         f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
         f"<script>{charts}</script>\n{scripts}</body>\n</html>\n"
     )
@@ -181,8 +174,8 @@ def _html(block: Block) -> str:
             f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>\n'
             for first, *cells in block.rows
         )
-        caption = f"<caption>{escape(block.caption)}</caption>\n"
-        return f'<table class="numbers">{caption}<thead><tr>{head}</tr></thead>\n<tbody>\n{"".join(rows)}</tbody></table>\n'
+        head = f"<caption>{escape(block.caption)}</caption>\n<thead><tr>{head}</tr></thead>"
+        return f'<table class="numbers">{head}\n<tbody>\n{"".join(rows)}</tbody></table>\n'
     return block.html
 
 

@@ -257,16 +257,13 @@ def _ids(given: Any) -> Ids:
 def _sizes(given: Any, most: int) -> Ids:
     sizes = np.asarray(given)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
-        raise InputError(
-            f"sizes must be one int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
-            f"{sizes.dtype}"
-        )
+        numbers = f"{sizes.size} of type {sizes.dtype}"
+        raise InputError(f"sizes must be an int of 1 or more for each of the ids 0 to {most}; given were {numbers}")
     return sizes.astype(np.int64)
 
 
 def _check_memory(num_ids: int) -> None:
-    size, free = 64 * num_ids, free_memory()
-    if size > free:
+    if (size := 64 * num_ids) > (free := free_memory()):
         raise run_too_large(
             f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(size)} of memory, "
             f"and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
@@ -275,20 +272,21 @@ def _check_memory(num_ids: int) -> None:
 
 def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores | None:
     """One row for each epoch, or None for policies that need no scores."""
-    if given is None and (isinstance(policy, Oracle) or not policy.given):
+    takes = policy.given and not isinstance(policy, Oracle)
+    if given is None and not takes:
         return None
-    if isinstance(policy, Oracle) or not policy.given:
-        raise argument_conflict(f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out")
-    if given is None:
-        raise argument_conflict(f"policy={policy.name!r} needs scores: give a number for each of the {num_ids:,} ids")
+    if given is None or not takes:
+        needs = f"policy={policy.name!r} needs scores: give a number for each of the {num_ids:,} ids"
+        only = f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out"
+        raise argument_conflict(needs if takes else only)
     try:
         scores = np.asarray(given, np.float64)
     except (TypeError, ValueError):
         scores = np.empty(0)
     if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
         raise InputError(
-            f"scores must be a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of {epochs} "
-            f"epochs, none of them NaN; given was {given!r:.80}"
+            f"scores={given!r:.80}: give a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of "
+            f"{epochs} epochs, none of them NaN"
         )
     return np.broadcast_to(scores, (epochs, num_ids))
 

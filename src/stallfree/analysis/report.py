@@ -16,7 +16,7 @@ import torch
 
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Rate, next_half_width
 from stallfree.analysis.model import Loading, Rates
-from stallfree.analysis.predict import Prediction, Remedy, advise, bottleneck, curves, explain
+from stallfree.analysis.predict import Prediction, Remedy, advise, bottleneck, cache_curve, explain
 from stallfree.analysis.render import (
     Block,
     Chart,
@@ -31,7 +31,6 @@ from stallfree.analysis.render import (
     number,
     percent,
     plural,
-    speed,
 )
 from stallfree.analysis.setting import Setting, Sharing
 from stallfree.cache.capacity import free_memory
@@ -42,7 +41,7 @@ from stallfree.units import parse_rate, parse_room, parse_whole
 
 FORMAT, VERSION = "stallfree-report", 1
 
-_KEYS = ("made", "versions", "machine", "job", "rates", "runs", "shares", "bottleneck", "advice", "curves", "notes")
+_KEYS = ("made", "versions", "machine", "job", "rates", "runs", "shares", "bottleneck", "advice", "curve", "notes")
 """Required keys of a report."""
 
 _RATES = {
@@ -265,7 +264,7 @@ def make_report(
             f"Too few batches to say what limits: {max(few.values())} more needed for {', '.join(few)}. Give more "
             "`seconds`, or a smaller `batch_size`."
         )
-    data["curves"] = curves(now)
+    data["curve"] = cache_curve(now)
     data["notes"] += _remarks(now, rates, drift)
     return report
 
@@ -378,7 +377,7 @@ def _blocks(data: Mapping[str, Any]) -> list[Block]:
                 for rate in [data["rates"][name]]
             ],
         ),
-        *_charts(data["curves"]),
+        Chart("cache", "Throughput against the share of the samples cached.", _best(data["curve"]["best"])),
         Heading("Notes"),
         Items([(note, "") for note in [*data["notes"], _machine_line(data)]]),
     ]
@@ -392,14 +391,8 @@ def _figure(measured: Mapping[str, Any]) -> str:
     return number(measured["value"], 0.0 if low is None or high is None else high - low)
 
 
-def _charts(data: Mapping[str, Any]) -> list[Block]:
-    cache, cpus, storage = data["cache"], data["cpus"], data["storage"]
-    best = "" if cache["best"] is None else f"best: {percent(cache['best'])}"
-    blocks: list[Block] = [Chart("cache", "Throughput against the share of the samples cached.", best)]
-    blocks.append(Chart("cpus", "Throughput against CPUs.", f"now: {cpus['now']}"))
-    if storage["now"] is not None:
-        blocks.append(Chart("storage", "Throughput against the bandwidth of storage.", f"now: {speed(storage['now'])}"))
-    return blocks
+def _best(share: float | None) -> str:
+    return "" if share is None else f"best: {percent(share)}"
 
 
 def _job_line(data: Mapping[str, Any]) -> str:

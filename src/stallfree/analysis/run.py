@@ -125,7 +125,7 @@ class Watch:
                 load(module)
                 module.DataLoader.__iter__ = self._timed_iter(module.DataLoader.__iter__)
 
-            spec.loader.exec_module = exec_module
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
     def _timed_iter(self, original: Any) -> Any:
@@ -151,7 +151,7 @@ class Watch:
             row.first += seconds
             row.passes += 1
             self._passes[iterator] = Pass(row)
-            kind = type(iterator)
+            kind: Any = type(iterator)
             if not hasattr(kind.__next__, "is_timed"):
                 kind.__next__ = self._timed_next(kind.__next__)
             return iterator
@@ -291,11 +291,11 @@ def use_cache() -> None:
     """Replace torch's loader by `stallfree.DataLoader(..., cache="auto")` in what is imported from now on."""
     import torch.utils.data
 
-    import stallfree
+    from stallfree.loader.dataloader import DataLoader as Stallfrees
 
     torchs: Any = torch.utils.data.DataLoader
 
-    class DataLoader(stallfree.DataLoader[Any]):
+    class DataLoader(Stallfrees[Any]):
         """stallfree's loader with a cache that it chooses itself; torch's for iterable data sets."""
 
         def __new__(cls, dataset: Any, *arguments: Any, **options: Any) -> Any:
@@ -308,7 +308,7 @@ def use_cache() -> None:
                 options.setdefault("cache", "auto")
             super().__init__(dataset, *arguments, **options)
 
-    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc, assignment]
+    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
 
 
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import combinations
 from typing import Any
 
@@ -110,23 +110,20 @@ class Setting:
         """
         cpu = "cpu" if self.together < self.rates.prep_at(self.hits) else "prep"
         doubled: dict[str, Callable[[Setting], Setting]] = {
-            "fetch": Setting.with_double_fetch,
+            "fetch": lambda now: replace(now, rates=now.rates.times(2, "storage", "cache")),
             cpu: lambda now: now.with_cpus(2 * now.cpus),
             "compute": lambda now: now.with_devices(2),
         }
         for count in (1, 2):
-            gains = {names: self._gain([doubled[name] for name in names]) for names in combinations(doubled, count)}
+            gains = {
+                names: self.gain(reduce(lambda then, name: doubled[name](then), names, self))
+                for names in combinations(doubled, count)
+            }
             best = max(gains.values())
             if best > WORTH:
                 alike = {name for names, gain in gains.items() if gain >= max(WORTH, _ALIKE * best) for name in names}
                 return tuple(name for name in doubled if name in alike)
         return tuple(doubled)
-
-    def _gain(self, changes: list[Callable[[Setting], Setting]]) -> float:
-        then = self
-        for change in changes:
-            then = change(then)
-        return self.gain(then)
 
     def gain(self, then: Setting) -> float:
         """The throughput of `then` relative to this one."""
@@ -154,10 +151,6 @@ class Setting:
             return then
         freed = 1 / self.rates.prep_hit - 1 / then.rates.prep_hit
         return replace(then, sharing=replace(self.sharing, rest=self.sharing.rest + freed))
-
-    def with_double_fetch(self) -> Setting:
-        """With F twice as high: storage and cache."""
-        return replace(self, rates=self.rates.times(2, "storage", "cache"))
 
     def with_storage(self, bandwidth: float) -> Setting:
         """With storage of `bandwidth` bytes/s. `sample_bytes` must be known."""
@@ -209,21 +202,6 @@ class Setting:
                 break
             need = math.ceil(1.1 * need) if isinstance(need, int) else 1.1 * need
         return need
-
-    def cpus_elsewhere(self) -> int:
-        """The minimum CPUs on other machines whose prep, added to that here, is as fast as fetch and compute.
-
-        They prepare as fast as a CPU here, and take nothing from compute. 0 if prep is not the limit, or if it fetches
-        in turn.
-        """
-        if self.loading.workers and not self.loading.overlap:
-            return 0
-        each = self.rates.prep_at(self.hits) / self.cpus
-        here = self.limited.prep_at(self.hits) if self.loading.workers else 0.0
-        goal = min(self.rates.fetch_at(self.hits), self.rates.compute)
-        if not math.isfinite(goal) or not math.isfinite(each) or here * WORTH >= goal:
-            return 0
-        return math.ceil((goal - here) / each)
 
     def enough_storage(self) -> float | None:
         """The minimum bandwidth beyond which more gains less than 2%, bytes/s; None if the current one suffices."""

@@ -8,15 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from stallfree.cli._output import JsonFile, console, table, writable, write_json
+from stallfree.cli._output import JsonFile, console, writable, write_json
 from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.units import format_size, parse_size
 
 if TYPE_CHECKING:
     from stallfree.analysis.replay import EpochReplay, Replay
-    from stallfree.datasets.epoch_source import Plan
 
 _FIGURES = ("hits", "misses", "evictions", "rejected")
 
@@ -38,61 +36,51 @@ def replay(
 
     Example: stallfree replay --samples 1.3M --capacity 35%
     """
-    from stallfree.analysis.render import progress_bar
+    from stallfree.analysis.render import Table, as_text, progress_bar
     from stallfree.analysis.replay import replay as run
+    from stallfree.cache.capacity import free_memory
+    from stallfree.cache.policies import make_policy
+    from stallfree.datasets.epoch_source import make_plan
 
-    names = _policies(policy)
+    names = [make_policy(name.strip()).name for name in dict.fromkeys(policy.split(","))]
+    if "importance" in names:
+        raise argument_conflict("--policy importance needs the importance of each id: use stallfree.replay(scores=...)")
     writable(json)
     count = _count(samples, "--samples")
-    room = capacity if capacity.strip().endswith("%") else _count(capacity, "--capacity")
-    if isinstance(room, int) and room > count:
+    size = capacity if capacity.strip().endswith("%") else _count(capacity, "--capacity")
+    if isinstance(size, int) and size > count:
         raise InputError(f"--capacity={capacity!r} is more than all {count:,} samples: give fewer, or a share")
-    plans = _plans(count, epochs)
-    found = []
+    needed, free = count * (epochs + 8) * 16, free_memory()
+    if needed > free:
+        raise run_too_large(
+            f"{epochs} epochs of {count:,} ids take about {format_size(needed)} of memory, and {format_size(free)} are "
+            "free: give fewer --samples or --epochs"
+        )
+    plans = [make_plan(count, shuffle=True, seed=0, epoch=epoch) for epoch in range(epochs)]
+    results = []
     with progress_bar() as progress:
         task = progress.add_task("", total=len(names) * epochs)
-
-        def advance(_: EpochReplay) -> None:
-            progress.advance(task)
-
         for name in names:
             progress.update(task, description=name)
-            found.append(run(plans, policy=name, capacity=room, batch_size=batch_size, on_epoch=advance))
+            on_epoch = lambda _: progress.advance(task)  # noqa: E731
+            results.append(run(plans, policy=name, capacity=size, batch_size=batch_size, on_epoch=on_epoch))
     out = console(json)
-    out.out(_result(found))
+    out.out(_result(results))
     if epochs > 1:
-        held = found[0].capacity_items
+        held = results[0].capacity_items
         out.out(
             f"A policy without evictions hits {held / count:.2%} from the second epoch on ({held:,} samples); none "
             "hits more: each epoch reads every sample once."
         )
-    out.print(_table(found, per_epoch))
-    write_json(json, _figures(found, capacity, batch_size), out)
-
-
-def _result(found: Sequence[Replay]) -> str:
-    """The policy with the fewest misses, compared with the others."""
-    best, *others = sorted(found, key=lambda one: (one.policy == "oracle", one.total.misses, one.total.evictions))
-    total, parts = best.total, []
-    for other in others:
-        change = other.total.misses / total.misses - 1
-        amount = f"{abs(change):.0%} {'more' if change > 0 else 'fewer'}" if abs(change) >= 0.005 else "as many"
-        parts.append(f"{other.policy} {amount}" + " (it knows the future)" * (other.policy == "oracle"))
-    end = f"; {', '.join(parts)}" if parts else ""
-    return f"{best.policy} reads {total.misses:,} of {total.accesses:,} samples from storage{end}"
-
-
-def _policies(text: str) -> list[str]:
-    from stallfree.cache.policies import make_policy
-
-    names = list(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        make_policy(name)
-    if "importance" in names:
-        raise argument_conflict(
-            "--policy importance needs the importance of each id: use stallfree.replay(..., scores=...)"
-        )
-    return names
+    rows = [row for result in results for row in _rows(result, per_epoch)]
+    out.out(as_text([Table("", ("policy, epochs", "hits", "misses", "hit ratio", "evictions", "rejected"), rows)]))
+    policies = [
+        {"policy": result.policy, "capacity_items": result.capacity_items}
+        | {"epochs": list(map(_json, result.epochs)), "total": _json(result.total)}
+        for result in results
+    ]
+    data = {"format": "stallfree-replay", "version": 1, "capacity": capacity, "batch_size": batch_size}
+    write_json(json, data | {"policies": policies}, out)
 
 
 def _count(text: str, name: str) -> int:
@@ -102,69 +90,32 @@ def _count(text: str, name: str) -> int:
     return count
 
 
-def _plans(samples: int, epochs: int) -> list[Plan]:
-    from stallfree.cache.capacity import free_memory
-    from stallfree.datasets.epoch_source import make_plan
-
-    size, free = samples * (epochs + 8) * 16, free_memory()
-    if size > free:
-        raise run_too_large(
-            f"{epochs} epochs of {samples:,} ids take about {format_size(size)} of memory, and {format_size(free)} are "
-            "free: give fewer --samples or --epochs"
-        )
-    return [make_plan(samples, shuffle=True, seed=0, epoch=epoch) for epoch in range(epochs)]
-
-
-def _table(found: Sequence[Replay], per_epoch: bool) -> Table:
-    shown = table(None, ("policy", "epoch"), ("hits", "misses", "hit ratio", "evictions", "rejected"))
-    for outcome in found:
-        for at, (name, epochs) in enumerate(_rows(outcome.epochs, per_epoch)):
-            count = 1 if name == "all" else len(epochs)
-            hits, misses, evictions, rejected = (
-                sum(getattr(epoch, figure) for epoch in epochs) / count for figure in _FIGURES
-            )
-            shown.add_row(
-                outcome.policy if at == 0 else "",
-                name,
-                *(f"{hits:,.0f}", f"{misses:,.0f}", f"{hits / (hits + misses):.2%}"),
-                *(f"{evictions:,.0f}", f"{rejected:,.0f}"),
-                end_section=name == "all",
-            )
-    return shown
+def _result(results: Sequence[Replay]) -> str:
+    """The policy with the fewest misses, compared with the others."""
+    best, *others = sorted(results, key=lambda one: (one.policy == "oracle", one.total.misses, one.total.evictions))
+    parts = []
+    for other in others:
+        change = other.total.misses / best.total.misses - 1
+        amount = f"{abs(change):.0%} {'more' if change > 0 else 'fewer'}" if abs(change) >= 0.005 else "as many"
+        parts.append(f"{other.policy} {amount}" + " (it knows the future)" * (other.policy == "oracle"))
+    reads = f"{best.policy} reads {best.total.misses:,} of {best.total.accesses:,} samples from storage"
+    return "; ".join([reads, *([", ".join(parts)] if parts else [])])
 
 
-def _rows(epochs: Sequence[EpochReplay], every: bool) -> Iterator[tuple[str, Sequence[EpochReplay]]]:
-    """The name of each row, and the epochs that it averages; the last row is the sum."""
-    last = len(epochs)
-    if every or last <= 2:
-        for number, epoch in enumerate(epochs, 1):
-            yield str(number), [epoch]
-    else:
-        yield "1", epochs[:1]
-        yield f"2-{last} mean", epochs[1:]
-    if last > 1:
-        yield "all", epochs
-
-
-def _figures(found: Sequence[Replay], capacity: str, batch_size: int) -> dict[str, Any]:
-    """The content of the `--json` file."""
-
-    def figures(epoch: EpochReplay) -> dict[str, Any]:
-        return {**asdict(epoch), "storage_operations": epoch.misses, "hit_ratio": epoch.hit_ratio}
-
-    policies = [
-        {
-            "policy": outcome.policy,
-            "capacity_items": outcome.capacity_items,
-            "epochs": [figures(epoch) for epoch in outcome.epochs],
-            "total": figures(outcome.total),
-        }
-        for outcome in found
+def _rows(result: Replay, every: bool) -> Iterator[list[str]]:
+    """The first epoch, the mean of the later ones, and the sum; or every epoch."""
+    epochs, last = result.epochs, len(result.epochs)
+    parts: list[tuple[str, Sequence[EpochReplay], int]] = [
+        ("1", epochs[:1], 1),
+        (f"2-{last} mean", epochs[1:], last - 1),
     ]
-    return {
-        "format": "stallfree-replay",
-        "version": 1,
-        "capacity": capacity,
-        "batch_size": batch_size,
-        "policies": policies,
-    }
+    if every or last <= 2:
+        parts = [(str(number), [epoch], 1) for number, epoch in enumerate(epochs, 1)]
+    for name, group, count in [*parts, *([("all", epochs, 1)] if last > 1 else [])]:
+        hits, misses, evictions, rejected = (sum(getattr(epoch, key) for epoch in group) / count for key in _FIGURES)
+        figures = f"{hits:,.0f}", f"{misses:,.0f}", f"{hits / (hits + misses):.2%}", f"{evictions:,.0f}"
+        yield [f"{result.policy}: {name}", *figures, f"{rejected:,.0f}"]
+
+
+def _json(epoch: EpochReplay) -> dict[str, Any]:
+    return {**asdict(epoch), "storage_operations": epoch.misses, "hit_ratio": epoch.hit_ratio}

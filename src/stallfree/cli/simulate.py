@@ -61,8 +61,8 @@ def simulate(
                 f"{', '.join(missing)} missing: give, for instance, --loaders 8 --load 80ms --transfer 15ms "
                 "--compute 30ms, or a log with --events"
             )
-        parsed = [parse_seconds(text, name) for name, text in times.items() if text is not None]
-        pipeline = simulation.Pipeline(loaders, *parsed, prefetch, variation=variation)
+        parts = [parse_seconds(text, name) for name, text in times.items() if text is not None]
+        pipeline = simulation.Pipeline(loaders, parts[0], parts[1], parts[2], prefetch, variation=variation)
         with Console(stderr=True).status("simulating"):
             data = simulation.simulation_data(pipeline, seeds=seeds, seconds=1.0 if seconds is None else seconds)
     out = console(json)

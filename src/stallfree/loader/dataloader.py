@@ -87,10 +87,11 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         device: a device such as "cuda": yield batches on it, copied while the model processes earlier ones (see
             `DevicePrefetcher`, with its defaults). The ring is pinned for that, once with `persistent_workers`;
             `pin_memory` is not needed. None: yield batches on the host.
-        cache: "auto": the first iteration measures the speed of storage, prep and cache, and creates the cache with the
-            highest modelled throughput: of fetched samples, of prepared samples, or none. Of a data set whose samples
-            are random, the files that it opens are cached. One line says what is cached and how many workers there
-            are. See `decision` and `cached`. None: no cache but that of a `CachedDataset`.
+        cache: "auto": before the first epoch, one process of the host measures some samples in a child process, and
+            chooses what is kept in memory by the modelled gain: samples as they are read or prepared, also of the data
+            set cut at its transform; the files that it opens; or nothing. One printed line says what is kept, how large
+            that is, what an epoch saves, and how many workers there are. See `decision` and `cached`. None: no cache
+            but that of a `CachedDataset`.
         capacity: for that cache: bytes as an int or a string like "16GiB", or a share of the free memory like "50%",
             the default. Shared by jobs on this host with equal data and capacity.
         transform: with `cache="auto"`: applied to the samples after the data set's own steps, as in `CachedDataset`.
@@ -107,7 +108,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     Attributes:
         cached: the `CachedDataset` that `cache="auto"` has created; None without it, before the first iteration, and if
             no cache is faster.
-        decision: the decision of `cache="auto"` in one line, with all measured rates; "" before the first iteration.
+        decision: the decision of `cache="auto"` in one line, with its reasons; "" before the first iteration.
 
     A batch owns its memory while any of its tensors is alive: kept batches are never overwritten. Raises `InputError`
     for invalid arguments; while iterating the errors of the user's code, `WorkerError` and `WaitError`.

@@ -35,7 +35,7 @@ function rateAxis(lines) {
 }
 
 function drawCurve(name, lines, mark, label, xaxis, mode) {
-  const curve = DATA.curves[name];
+  const curve = DATA.curve;
   const chart = document.getElementById("chart-" + name);
   if (!chart) return; // not measured
   const traces = lines.map(([key, tone, dash]) => ({
@@ -59,17 +59,8 @@ function drawCurve(name, lines, mark, label, xaxis, mode) {
   }), OPTIONS);
 }
 
-function cpuTicks() {
-  const counts = DATA.curves.cpus?.x ?? [];
-  return counts.length > 8 ? counts.filter((count) => Number.isInteger(Math.log2(count))) : counts;
-}
-
 draw(() => {
   drawEpoch();
   drawCurve("cache", [["throughput", "ink"], ["F", "fetch", "dash"], ["P", "prep", "dash"], ["G", "compute", "dash"]],
     "best", "%{x:.0%} cached", { range: [-0.01, 1.01], tickformat: ".0%", title: { text: "share of the samples cached", standoff: 6 } }, "lines");
-  drawCurve("cpus", [["throughput", "ink"]], "now", "%{x} CPUs",
-    { tickvals: cpuTicks(), type: "log", title: { text: "CPUs", standoff: 6 } }, "lines+markers");
-  drawCurve("storage", [["throughput", "ink"]], "now", "%{x:.3~s}B/s",
-    { type: "log", tickformat: "~s", ticksuffix: "B/s", dtick: 1, title: { text: "storage, bytes/s", standoff: 6 } }, "lines");
 });
