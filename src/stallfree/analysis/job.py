@@ -262,7 +262,7 @@ class CpuClock:
     """
 
     def __init__(self, workers: int) -> None:
-        self._counts = SharedCounts(2 * (workers + 1))  # microseconds of each process, so that none overwrites another
+        self._counts = SharedCounts(4 * (workers + 1))  # of each process: microseconds and number, of both kinds
 
     def time(self, kind: int, call: Callable[[Any], Any], argument: Any) -> Any:
         """Return `call(argument)`, and count its time as that of fetches, 0, or of steps, 1."""
@@ -271,14 +271,15 @@ class CpuClock:
             return call(argument)
         finally:
             worker = get_worker_info()
-            place = 2 * (0 if worker is None else worker.id + 1) + kind
+            place = 4 * (0 if worker is None else worker.id + 1) + 2 * kind
             self._counts.array[place] += round((time.thread_time_ns() - began) / 1000)
+            self._counts.array[place + 1] += 1
 
     @property
     def share(self) -> float:
-        """CPU time of the fetches as a share of that of the steps; 0 if there are none."""
-        fetching, preparing = self._counts.array.reshape(-1, 2).sum(axis=0).tolist()
-        return fetching / preparing if preparing else 0.0
+        """CPU time of a fetch as a share of that of the steps; 0 if there are none."""
+        fetching, fetches, preparing, samples = self._counts.array.reshape(-1, 4).sum(axis=0).tolist()
+        return (fetching / fetches) / (preparing / samples) if fetches and preparing else 0.0
 
 
 class CyclingSampler:
