@@ -155,7 +155,7 @@ def make_job(
     job.arguments = {key: value for key, value in arguments.items() if key not in _OURS}
     if isinstance(dataset, CachedDataset):
         job.source, job.steps, job.cached = dataset.source, dataset.steps, True
-        if dataset.form in ("files", "reads"):  # one process makes a sample from files, wherever these come from
+        if dataset.form == "files":  # one process makes a sample from files, wherever these come from
             job.source = as_source(dataset.dataset, divide=False)
     else:
         job.source = as_source(dataset, divide=False)
