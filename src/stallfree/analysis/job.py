@@ -69,7 +69,7 @@ class Job:
     source: Any = None
     steps: Compose = field(default_factory=lambda: Compose([]))
     cached: bool = False
-    form: str | float = "fetched"
+    form: str = "fetched"
 
     @property
     def parted(self) -> bool:
