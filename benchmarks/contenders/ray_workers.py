@@ -121,9 +121,8 @@ def with_torch(dataset: Any, workers: int) -> Loader:
 
 
 def with_ray_data(dataset: Any, workers: int, count: int, address: str) -> float:
-    import ray.data
-
     import ray
+    import ray.data
 
     ray.init(address=address, log_to_driver=False)
     try:

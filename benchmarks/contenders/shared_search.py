@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-
 import ray
+import torch
+from ray import tune
+
 import stallfree as sf
 from benchmarks.contender import emit
 from benchmarks.photos import CropAndFlip
-from ray import tune
 
 MEETING = 180.0
 """Longest wait of a trial for the others, in seconds."""

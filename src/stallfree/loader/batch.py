@@ -177,20 +177,14 @@ class BatchBuilder:
             started=started,
         )
 
-    def build(self, task: Task) -> tuple[Any, Samples]:
-        """Build the batch of a task in this process. Returns it, None if all samples were skipped, and its samples."""
-        _, _, value, samples = self._build(task, Pending(task.ids), _Destination(None, NO_SLOT, here=True))
-        return value, samples
-
     def _build(self, task: Task, pending: Pending, destination: _Destination) -> tuple[int, int, Any, Samples]:
         """Return status, size and value of the batch, and its samples."""
         while True:
             if not len(task.ids):  # `collate_fn` handles an empty batch of a `batch_sampler`
                 return (*self._collate(task, Samples(), destination), Samples())
             buffer = None
-            if (
-                self._stacked is not None and self.reader.in_place
-            ):  # samples of a known structure, written as they are made
+            if self._stacked is not None and self.reader.in_place:
+                # Samples of a known structure are written to their rows as they are made.
                 buffer = BatchBuffer(self._stacked, len(task.ids), destination.reserve)
                 buffer = buffer if buffer.size else None
             samples = self.reader.finish(pending, self.seed, task.draws, skip=self.skip, buffer=buffer)
@@ -201,7 +195,8 @@ class BatchBuilder:
             try:
                 return (*self._collate(task, samples, destination), samples)
             except Drew:  # `collate_fn` drew for the first time, without a seed
-                pending = self.reader.start(task.ids)
+                deadline, pending = pending.deadline, self.reader.start(task.ids)
+                pending.deadline = deadline
             except Exception as error:
                 note_samples(error, samples.ids, "collating")
                 raise
