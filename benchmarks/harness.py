@@ -307,6 +307,8 @@ def save(case: Case, report: Report, options: Options) -> Path:
         "checks": [asdict(check) | {"met": check.met} for check in report.checks],
         "notes": report.notes,
     }
+    if getattr(case, "KEEPS_RAW", False):  # a page is computed from the figures
+        content["raw"] = report.raw
     path.write_text(as_text(content))
     if options.quick:
         path.with_suffix(".raw.json").write_text(json.dumps(report.raw))

@@ -36,6 +36,7 @@ from stallfree.datasets.local_sampler import local_shares
 from stallfree.datasets.ranks import deal
 from stallfree.ipc.shared_array import SharedCounts
 
+KEEPS_RAW = True
 NAME = "scale"
 QUESTION = (
     "What does stallfree take per sample, per node and per request, in memory and in time? The constants of [Growth on "

@@ -172,9 +172,9 @@ class Report:
         )
 
     def hits_of(self, cache: int | str) -> float:
-        """The share of hits with a cache of this size: the share of the samples that fit.
+        """The share of hits with a cache of this size.
 
-        Raises `InputError` for an invalid size.
+        It is the share of the samples that fit. Raises `InputError` for an invalid size.
         """
         size, job = parse_room(cache, "cache"), self.data["job"]
         if isinstance(size, float):

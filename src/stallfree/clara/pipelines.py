@@ -40,7 +40,9 @@ Labels = np.ndarray[Any, np.dtype[Any]]
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The data of one section. Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
+    """The data of one section.
+
+    Iterating it yields the batches of one epoch: `{"image": tensor, "label": tensor}`.
 
     Images are float32 of shape (batch, channels, *axes). Labels are volumes of the same form, or numbers of shape
     (batch,) or (batch, numbers): int64, or float32 if any is not an integer.

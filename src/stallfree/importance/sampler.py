@@ -288,15 +288,15 @@ class ImportanceSampler:
 
         The epochs are those from `start` to `epochs` - 1.
 
-        For a schedule that advances by samples seen (`BySamples`). For a cache that is not full yet, its final content
+        For a schedule of the learning rate that advances by samples seen. For a cache that is not full yet, its final content
         is extrapolated from the mean size of its samples: call this again once it is full. "icache" and "infobatch"
         depend on the losses; for them the estimate assumes uniformly distributed losses.
 
         Example:
             ```python
             sampler = sf.ImportanceSampler(1000, target_io=0.25, seed=0)
-            schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=100)
-            scheduler = sf.BySamples(schedule, samples=sampler.expected_samples(90))
+            seen, expected = 0, sampler.expected_samples(90)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: max(0.0, 1 - seen / expected))
             ```
         """
         epochs, start = parse_whole(epochs, "epochs", 0), parse_whole(start, "start", 0)

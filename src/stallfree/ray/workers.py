@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stallfree.errors import InputError, missing_extra
 from stallfree.platform import need_linux
@@ -13,7 +14,6 @@ from stallfree.platform import need_linux
 if TYPE_CHECKING:
     from stallfree.loader.processes import WorkerSetup
     from stallfree.loader.ring import Slots
-    from stallfree.ray.executor import RayExecutor
 
 
 AHEAD = 2
@@ -74,8 +74,7 @@ class RayWorkers:
         """Batches in flight."""
         return AHEAD * self.num_workers
 
-    def executor(self, setup: WorkerSetup, slots: Slots) -> RayExecutor:
+    def executor(self, setup: WorkerSetup, slots: Slots) -> Any:
         """Return the executor of these workers. Called by loaders."""
-        from stallfree.ray.executor import RayExecutor
-
-        return RayExecutor(self.num_workers, self.resources or {}, setup, slots)
+        executor = import_module("stallfree.ray.executor").RayExecutor  # which needs this module
+        return executor(self.num_workers, self.resources or {}, setup, slots)

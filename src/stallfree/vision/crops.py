@@ -221,9 +221,9 @@ class DecodeRandomResizedCrop(_RandomCrop):
 @in_place
 @mark_deterministic
 class DecodeResizeCenterCrop(_Crop):
-    """Decodes the central crop from encoded bytes, for validation: torchvision's `Resize` and `CenterCrop` in one.
+    """Decodes the central crop from encoded bytes, for validation.
 
-    The result is the central `size` of the image after its shorter side was resized to `resize`; of a JPEG, only that
+    It does what `Resize` and `CenterCrop` of torchvision do. The result is the central `size` of the image after its shorter side was resized to `resize`; of a JPEG, only that
     part is decoded. The crop has whole pixels of the image, so it is up to half a pixel of it off torchvision's.
 
     Args:
@@ -258,7 +258,7 @@ class DecodeResizeCenterCrop(_Crop):
         return Crop((height - down) // 2, (width - across) // 2, down, across), False
 
     def fingerprint(self) -> str:
-        """Return the arguments, and the decoder and resizer, which determine the last bit of some pixels."""
+        """Return the arguments and the decoders, which determine the last bit of some pixels."""
         return f"{self!r} {native.version()} {DecodeImage().fingerprint()}"
 
     def __repr__(self) -> str:
