@@ -295,9 +295,7 @@ class AutoCache:
         return self.cached.reader
 
     def _create(self, source: Any, form: str, capacity: int, first: FirstLook | None = None) -> CachedDataset[Any]:
-        return CachedDataset(
-            source, capacity=capacity, form=form, transform=self._transform, seed=self._seed, _look=first
-        )
+        return cached_after(first, source, capacity=capacity, form=form, transform=self._transform, seed=self._seed)
 
     def _without(self) -> Reader:
         """A reader without a cache, the same as a loader has that was not given `cache="auto"`."""

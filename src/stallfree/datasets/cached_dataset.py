@@ -131,6 +131,8 @@ class CachedDataset(Dataset[SampleT_co]):
     files: CachedFiles | None = None
     """The data set, whose files are cached, with `form="files"`."""
 
+    _first: FirstLook | None = None
+
     def __init__(
         self,
         dataset: Any,
@@ -143,7 +145,6 @@ class CachedDataset(Dataset[SampleT_co]):
         persist: bool = False,
         transform: Callable[[Any], SampleT_co] | None = None,
         seed: int | None = None,
-        _look: FirstLook | None = None,
     ) -> None:
         _check_form(form)
         size, policy = parse_capacity(capacity, store), make_policy(policy)
@@ -163,7 +164,7 @@ class CachedDataset(Dataset[SampleT_co]):
         self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
             data = fingerprint(self.source.fingerprint())
-        first = _look or look(self.source, self.steps)
+        first = self._first or look(self.source, self.steps)
         used_store, memory = store, size
         if self._auto:
             with tolerant() as steps:
@@ -351,6 +352,15 @@ class CachedDataset(Dataset[SampleT_co]):
 
     def __repr__(self) -> str:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
+
+
+def cached_after(first: FirstLook | None, dataset: Any, **options: Any) -> CachedDataset[Any]:
+    """Return a `CachedDataset` that uses a first look which was taken before; with None, it takes its own."""
+    cached: CachedDataset[Any] = CachedDataset.__new__(CachedDataset)
+    cached._first = first
+    CachedDataset.__init__(cached, dataset, **options)
+    cached._first = None
+    return cached
 
 
 def _key_of(data: str, before: Compose) -> tuple[str, list[str]]:
