@@ -27,7 +27,7 @@ from typing import Any
 from stallfree.analysis.measure import measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
 from stallfree.cache.capacity import granted
-from stallfree.datasets.cached_dataset import CachedDataset, token
+from stallfree.datasets.cached_dataset import CachedDataset, cached_after, token
 from stallfree.datasets.probe import FirstLook, look, reason_in
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
