@@ -289,8 +289,8 @@ class ImportanceSampler:
         The epochs are those from `start` to `epochs` - 1.
 
         For a schedule of the learning rate that advances by samples seen. For a cache that is not full yet, its final
-        content is extrapolated from the mean size of its samples: call this again once it is full. "icache" and "infobatch"
-        depend on the losses; for them the estimate assumes uniformly distributed losses.
+        content is extrapolated from the mean size of its samples: call this again once it is full. "icache" and
+        "infobatch" depend on the losses; for them the estimate assumes uniformly distributed losses.
 
         Example:
             ```python
