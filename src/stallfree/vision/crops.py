@@ -224,8 +224,8 @@ class DecodeResizeCenterCrop(_Crop):
     """Decodes the central crop from encoded bytes, for validation.
 
     It does what `Resize` and `CenterCrop` of torchvision do: the result is the central `size` of the image after its
-    shorter side was resized to `resize`. Of a JPEG, only that part is decoded. The crop has whole pixels of the image, so
-    it is up to half a pixel of it off torchvision's.
+    shorter side was resized to `resize`. Of a JPEG, only that part is decoded. The crop has whole pixels of the
+    image, so it is up to half a pixel of it off torchvision's.
 
     Args:
         size: (height, width) of the result, or one number for both.
