@@ -187,7 +187,7 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
         return random_part, []
     before = divide(steps, random_part).deterministic
     return random_part, [
-        Sample(id, record, before(private(record)) if len(before) else record) for id, record in records
+        Sample(id, record, private(before(private(record))) if len(before) else record) for id, record in records
     ]
 
 

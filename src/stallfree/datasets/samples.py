@@ -257,7 +257,10 @@ class SampleBatch:
                 record = private(record)  # the source may keep a reference
             if reader.caches and reader.split.takes_look():
                 return reader.split.make_twice(record, id, reader.deterministic.transforms)
-            return reader.deterministic(record)
+            value = reader.deterministic(record)
+            if reader.cache is None or value is record:
+                return value
+            return private(value)  # it may be a buffer that a step fills again for the next sample
         except (Reclassified, WaitError):
             raise
         except Exception as error:

@@ -386,7 +386,7 @@ class PackageWork:
         split = self._reader.split
         if split.takes_look():
             return split.make_twice(private(record), id, split.deterministic.transforms)
-        return split.deterministic(private(record))  # the source may keep a reference
+        return private(split.deterministic(private(record)))  # source and steps may keep references
 
     def _fetch(self, id: int) -> tuple[Any] | None:
         try:
