@@ -171,7 +171,7 @@ def test_a_data_set_that_augments_by_itself_goes_on_without_a_cache() -> None:
         assert seen == dict.fromkeys(range(COUNT), 2)
         assert loader.cached is None
         assert "drew random numbers" in loader.decision
-        assert "no attribute holds a transform" in loader.decision
+        assert "holds a transform" in loader.decision
 
 
 class Files:
@@ -301,7 +301,7 @@ def test_without_room_there_is_no_cache(
     def refuse(*_: Any, **__: Any) -> Any:
         raise error
 
-    monkeypatch.setattr(auto, "CachedDataset", refuse)
+    monkeypatch.setattr(auto, "cached_after", refuse)
     with sf.DataLoader(Slow(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
         assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
         said = f"cache='auto' keeps no samples in memory: {text_of(error)}; no worker processes"

@@ -111,7 +111,7 @@ def test_names_of_a_shared_loader() -> None:
             return sf.SharedStats(*range(len(fields(sf.SharedStats))))
 
     values = Metrics(group=Shared()).values()
-    own = [f"stallfree_shared_loader_{name}" for name in ("alone_total", "takeovers_total", "jobs")]
+    own = [f"stallfree_shared_loader_{name}" for name in ("takeovers_total", "jobs")]
     assert list(values) == [f"group/{name}" for name in (*LOADER_NAMES[:-2], *own, *LOADER_NAMES[-2:])]
     assert values["group/stallfree_shared_loader_jobs"] == len(fields(sf.SharedStats)) - 1
 

@@ -81,7 +81,7 @@ def test_repr() -> None:
     with sf.SmartCacheDataset(data, cache_num=2) as window:
         assert "cache_num=2" in repr(sf.DataLoader(window))
     with sf.SharedLoader(data, group="shown", batch_size=2) as loader:
-        assert repr(loader) == "SharedLoader(<Made of 4 samples>, group='shown', batch_size=2, chunk_size=2)"
+        assert repr(loader) == "SharedLoader(<Made of 4 samples>, group='shown', batch_size=2)"
     assert repr(sf.ImportanceSampler(4, plan="icache")) == "ImportanceSampler(4, plan='icache')"
     loader = sf.DataLoader(data, device="cpu")
     assert repr(loader).endswith("device=device(type='cpu'))")

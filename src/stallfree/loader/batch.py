@@ -5,6 +5,7 @@ A batch that is used in the process that builds it, without a slot, is an object
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import traceback
@@ -181,7 +182,9 @@ class BatchBuilder:
         """Return status, size and value of the batch, and its samples."""
         while True:
             if not len(task.ids):  # `collate_fn` handles an empty batch of a `batch_sampler`
-                return (*self._collate(task, Samples(), destination), Samples())
+                with contextlib.suppress(Drew):  # it drew for the first time, without a seed
+                    return (*self._collate(task, Samples(), destination), Samples())
+                continue
             buffer = None
             if self._stacked is not None and self.reader.in_place:
                 # Samples of a known structure are written to their rows as they are made.

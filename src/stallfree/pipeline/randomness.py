@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -220,6 +221,7 @@ class Randomness:
         self.draws: bool | None = None if lazy and shared and not owned else True  # None: not known yet
         self._states = States() if self.draws is None else None
         self._tried = False  # whether a sample was seeded
+        self._pid = -1  # the process whose states are known
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
         """Set all generators to the state of sample `id` in `epoch`. Takes about 10 µs."""
@@ -249,8 +251,9 @@ class Randomness:
     def __enter__(self) -> Randomness:
         if self._handles:
             wait_to_draw()
-        if self._states is not None and (self.draws is None or get_worker_info() is None):
+        if self._states is not None and (self.draws is None or self._pid != os.getpid() or get_worker_info() is None):
             self._states.moved()  # in a worker, nothing else draws between two blocks
+            self._pid = os.getpid()
         self._saved.append(None if self.draws is False else [handle.get() for handle in self._handles])
         return self
 
@@ -262,6 +265,7 @@ class Randomness:
         if saved is not None:
             for handle, state in zip(self._handles, saved, strict=True):
                 handle.set(state)
+            self._pid = -1
         if self.draws and not seeded:
             raise Drew
 

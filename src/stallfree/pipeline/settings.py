@@ -54,7 +54,7 @@ class Settings:
     def _saved(self) -> dict[tuple[int, str], tuple[object, _State]]:
         """Return the state of each attribute, by the identity of its owner, which is kept alive, and its name."""
         used = (each for thing in self._things for each in attributes_used(thing))
-        return {(id(owner), name): (owner, _state_of(value)) for owner, name, value in used if _has_settings(owner)}
+        return {(id(owner), name): (owner, _state_of(value)) for owner, name, value in used if _is_setting(owner, name)}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Settings, ()  # in another process, which does not look for changes
@@ -71,11 +71,17 @@ def warn_of_changes(settings: Settings) -> None:
         )
 
 
-def _has_settings(owner: Any) -> bool:
-    """Return whether its attributes are settings: not those of locks and files, and of this package's caches."""
-    top, *inner = (owner if isinstance(owner, type) else type(owner)).__module__.split(".")
+def _is_setting(owner: Any, name: str) -> bool:
+    """Return whether an attribute is a setting.
+
+    Those of locks and files, of this package's caches, and of objects with a fingerprint of their own are not.
+    """
+    kind = owner if isinstance(owner, type) else type(owner)
+    top, *inner = kind.__module__.split(".")
     if top == "stallfree":
         return inner[0] in _OWN
+    if callable(getattr(kind, "fingerprint", None)) or (top == "albumentations" and name == "params"):
+        return False  # albumentations keeps the parameters of the last call there
     return top in _NAMESPACES or top not in sys.stdlib_module_names
 
 

@@ -128,7 +128,8 @@ def as_cut_source(dataset: Any) -> Source:
     source, inner = as_source(dataset), dataset
     while type(inner).__name__ == "Subset":
         inner = inner.dataset
-    reads = str(getattr(type(inner).__getitem__, "__module__", "")) if isinstance(source, MapSource) else ""
+    getitem = getattr(type(inner), "__getitem__", None) if isinstance(source, MapSource) else None
+    reads = str(getattr(getitem, "__module__", ""))
     if reads.startswith("torchvision.datasets") and mark_of(inner) is None:
         return cut_any(dataset)[0] or source
     return source
@@ -150,13 +151,13 @@ def _callables(dataset: Any, prefix: str = "", depth: int = 4) -> Iterator[str]:
     for name, value in (attribute(dataset, "__dict__") or {}).items():
         kind = type(value)
         joint = kind.__name__ == "StandardTransform" and comes_from(kind, "torchvision.datasets")
-        if joint or (depth and _is_dataset(value)):
+        if not joint and callable(value) and not isinstance(value, type):  # a composition may have a length and items
+            yield prefix + name
+        elif joint or (depth and _is_dataset(value)):
             yield from _callables(value, f"{prefix}{name}.", depth - 1)
         elif depth and isinstance(value, (list, tuple)) and value and all(map(_is_dataset, value)):
             for at, inner in enumerate(value):
                 yield from _callables(inner, f"{prefix}{name}.{at}.", depth - 1)
-        elif callable(value) and not isinstance(value, type):
-            yield prefix + name
 
 
 def _is_dataset(value: Any) -> bool:
