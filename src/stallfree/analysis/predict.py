@@ -170,7 +170,7 @@ def _changes(now: Setting) -> Iterator[_Change]:
     size = share * now.samples * (now.record_bytes or 0.0)
     capacity = f"'{format_size(1.05 * size)}'" if size else "..."
     end = "" if enough is None or now.hits >= enough else f"; {enough:.0%} end the fetch stall"
-    do = f"Cache {share:.0%} of the samples, sf.CachedDataset(dataset, capacity={capacity}){end}"
+    do = f"Cache {share:.0%} of the samples, sf.DataLoader(..., cache='auto', capacity={capacity}){end}"
     yield _Change("cache", do, now.with_hits(max(share, now.hits)), ("fetch",), size)
     twice, need = now.with_cpus(2 * now.cpus), None
     if now.gain(twice) > WORTH:

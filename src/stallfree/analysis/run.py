@@ -260,9 +260,10 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
         return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
     loop = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
     starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
-    advice = (
-        "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
-    )
+    advice = "`stallfree analyze` shows what limits."
+    used = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    if not str(getattr(used, "__module__", "")).startswith("stallfree"):  # see `use_cache`
+        advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
     if not starting:
         return f"Next: {advice}"
     places, seconds = ", ".join(row["where"] for row in starting), sum(map(_start_seconds, starting))
