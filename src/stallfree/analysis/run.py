@@ -262,7 +262,7 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
     starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
     advice = "`stallfree analyze` shows what limits."
     used = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
-    if not str(getattr(used, "__module__", "")).startswith("stallfree"):  # see `use_cache`
+    if not any(kind.__module__.startswith("stallfree") for kind in getattr(used, "__mro__", ())):  # see `use_cache`
         advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
     if not starting:
         return f"Next: {advice}"
