@@ -76,7 +76,7 @@ def _measure(kind: str, make: Callable[[int], Any], seconds: float, rng: np.rand
         if cache.stats().resident_items != IDS:
             raise AssertionError("not all records fit")
         for id in rng.integers(0, IDS, 20).tolist():
-            if repr(cache.get(id)) != repr(make(id)):
+            if repr(cache.get_many([id])[0]) != repr(make(id)):
                 raise AssertionError(f"record {id} is another one")
         gets, copies = [], []
         end = time.perf_counter() + seconds

@@ -15,6 +15,7 @@ import torch
 from benchmarks.contender import emit
 from benchmarks.harness import Check, Options, Report, Spread, run_child, say, scratch_folder
 from stallfree.cache.capacity import free_memory
+from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.space import Space
 
@@ -149,7 +150,7 @@ def _attach_once(given: Json) -> Json:
     start = time.perf_counter()
     cache = SampleCache(**_many(given["ids"]))
     seconds = time.perf_counter() - start
-    if cache.get(100) is None or not bool(cache.resident([200])[0]):
+    if cache.get_many([100])[0] is MISS or not bool(cache.resident([200])[0]):
         raise AssertionError("the records are not there")
     cache.close()
     return {"seconds": seconds}
