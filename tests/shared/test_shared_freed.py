@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 
@@ -36,3 +37,22 @@ def test_a_loader_that_is_dropped_leaves_its_group(batches: int, store_root: obj
         del loader, iteration
         assert gone() is None
         assert sum(len(batch[0]) for batch in other) == 16
+
+
+def test_no_python_code_runs_where_a_batch_is_freed(store_root: object) -> None:
+    """An interrupt during it would be lost."""
+    with sf.SharedLoader(TensorDataset(torch.arange(64)), group="quiet", batch_size=4) as loader:
+        seen = []
+        for batch in loader:
+            calls: list[str] = []
+            seen += batch[0].tolist()
+            sys.setprofile(lambda frame, event, _, calls=calls: calls.append(frame.f_code.co_name))
+            try:
+                del batch
+            finally:
+                sys.setprofile(None)
+            assert "_end_leases" not in calls
+            assert not [
+                name for name in calls if name not in ("<lambda>", "test_no_python_code_runs_where_a_batch_is_freed")
+            ]
+        assert sorted(seen) == list(range(64))

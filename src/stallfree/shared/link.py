@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -94,10 +94,19 @@ def unpack_hello(packed: bytes | memoryview) -> Hello:
     return Hello(*json.loads(bytes(packed)))
 
 
+class _Lease(weakref.ref[Bytes]):
+    """The lease of a batch, which ends with the memory that it refers to."""
+
+    number: int
+    slot: int
+    size: int
+
+
 class Link(Connection):
     """The connection to one coordinator, and the views of its ring.
 
-    Any thread may free batches at any time, so `release` is safe to call from finalisers.
+    Any thread may free batches at any time. No Python code runs there, since an interrupt during it would be lost: the
+    leases that have ended are released when this process sends or receives next.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -105,7 +114,8 @@ class Link(Connection):
         self.views: Views | None = None
         self._lock = threading.Lock()
         self._released: deque[int] = deque()
-        self._leases: dict[int, tuple[int, int, weakref.ref[Bytes]]] = {}  # slot, size and memory of each held batch
+        self._leases: dict[int, _Lease] = {}  # by number of the held batch
+        self._ended: deque[Any] = deque()  # leases whose memory is freed
         self._never_released: set[int] = set()
         self._owner = Owner()
         self._stopped = float("inf")  # time since when the coordinator is known to be stopped
@@ -113,12 +123,14 @@ class Link(Connection):
 
     def send(self, *messages: bytes) -> None:
         """Send messages and the pending releases."""
+        self._end_leases()
         with self._lock:
             super().send(*self._releases(), *messages)
         self._send_releases(_WAITING)
 
     def request(self, serial: int, number: int) -> None:
         """Request a batch and send the pending releases; the request itself carries one of them."""
+        self._end_leases()
         with self._lock:
             released = self._released.popleft() if self._released else -1
             super().send(*self._releases(), pack(Kind.REQUEST, serial, number, released))
@@ -135,6 +147,7 @@ class Link(Connection):
         while (message := super().next_message(min(deadline, time.monotonic() + wait))) is None:
             if time.monotonic() >= deadline:
                 return None
+            self._end_leases()
             self._send_releases(0)
             if wait == _CHECK_SECONDS:
                 self._end_if_stopped()
@@ -166,27 +179,32 @@ class Link(Connection):
 
     def may_keep(self, count: int) -> bool:
         """Return whether this process holds fewer than `count` batches, as seen by the coordinator."""
+        self._end_leases()
         if len(self._leases) + len(self._released) >= count:
             self._send_releases(0)
         return len(self._leases) + len(self._released) < count
 
     def lease(self, number: int, slot: int, memory: Bytes) -> None:
         """Release batch `number` when `memory`, which its tensors view, is freed."""
-        size = memory.nbytes
+        lease = self._leases[number] = _Lease(memory, self._ended.append)
+        lease.number, lease.slot, lease.size = number, slot, memory.nbytes
 
-        def end(_: object) -> None:
-            if number in self._never_released:
-                return
-            self._leases.pop(number, None)
-            if self._owner.is_here and self.fileno() >= 0:
-                assert self.views is not None
-                self.views.clean(slot, size)
-                self.release(number)
-
-        self._leases[number] = slot, size, weakref.ref(memory, end)
+    def _end_leases(self) -> None:
+        """Prepare the release of the batches that were freed."""
+        while self._ended:
+            with contextlib.suppress(IndexError):  # another thread took it
+                lease = self._ended.popleft()
+                if lease.number in self._never_released:
+                    continue
+                self._leases.pop(lease.number, None)
+                if self._owner.is_here and self.fileno() >= 0:
+                    assert self.views is not None
+                    self.views.clean(lease.slot, lease.size)
+                    self._released.append(lease.number)
 
     def keep_held(self) -> None:
         """Copy the held batches to this process, since their slots will be filled again."""
+        self._end_leases()
         for _, slot, size, views, _memory in self._held():
             views.keep(slot, size)
 
@@ -198,9 +216,9 @@ class Link(Connection):
 
     def _held(self) -> Iterator[tuple[int, int, int, Views, Bytes]]:
         """Yield the number, slot and size of each held batch, and its memory, which is not freed meanwhile."""
-        for number, (slot, size, memory) in list(self._leases.items()):
-            if (held := memory()) is not None and self.views is not None:
-                yield number, slot, size, self.views, held
+        for number, lease in list(self._leases.items()):
+            if (held := lease()) is not None and self.views is not None:
+                yield number, lease.slot, lease.size, self.views, held
             del held
 
     def release(self, number: int) -> None:
