@@ -188,6 +188,22 @@ def test_a_cache_notices_other_indices() -> None:
             list(loader)
 
 
+class Named(Settings):
+    """States its identity, as a user of `key=` may."""
+
+    def fingerprint(self) -> str:
+        return "v1"
+
+
+def test_a_cache_notices_the_attributes_of_a_data_set_with_a_fingerprint() -> None:
+    data = Named()
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
+        values(loader)
+        data.number = 3
+        with pytest.warns(StallfreeWarning, match="'number' of Named"):
+            values(loader)
+
+
 def test_another_pipeline_of_a_source() -> None:
     source = Numbers(4, [lambda record: record[1]])
     with sf.DataLoader(source, 2) as loader:

@@ -156,9 +156,6 @@ class AutoCache:
             self._reader = self._without()
         return self._reader
 
-    def end(self, samples: int, seconds: float, waited: float) -> None:
-        """Take no notice of a finished epoch: nothing is decided again."""
-
     def close(self) -> None:
         """Detach from cache and verdict. A further epoch decides again."""
         if self.cached is not None:

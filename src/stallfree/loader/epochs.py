@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -139,7 +138,7 @@ class Epochs(EpochsBase):
         counts: of the loader.
         with_ids, pin: see `output.delivery`.
         persistent: keep the pool between epochs. An iteration then ends the previous one.
-        tuner: changes the options between epochs (`tuned`, `end`): see `AutoCache`; or None.
+        tuner: changes the options between epochs (`tuned`): see `AutoCache`; or None.
 
     Attributes:
         kept: the pool that is kept between epochs, or None.
@@ -277,16 +276,10 @@ class Epochs(EpochsBase):
         self, plan: EpochPlan, progress: Progress, pool: WorkerPool | None, note_settings: Callable[[], None]
     ) -> Callable[[bool], None]:
         """Return the function that is called at the end of a pass, with whether the epoch is exhausted."""
-        counts, begun = self.counts, time.monotonic()
-        before = counts["samples"], counts["wait_seconds"]
 
         def end(exhausted: bool) -> None:
-            if exhausted:
-                if self._progress is progress:
-                    self._progress = None
-                if self._tuner is not None and progress.first == 0:
-                    samples, waited = counts["samples"] - before[0], counts["wait_seconds"] - before[1]
-                    self._tuner.end(samples, time.monotonic() - begun, waited)
+            if exhausted and self._progress is progress:
+                self._progress = None
             note_settings()
             plan.end()
             if pool is not None and pool is not self.kept:

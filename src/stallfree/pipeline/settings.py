@@ -80,8 +80,9 @@ def _is_setting(owner: Any, name: str) -> bool:
     top, *inner = kind.__module__.split(".")
     if top == "stallfree":
         return inner[0] in _OWN
-    named = callable(getattr(kind, "fingerprint", None)) and not hasattr(kind, "fetch")  # a source has settings too
-    if named or (top == "albumentations" and name == "params"):
+    # A step with a fingerprint states its settings there. Data sets and sources state their identity, and have settings.
+    reads = hasattr(kind, "__getitem__") or hasattr(kind, "fetch")
+    if (not reads and callable(getattr(kind, "fingerprint", None))) or (top == "albumentations" and name == "params"):
         return False  # albumentations keeps the parameters of the last call there
     return top in _NAMESPACES or top not in sys.stdlib_module_names
 
