@@ -80,7 +80,7 @@ def _is_setting(owner: Any, name: str) -> bool:
     top, *inner = kind.__module__.split(".")
     if top == "stallfree":
         return inner[0] in _OWN
-    # A step with a fingerprint states its settings there. Data sets and sources state their identity, and have settings.
+    # A step with a fingerprint states its settings there. Data sets and sources state their identity only.
     reads = hasattr(kind, "__getitem__") or hasattr(kind, "fetch")
     if (not reads and callable(getattr(kind, "fingerprint", None))) or (top == "albumentations" and name == "params"):
         return False  # albumentations keeps the parameters of the last call there
