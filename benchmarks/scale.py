@@ -30,7 +30,7 @@ from benchmarks.store_records import make_noise, make_record, time_reads
 from benchmarks.store_team import Nodes, as_record, running_server
 from stallfree.analysis.model import Loading, Rates, law, sustained
 from stallfree.cache.layout import index_bytes
-from stallfree.cache.redis.values import owners
+from stallfree.cache.redis.tier import owners
 from stallfree.datasets.epoch_source import make_plan
 from stallfree.datasets.local_sampler import local_shares
 from stallfree.datasets.ranks import deal

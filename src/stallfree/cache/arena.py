@@ -102,7 +102,6 @@ class MemoryArena(Arena):
         self._written = np.full(self.num_blocks, not hasattr(os, "pwrite"))
         self._tensor = torch.from_numpy(self._bytes)
         self._words = self._tensor.view(torch.int64)
-        self._leaves: dict[tuple[tuple[int, int], bool], torch.Tensor] = {}
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
         self._populated = 0
@@ -132,26 +131,25 @@ class MemoryArena(Arena):
 
     def aim(self, offsets: Sequence[int], outs: Sequence[Array]) -> Any:
         """See `Arena`."""
-        return [((offset, out.shape[1]), *_words(out)) for offset, out in zip(offsets, outs, strict=True)]
+        return [self._aim(offset, out) for offset, out in zip(offsets, outs, strict=True)]
 
     def gather(self, blocks: Array, target: Any) -> None:
         """See `Arena`."""
         index = torch.from_numpy(blocks)
         with one_thread():
-            for leaf, wide, out in target:
-                torch.index_select(self._leaf(leaf, wide), 0, index, out=out)
+            for leaf, out in target:
+                torch.index_select(leaf, 0, index, out=out)
 
-    def _leaf(self, leaf: tuple[int, int], wide: bool) -> torch.Tensor:
-        """Return the bytes of `leaf`, (offset, size), in all blocks: as words of 8 bytes if `wide`."""
-        tensor = self._leaves.get((leaf, wide))
-        if tensor is None:
-            offset, width = leaf
-            size = 8 if wide else 1
-            shape = (self.num_blocks,) if wide and width == 8 else (self.num_blocks, width // size)
-            strides = (self.block // size, 1)[: len(shape)]
-            tensor = (self._words if wide else self._tensor).as_strided(shape, strides, offset // size)
-            self._leaves[leaf, wide] = tensor
-        return tensor
+    def _aim(self, offset: int, out: Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bytes of all blocks from `offset` on, and `out`: as words of 8 bytes if `out` is aligned."""
+        width = out.shape[1]
+        if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
+            leaf = self._tensor.as_strided((self.num_blocks, width), (self.block, 1), offset)
+            return leaf, torch.from_numpy(out)
+        words = torch.from_numpy(out.view(np.int64))
+        if width == 8:
+            return self._words.as_strided((self.num_blocks,), (self.block // 8,), offset // 8), words[:, 0]
+        return self._words.as_strided((self.num_blocks, width // 8), (self.block // 8, 1), offset // 8), words
 
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reads cause no page faults."""
@@ -243,15 +241,6 @@ class DiskArena(Arena):
 
 def _adjacent(blocks: Array) -> bool:
     return len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
-
-
-def _words(out: Array) -> tuple[bool, torch.Tensor]:
-    """Whether the rows of `out` can be viewed as words of 8 bytes, and `out` as a tensor of words or bytes."""
-    width = out.shape[1]
-    if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
-        return False, torch.from_numpy(out)
-    target = torch.from_numpy(out.view(np.int64))
-    return True, target[:, 0] if width == 8 else target
 
 
 def _runs(blocks: Array) -> list[tuple[int, int, int]]:

@@ -57,14 +57,6 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     return array
 
 
-def checked_pairs(ids: Any, values: Sequence[Any], num_ids: int) -> Array:
-    """Return `ids` as `checked_ids` does. Raises `InputError` also if `values` has another length."""
-    wanted = checked_ids(ids, num_ids)
-    if len(wanted) != len(values):
-        raise cache_ids(f"put_many was given {len(wanted)} ids and {len(values)} values: give one value for each id")
-    return wanted
-
-
 def checked_scores(scores: Any, count: int) -> Array:
     """Return `scores` as an array of float64. Raises `InputError` unless they are `count` numbers."""
     try:
@@ -190,18 +182,15 @@ class Records:
         """
         if lend:
             self._view(batch, values)
-            at = np.flatnonzero(batch.good & (batch.length != 0))
-            at = at[[values[position] is MISS for position in at.tolist()]]
-        else:
-            uniform = batch.good & (batch.length == 0)
-            if uniform.all():
-                self._read_columns(batch, None, values)
+        elif len(uniform := np.flatnonzero(batch.good & (batch.length == 0))):
+            self._read_columns(batch, uniform, values)
+            if len(uniform) == len(values):
                 return
-            if uniform.any():
-                self._read_columns(batch, np.flatnonzero(uniform), values)
-            at = np.flatnonzero(batch.good & (batch.length != 0))
-        if len(at):
-            self._read_chains(batch, at, values)
+        chained = np.flatnonzero(batch.good & (batch.length != 0))
+        if lend:
+            chained = chained[[values[position] is MISS for position in chained.tolist()]]
+        if len(chained):
+            self._read_chains(batch, chained, values)
 
     def read_one(self, id: int) -> Any:
         """Return the sample of `id`, or `MISS`, in a quarter of the time of `read`; None if it is one for `read`."""
@@ -280,21 +269,21 @@ class Records:
             elif not length:  # a writer is changing the record
                 batch.good[position] = False
 
-    def _read_columns(self, batch: Located, at: Array | None, values: list[Any]) -> None:
-        """Read records of the common structure: those at the positions `at`, or all."""
-        part = batch if at is None else batch.subset(at)
+    def _read_columns(self, batch: Located, at: Array, values: list[Any]) -> None:
+        """Read the records at the positions `at`, which have the common structure."""
         if self.common is None:  # a writer is changing the records
-            part.good[:] = False
-        else:
-            columns = [np.empty((len(part.ids), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
-            self.gather(part, self.aim(columns))
-            built = stack_build(self.common, columns, len(part.ids))
-            if at is None and part.good.all():
-                values[:] = built
-                return
-            for row in np.flatnonzero(part.good).tolist():
-                values[row if at is None else at[row]] = built[row]
-        if at is not None:
+            batch.good[at] = False
+            return
+        part = batch if len(at) == len(values) else batch.subset(at)
+        columns = [np.empty((len(at), leaf.nbytes), np.uint8) for leaf in self.common.leaves]
+        self.gather(part, self.aim(columns))
+        built = stack_build(self.common, columns, len(at))
+        if part is batch and batch.good.all():
+            values[:] = built
+            return
+        for row in np.flatnonzero(part.good).tolist():
+            values[at[row]] = built[row]
+        if part is not batch:
             batch.good[at] = part.good
             batch.damaged += at[part.damaged].tolist()
 

@@ -31,13 +31,13 @@ from stallfree.cache.records import (
     Record,
     Records,
     checked_ids,
-    checked_pairs,
     checked_scores,
 )
 from stallfree.cache.space import Space
 from stallfree.errors import (
     FingerprintError,
     WaitError,
+    cache_ids,
     cache_required,
     dataset_empty,
     folder_gone,
@@ -371,7 +371,9 @@ class SampleCache:
         Raises `CodecError` for a value that needs pickle if `allow_pickle` is False; then nothing is stored.
         """
         self._counters.follow_fork()
-        wanted = checked_pairs(ids, values, self.num_ids)
+        wanted = checked_ids(ids, self.num_ids)
+        if len(wanted) != len(values):
+            raise cache_ids(f"put_many: {len(wanted)} ids and {len(values)} values: give one value for each id")
         _, unique = np.unique(wanted, return_index=True)
         at = unique[self._index.first[wanted[unique]] == 0]
         at.sort()

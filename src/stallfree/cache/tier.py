@@ -22,7 +22,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.cache.buffers import Buffers
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
@@ -124,7 +123,6 @@ _MOST_STEPS = 1 << 20
 _ALIGN = 64
 _STORED, _MOVING = 1, 2
 
-_buffers = Buffers()
 log = logging.getLogger("stallfree")
 
 
@@ -271,7 +269,7 @@ class TierClient:
             return
         self._state[queued] |= _MOVING
         try:
-            memory, at, copies = _buffers.take(size), 0, []
+            memory, at, copies = np.empty(size, np.uint8), 0, []
             for record, nbytes in zip(records[:fit], sizes.tolist(), strict=False):
                 used = write_record(*record, memory[at : at + nbytes])
                 copies.append(memory[at : at + used])

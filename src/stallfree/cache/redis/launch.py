@@ -33,8 +33,7 @@ from datetime import timedelta
 from typing import Any
 
 from stallfree import errors
-from stallfree.cache.redis.addresses import open_client
-from stallfree.cache.redis.servers import ID, RECORDS, SOCKET, Record, Servers, write_records
+from stallfree.cache.redis.servers import ID, RECORDS, SOCKET, Record, Servers, open_client, write_records
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
 

@@ -13,9 +13,8 @@ import xxhash
 
 from stallfree import errors
 from stallfree.cache.capacity import check_free_memory
-from stallfree.cache.redis.addresses import EXAMPLE, checked_address, load_client, shown_address
 from stallfree.cache.redis.launch import NodeServer
-from stallfree.cache.redis.servers import ID, Cluster, Servers
+from stallfree.cache.redis.servers import EXAMPLE, ID, Cluster, Servers, checked_address, load_client, shown_address
 from stallfree.cache.redis.tier import RedisTier
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.ipc.forked import Owner
