@@ -2,7 +2,7 @@
 
     accelerate launch --num_processes 2 accelerate_loop.py
 
-`prepare` does for stallfree's loader what `Accelerator.prepare` does for torch's: each process gets the same samples.
+`Accelerator.prepare` does for stallfree's loader what it does for torch's: each process gets the same samples.
 """
 
 from typing import Any
@@ -12,7 +12,6 @@ from accelerate import Accelerator
 from torch import nn
 
 import stallfree as sf
-from stallfree.integrations.accelerate import prepare
 
 
 class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
@@ -31,7 +30,7 @@ def main() -> None:
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.5))
     with sf.CachedDataset(Points(), capacity="4MiB") as data:
-        loader = prepare(accelerator, sf.DataLoader(data, batch_size=16, shuffle=True, num_workers=1))
+        loader = accelerator.prepare(sf.DataLoader(data, batch_size=16, shuffle=True, num_workers=1))
         for epoch in range(3):
             seen, total = 0, 0.0
             for points, labels in loader:

@@ -1,7 +1,6 @@
 """Train with Hugging Face's `Trainer` on stallfree's loader. Wants `pip install transformers accelerate`.
 
-One method is overridden. `prepare` does to the loader what a `Trainer` does to its own: with several processes, each
-gets its part of the samples.
+One method is overridden, as for any other loader. With several processes, each gets its part of the samples.
 """
 
 import tempfile
@@ -12,7 +11,6 @@ from torch import nn
 from transformers import Trainer, TrainingArguments
 
 import stallfree as sf
-from stallfree.integrations.accelerate import prepare
 
 
 class Points(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -44,7 +42,7 @@ class FastTrainer(Trainer):  # type: ignore[misc]
     def get_train_dataloader(self) -> Any:
         size, workers = self.args.per_device_train_batch_size, self.args.dataloader_num_workers
         loader = sf.DataLoader(self.train_dataset, batch_size=size, shuffle=True, num_workers=workers)
-        return prepare(self.accelerator, loader)
+        return self.accelerator.prepare(loader)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import time
 import warnings
 from collections import Counter
@@ -20,7 +19,7 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from stallfree.errors import InputError, StallfreeWarning, WaitError, launch_environment, ranks_conflict, seed_agreement
+from stallfree.errors import InputError, StallfreeWarning, WaitError, launch_environment, seed_agreement
 from stallfree.frames import users_level
 from stallfree.units import parse_whole
 
@@ -301,18 +300,4 @@ def warn_of_ranks_here() -> None:
             "sampler=dataset.rank_sampler() for a part of them on each rank",
             StallfreeWarning,
             stacklevel=users_level(),
-        )
-
-
-def check_prepared(*, knows_ranks: bool) -> None:
-    """Check a loader passed to `Accelerator.prepare`, which partitions only the samples of torch's loader.
-
-    Raises `InputError` if there are several processes and the loader gives all samples to each.
-    """
-    state = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
-    count = getattr(state, "_shared_state", {}).get("num_processes", 1)
-    if count > 1 and not knows_ranks:
-        raise ranks_conflict(
-            f"Accelerator.prepare would give each of the {count} processes all samples of a stallfree.DataLoader. Use "
-            "stallfree.integrations.accelerate.prepare(accelerator, loader), which deals them out as for torch's loader"
         )

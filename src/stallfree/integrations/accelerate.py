@@ -1,73 +1,62 @@
-"""Hugging Face's `accelerate`: partitions the samples of a loader among the processes.
+"""Hugging Face's `accelerate`: `Accelerator.prepare` does for stallfree's loader what it does for torch's.
 
-    from stallfree.integrations.accelerate import prepare
+    loader = accelerator.prepare(sf.DataLoader(dataset, batch_size=16, shuffle=True))
 
-    model, optimizer = accelerator.prepare(model, optimizer)
-    loader = prepare(accelerator, sf.DataLoader(dataset, batch_size=16, shuffle=True))
-
-`Accelerator.prepare` itself leaves a stallfree loader unchanged, and raises `InputError` if there are several
-processes.
+`Accelerator.prepare` reads `_is_accelerate_prepared` of a loader, and then calls the function `prepare_data_loader` of
+its module. A stallfree loader answers with `is_prepared`, which replaces that function once: the result is Accelerate's
+for torch's loader with the same arguments, but takes its batches from stallfree's.
 """
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
+from torch.utils.data import BatchSampler, RandomSampler
 
-from stallfree.errors import argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.importance.sampler import ImportanceSampler
+from stallfree.errors import argument_conflict
 from stallfree.loader.dataloader import DataLoader
 from stallfree.loader.shown import ShuffledSampler
 from stallfree.sources.mapped import is_iterable
 
 _REPLACED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}
-"""Arguments of the inner loader that Accelerate's batch sampler replaces."""
+"""Arguments of a loader that the batch sampler of Accelerate replaces."""
 
 
-def prepare(accelerator: Any, loader: DataLoader) -> Any:
-    """Wraps `loader` for Accelerate, as `accelerator.prepare` does with torch's loader.
+def is_prepared(*, partitioned: bool) -> bool:
+    """Return whether `Accelerator.prepare` leaves a loader as it is, since its samples are `partitioned` already."""
+    module: Any = sys.modules.get("accelerate.accelerator")
+    if partitioned or module is None:
+        return True
+    if getattr(module.prepare_data_loader, "func", None) is not _prepare:
+        module.prepare_data_loader = partial(_prepare, module.prepare_data_loader)
+    return False
 
-    Each process gets the same samples as from torch's loader with the same arguments. The batches are moved to the
-    device of the process, and `accumulate` and `gather_for_metrics` detect the end of each epoch. The order depends on
-    the same settings as for torch's loader: `generator`, `seed`, or the settings of the accelerator.
 
-    Use and close the returned object instead of `loader`. `skip_first_batches` converts it to torch's loader for one
-    epoch.
+def _prepare(theirs: Callable[..., Any], loader: Any, *arguments: Any, **options: Any) -> Any:
+    """Return what `theirs`, the function of Accelerate, returns for torch's loader, with the batches of `loader`.
 
-    Args:
-        accelerator: Accelerate's `Accelerator`.
-        loader: the loader of this process, without `ranks`.
-
-    Returns:
-        A loader of Accelerate's.
-
-    Raises `InputError` for another loader, and for one whose samples are already partitioned.
-
-    Example:
-        ```python
-        # needs accelerate
-        from accelerate import Accelerator
-        from stallfree.integrations.accelerate import prepare
-
-        loader = prepare(Accelerator(), sf.DataLoader(dataset, batch_size=4))
-        batches = list(loader)
-        ```
+    Each process gets the samples that it gets from torch's loader with the same arguments, on its device. A loader of
+    an iterable data set or without batches becomes torch's.
     """
-    _check(accelerator, loader)
+    if not isinstance(loader, DataLoader) or is_iterable(loader.dataset) or loader.batch_sampler is None:
+        return theirs(loader, *arguments, **options)
+    if options.get("use_stateful_dataloader"):
+        raise argument_conflict("a stallfree.DataLoader under use_stateful_dataloader=True: leave that out")
     sampler, batches = loader.sampler, loader.batch_sampler
     if isinstance(sampler, ShuffledSampler):  # the order under Accelerate is that of torch's sampler
         sampler = RandomSampler(sampler.data_source, generator=loader.generator)
         batches = BatchSampler(sampler, loader.batch_size or 1, loader.drop_last)
     if isinstance(sampler, RandomSampler) and sampler.generator is None and loader.seed is not None:
         sampler.generator = torch.Generator().manual_seed(loader.seed)
-    twin = torch.utils.data.DataLoader(loader.dataset, batch_sampler=batches)
-    prepared = accelerator.prepare_data_loader(twin)
-    arguments = {name: getattr(loader, name) for name in signature(DataLoader).parameters}
+    prepared = theirs(torch.utils.data.DataLoader(loader.dataset, batch_sampler=batches), *arguments, **options)
+    values = {name: getattr(loader, name) for name in signature(DataLoader).parameters}
     changed = {**_REPLACED, "batch_sampler": prepared.base_dataloader.batch_sampler}
-    prepared.base_dataloader = _Prepared(**{**arguments, **changed})
+    prepared.base_dataloader = _Prepared(**{**values, **changed})
     return prepared
 
 
@@ -77,24 +66,3 @@ class _Prepared(DataLoader):
     @property
     def state_dict(self) -> Any:
         raise AttributeError("a loader that Accelerate has prepared has no state_dict()")
-
-
-def _check(accelerator: Any, loader: Any) -> None:
-    if not isinstance(loader, DataLoader):
-        raise ranks_conflict(f"prepare was given a {type(loader).__name__}: give it a stallfree.DataLoader")
-    if is_iterable(loader.dataset):
-        raise iterable_unsupported(
-            "prepare was given a loader of an IterableDataset, whose samples cannot be partitioned by id: let __iter__ "
-            "yield the samples of its process, and use the loader unchanged"
-        )
-    if loader.ranks is not None or isinstance(loader.sampler, (DistributedSampler, ImportanceSampler)):
-        raise ranks_conflict(
-            "prepare was given a loader whose samples are already partitioned, by ranks= or its sampler: use the "
-            "loader unchanged, or leave out ranks= and the sampler"
-        )
-    if loader.batch_sampler is None:
-        raise argument_conflict(
-            "prepare was given a loader with batch_size=None: give a batch_size, which Accelerate requires"
-        )
-    if accelerator.use_stateful_dataloader:
-        raise argument_conflict("prepare was given an Accelerator with use_stateful_dataloader=True: leave it out")

@@ -15,7 +15,6 @@ import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
-from stallfree.datasets.ranks import check_prepared
 from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
@@ -357,9 +356,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """Read by `Accelerator.prepare`, which then leaves this loader unchanged instead of creating one of torch's."""
-        check_prepared(knows_ranks=self._epochs.source.knows_ranks)
-        return True
+        """Read by `Accelerator.prepare`, before it prepares this loader."""
+        from stallfree.integrations.accelerate import is_prepared
+
+        return is_prepared(partitioned=self._epochs.source.knows_ranks)
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
