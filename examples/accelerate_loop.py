@@ -17,11 +17,14 @@ import stallfree as sf
 class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Points on either side of a line."""
 
+    def __init__(self) -> None:
+        self.points = torch.randn(128, 2, generator=torch.Generator().manual_seed(0))
+
     def __len__(self) -> int:
-        return 128
+        return len(self.points)
 
     def __getitem__(self, id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        point = torch.randn(2, generator=torch.Generator().manual_seed(id))
+        point = self.points[id]
         return point, (point.sum() > 0).float()
 
 

@@ -16,11 +16,14 @@ import stallfree as sf
 class Points(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Points on either side of a line."""
 
+    def __init__(self) -> None:
+        self.points = torch.randn(128, 2, generator=torch.Generator().manual_seed(0))
+
     def __len__(self) -> int:
-        return 128
+        return len(self.points)
 
     def __getitem__(self, id: int) -> dict[str, torch.Tensor]:
-        point = torch.randn(2, generator=torch.Generator().manual_seed(id))
+        point = self.points[id]
         return {"x": point, "labels": (point.sum() > 0).float()}
 
 
