@@ -248,12 +248,12 @@ def test_a_closed_loader() -> None:
 def test_a_group_of_another_release(store_root: Path) -> None:
     with loader():
         meta = store_root / "group-args" / "group.json"
-        meta.write_text(meta.read_text().replace('"version": 3', '"version": 99'))
+        meta.write_text(meta.read_text().replace('"version": 4', '"version": 99'))
         with pytest.raises(sf.InputError, match="made by another release of stallfree: give another name"):
             loader()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 3}', '{"version": 3, "other": 2}'])
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 4}', '{"version": 4, "other": 2}'])
 def test_a_damaged_group(content: str, store_root: Path) -> None:
     with loader():
         (store_root / "group-args" / "group.json").write_text(content)
