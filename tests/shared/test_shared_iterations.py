@@ -133,12 +133,11 @@ def test_a_temporary_loader_ends_with_its_iterator(store_root: Any) -> None:
 COPIES = [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 3], ids=["unused", "in an epoch", "after an epoch"])
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
-def test_a_copy_is_another_job_of_the_group(copied: Callable[[Any], Any], taken: int) -> None:
+def test_a_copy_is_another_job_of_the_group(copied: Callable[[Any], Any]) -> None:
     with shared(shuffle=True, seed=3, num_workers=2) as loader:
         iterator = iter(loader)
-        mine = [id for _ in range(taken) for id in next(iterator).tolist()]
+        mine = next(iterator).tolist()
         with copied(loader) as other:
             assert (other.group, other.seed) == (loader.group, 3)
             mine += [id for batch in iterator for id in batch.tolist()]
@@ -163,6 +162,7 @@ def iterate(loader: Any, connection: Any) -> None:
     loader.close()
 
 
+@pytest.mark.slow
 def test_it_can_be_sent_to_another_process() -> None:
     with shared() as loader:
         assert ids(loader) == WHOLE
