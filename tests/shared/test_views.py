@@ -59,15 +59,6 @@ def fill(ring: Ring, slot: int, value: int, size: int = SIZE) -> None:
     memory[:size] = value
 
 
-def test_what_is_in_the_slot(ring: Ring, views: PrivateSlots) -> None:
-    for value in range(3):
-        fill(ring, 1, value)
-        seen = views.view(1, SIZE)
-        assert (seen[:SIZE] == value).all()
-        del seen
-        views.clean(1, SIZE)
-
-
 @pytest.mark.parametrize("at", [0, SIZE // 2 + 1, SIZE - 1])
 def test_writes_are_private_and_gone_after_clean(ring: Ring, views: PrivateSlots, at: int) -> None:
     other = PrivateSlots(ring.slots.folder)
@@ -122,30 +113,6 @@ def test_what_was_not_written_stays_mapped(ring: Ring) -> None:
     assert faults(ring, views, write=False) == 0
     assert faults(ring, views, write=True) > 0
     views.close()
-
-
-def test_a_slot_that_has_grown(ring: Ring, views: PrivateSlots) -> None:
-    fill(ring, 0, 1)
-    small = views.view(0, SIZE)
-    small[7] = 99
-    fill(ring, 0, 2, 9 * SIZE)
-    large = views.view(0, 9 * SIZE)
-    assert (large[: 9 * SIZE] == 2).all()
-    assert small[7] == 99  # a page of its own; it holds the old mapping
-    large[8] = 98
-    assert small[8] != 98
-    del small
-    assert (views.view(0, SIZE)[:8] == 2).all()
-
-
-def test_a_slot_that_is_full_to_its_last_byte() -> None:
-    ring = Ring(1, SIZE)
-    fill(ring, 0, 1)
-    assert ring.bytes == SIZE
-    views = PrivateSlots(ring.slots.folder)
-    assert views.view(0, SIZE)[-1] == 1
-    views.close()
-    ring.close()
 
 
 def test_memory_stays_valid(ring: Ring, views: PrivateSlots) -> None:
