@@ -114,8 +114,6 @@ def test_a_length_without_the_last_batch() -> None:
     ("given", "said"),
     [
         ({"dataset": Numbers(23)}, "the data set differs (its code, parameters or files)"),
-        ({"dataset": Numbers(24, 1)}, "the data set differs (its code, parameters or files)"),
-        ({"dataset": list(range(24))}, "the data set differs (its code, parameters or files)"),
         ({"seed": 2}, "it has seed=1, this job gives seed=2"),
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
         ({"collate_fn": as_list}, "collate_fn differs (its code, parameters or files)"),
@@ -194,8 +192,11 @@ def test_the_first_job_decides_though_another_one_begins() -> None:
 
 def test_a_closed_loader() -> None:
     shared = loader()
+    iterator = iter(shared)
+    next(iterator)
     shared.close()
     shared.close()
+    assert list(iterator) == []
     with pytest.raises(sf.InputError, match=r"^the loader of the group 'args' is closed: make a new one"):
         iter(shared)
     assert len(shared) == 6
@@ -209,7 +210,7 @@ def test_a_group_of_another_release(store_root: Path) -> None:
             loader()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 4}', '{"version": 4, "other": 2}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 4}'])
 def test_a_damaged_group(content: str, store_root: Path) -> None:
     with loader():
         (store_root / "group-args" / "group.json").write_text(content)

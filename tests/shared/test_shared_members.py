@@ -119,16 +119,6 @@ def test_a_job_breaks_out_of_every_epoch(team: Team) -> None:
     assert first.answer() is None
 
 
-def test_a_job_alone_breaks_out_of_an_epoch(team: Team) -> None:
-    (job,) = team.jobs(1)
-    for count in (1, FAR):
-        begun = job.take(count)
-        job.begin()
-        batches = job.rest()
-        assert right(batches) > begun[0].epoch
-        job.begin()
-
-
 def test_the_last_one_out_leaves_nothing(team: Team, store_root: Path) -> None:
     first, second = team.jobs(2)
     folder = store_root / f"group-{GROUP}"
