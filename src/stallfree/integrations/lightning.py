@@ -63,8 +63,8 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
         loaders = trainer.train_dataloader
         if next(_loaders(loaders), None) is None:
             raise InputError(
-                f"StallMonitor found no loader of stallfree: train_dataloader returned {type(loaders).__name__}. Return "
-                "a stallfree.DataLoader, or leave out the callback"
+                f"StallMonitor found no loader of stallfree: train_dataloader returned {type(loaders).__name__}. "
+                "Return a stallfree.DataLoader, or leave out the callback"
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
