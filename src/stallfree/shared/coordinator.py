@@ -105,14 +105,14 @@ class Coordinator:
         self._hellos: dict[Connection, Hello] = {}  # of members and of pending members
         self._delivered = time.monotonic()
         self._idle_until = self._delivered + _FIRST_WAIT  # end then, unless a process is connected
-        self._finished = False  # the last member has left, and waits until this process has ended
+        self._last: Connection | None = None  # the last member, which waits until this process has ended
         self.server = Server(setup.folder)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Run until no member is left, the parent ends, or no worker can be started."""
-        while not self._parent.wait(0.0) and not self._finished:
+        while not self._parent.wait(0.0) and self._last is None:
             if not self.server.peers and time.monotonic() > self._idle_until:
                 return
             self._start_more()
@@ -165,7 +165,8 @@ class Coordinator:
             peer.send(pack(Kind.EXPLANATION, value=ago, body=self._explain(number).encode()))
         elif kind == Kind.LEAVE:
             if self.server.peers == {peer}:
-                self._finished = True
+                self._last = peer
+                self.server.peers.remove(peer)
             else:
                 peer.send(pack(Kind.LEFT))
                 self._drop(peer)
@@ -298,11 +299,11 @@ class Coordinator:
 
     def close(self) -> None:
         """Stop the workers, close the connections and remove the ring."""
-        if not self._finished:
-            self.server.close()  # first, so that members look for another coordinator
+        self.server.close()  # first, so that members look for another coordinator
         self._pool.close()
         self._folder.close()
-        self.server.close()
+        if self._last is not None:
+            self._last.close()
 
 
 def _next_epoch(folder: Path) -> int:
