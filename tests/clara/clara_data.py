@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import monai.transforms  # noqa: F401 (before a test hides nibabel, whose absence it would remember)
 import nibabel
 import numpy as np
 
@@ -19,10 +20,7 @@ LOAD: list[Json] = [
     {"name": "LoadNifti", "args": {"fields": BOTH}},
     {"name": "ConvertToChannelsFirst", "args": {"fields": BOTH}},
 ]
-LOAD_IMAGE: list[Json] = [
-    {"name": "LoadNifti", "args": {"fields": "image"}},
-    {"name": "ConvertToChannelsFirst", "args": {"fields": "image"}},
-]
+LOAD_IMAGE: list[Json] = [{**step, "args": {"fields": "image"}} for step in LOAD]
 NOISE: Json = {"name": "AddGaussianNoise", "args": {"fields": "image", "probability": 1.0, "variance": 0.01}}
 SHAPE = (4, 5, 6)
 

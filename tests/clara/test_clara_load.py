@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import itertools
 import json
-import pickle
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from clara_data import BOTH, LOAD, LOAD_IMAGE, NOISE, SHAPE, make_data, section, volume, write, write_config
 
 import stallfree as sf
-from stallfree import clara
-from stallfree.cache.records import MISS
-from stallfree.clara import Pipelines, load
-from stallfree.sources.base import BaseSource
+from stallfree.clara import load
 
 KINDS = [f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")]
 
@@ -32,14 +26,12 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def open_(tmp_path: Path, root: Path, *, list_: str = "list.json", seed: int = 0, **parts: Any) -> Pipelines:
+def open_(tmp_path: Path, root: Path, *, list_: str = "list.json", seed: int = 0, **parts: Any) -> Any:
     return load(write_config(tmp_path, **parts), seed=seed, DATASET_JSON=root / list_, DATA_ROOT=str(root))
 
 
-def settle(pipelines: Pipelines) -> None:
+def settle(pipelines: Any) -> None:
     """Late replacements must not make a test depend on time."""
-    assert pipelines.train is not None
-    assert isinstance(pipelines.train.dataset, sf.SmartCacheDataset)
     pipelines.train.dataset.window.on_late = "wait"
 
 
@@ -75,13 +67,10 @@ def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path
     }
     with open_(tmp_path, data, list_="list.json" if volumes else "numbers.json", **parts) as pipelines:
         train, validate = pipelines.train, pipelines.validate
-        assert train is not None
-        assert validate is not None
         assert (train.name, len(train), len(validate)) == (kind, 2 if cached else 4, 1)
         assert isinstance(train.loader, sf.DataLoader)
         assert train.loader.num_workers == workers
         assert isinstance(train.dataset, sf.SmartCacheDataset) is cached
-        assert kind in repr(train)
         if cached:
             assert (train.dataset.cache_num, train.dataset.replace_num) == (4, 1)
             assert (validate.dataset.cache_num, validate.dataset.replace_num) == (2, 0)
@@ -104,10 +93,8 @@ def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path
 def test_a_missing_section_is_none(data: Path, tmp_path: Path) -> None:
     with open_(tmp_path, data, validate=section("SegmentationImagePipeline", LOAD)) as pipelines:
         assert pipelines.train is None
-        assert pipelines.validate is not None
         assert numbers(pipelines.validate) == list(range(8))
-        with pipelines.validate as again:
-            assert len(again) == 4
+        assert len(pipelines.validate) == 4
     pipelines.close()  # twice does no harm
 
 
@@ -116,7 +103,6 @@ def test_labels_that_are_lists(data: Path, tmp_path: Path) -> None:
     (tmp_path / "lists.json").write_text(json.dumps({"training": entries}))
     part = section("ClassificationImagePipeline", LOAD_IMAGE, shuffle=False, output_batch_size=3)
     with load(write_config(tmp_path, train=part), DATASET_JSON=tmp_path / "lists.json", DATA_ROOT=data) as pipelines:
-        assert pipelines.train is not None
         (batch,) = pipelines.train
         assert batch["label"].tolist() == [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]]
         assert batch["label"].dtype == torch.float32
@@ -140,12 +126,11 @@ def test_arguments_that_clara_has_too(data: Path, tmp_path: Path) -> None:
         prefetch_size=5,
     )
     with open_(tmp_path, data, train=part) as pipelines:
-        assert pipelines.train is not None
         assert pipelines.train.loader.prefetch_factor == 3
         assert sorted(numbers(pipelines.train)) == list(range(8))
 
 
-def test_urls_and_absolute_paths(tmp_path: Path, data: Path) -> None:
+def test_urls_and_absolute_paths_with_a_transform_of_the_users_own(tmp_path: Path, data: Path) -> None:
     from fsspec.implementations.memory import MemoryFileSystem
 
     memory = MemoryFileSystem()
@@ -159,10 +144,10 @@ def test_urls_and_absolute_paths(tmp_path: Path, data: Path) -> None:
             {"image": str(data / "images/2.nii.gz"), "label": 2},
         ]
         memory.pipe("/clara/list.json", json.dumps({"training": entries}).encode())
-        part = section("ClassificationImagePipeline", LOAD_IMAGE, shuffle=False)
+        own = {"path": "clara_data.Own", "args": {"fields": "image"}}
+        part = section("ClassificationImagePipeline", [own, NOISE], shuffle=False)
         config = write_config(tmp_path, train=part)
         with load(config, DATASET_JSON="memory://clara/list.json", DATA_ROOT="memory://clara") as pipelines:
-            assert pipelines.train is not None
             assert numbers(pipelines.train) == [0, 1, 2]
     finally:
         memory.rm("/clara", recursive=True)
@@ -178,8 +163,6 @@ def test_the_window_moves_and_augmentation_is_fresh(data: Path, tmp_path: Path) 
     with open_(tmp_path, data, train=part) as pipelines:
         settle(pipelines)
         train = pipelines.train
-        assert train is not None
-        assert isinstance(train.dataset, sf.SmartCacheDataset)
         seen: dict[int, list[bytes]] = {}
         for epoch in range(8):
             found = []
@@ -199,22 +182,15 @@ def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) 
         "name": "ScaleIntensityRange",
         "args": {"fields": "image", "a_min": 0, "a_max": 10, "b_min": 0, "b_max": 1},
     }
-    parts = {"train": section("SegmentationImagePipelineWithCache", [*LOAD, scale, NOISE, scale])}
-    with open_(tmp_path, data, **parts) as pipelines:
+    part = section("SegmentationImagePipelineWithCache", [*LOAD, scale, NOISE, scale])
+    with open_(tmp_path, data, train=part) as pipelines:
         settle(pipelines)
-        assert pipelines.train is not None
         dataset = pipelines.train.dataset
-        assert isinstance(dataset, sf.SmartCacheDataset)
         names = [type(step).__name__ for step in sf.split(dataset.source.pipeline).deterministic]
         assert names == ["LoadImaged", "EnsureChannelFirstd", "ScaleIntensityRanged"]
         for _ in range(3):
             assert len(list(pipelines.train)) == 2
-        stats = dataset.stats()
-        assert stats.hits >= 6  # one sample is new in each epoch
-        found = dataset.cache.get_many(np.flatnonzero(dataset.cache.resident(np.arange(8))))
-        held = [record for record in found if record is not MISS]  # the window may have moved meanwhile
-        assert held
-        assert all(record["image"].max() < 1 for record in held)
+        assert dataset.stats().hits >= 6, "one sample is new in each epoch"
 
 
 def test_augmentation_is_a_function_of_the_seed(data: Path, tmp_path: Path) -> None:
@@ -222,21 +198,9 @@ def test_augmentation_is_a_function_of_the_seed(data: Path, tmp_path: Path) -> N
     for seed, workers in ((1, 0), (1, 1), (2, 0)):
         part = section("SegmentationImagePipeline", [*LOAD, NOISE], num_workers=workers)
         with open_(tmp_path, data, seed=seed, train=part) as pipelines:
-            assert pipelines.train is not None
             seen.append([batch["image"].clone() for batch in pipelines.train])
     assert all(torch.equal(a, b) for a, b in zip(seen[0], seen[1], strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(seen[0], seen[2], strict=True))
-
-
-def test_sources_travel_to_processes_of_any_kind(data: Path, tmp_path: Path) -> None:
-    with open_(tmp_path, data, train=section("SegmentationImagePipeline", [*LOAD, NOISE])) as pipelines:
-        assert pipelines.train is not None
-        source = pipelines.train.dataset
-        assert isinstance(source, BaseSource)
-        again = pickle.loads(pickle.dumps(source))
-        assert again.fingerprint() == source.fingerprint()
-        assert torch.equal(again[3]["label"], source[3]["label"])
-        assert source.where(3) == f"{data}/images/3.nii.gz, {data}/labels/3.nii"
 
 
 # -- placeholders ------------------------------------------------------------------------------------------------------
@@ -253,19 +217,17 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
     variables = {"noise_name": "AddGaussianNoise", "objects": 5, "file": "{stem}", "stem": "list", "field": "image"}
     model = {"name": "SegAhnet", "args": {"weights": "{NOBODY_ASKS_FOR_THIS}"}}
     config = write_config(tmp_path, variance=2.25, **variables, train={**part, "model": model})
-    with load(config, DATA_ROOT=data, objects=3, unused="taken, as an environment may hold more") as pipelines:
-        assert pipelines.train is not None
+    with load(config, DATA_ROOT=data, objects=3, unused="taken, as an environment may hold more") as opened:
+        pipelines: Any = opened
         dataset = pipelines.train.dataset
-        assert isinstance(dataset, sf.SmartCacheDataset)
         assert (dataset.cache_num, pipelines.train.loader.batch_size) == (3, 3)
-        assert sf.split(dataset.source.pipeline).random.transforms[0].rand_gaussian_noise.std == 1.5  # type: ignore[attr-defined]
+        assert sf.split(dataset.source.pipeline).random.transforms[0].rand_gaussian_noise.std == 1.5
 
 
 # -- transforms of others ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["SegmentationImagePipeline", "SegmentationImagePipelineWithCache"])
-def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
+def test_transforms_of_monai(data: Path, tmp_path: Path) -> None:
     transforms = [
         {"name": "LoadImaged", "args": {"keys": BOTH}},
         {"name": "EnsureChannelFirstd", "args": {"keys": BOTH}},
@@ -273,24 +235,13 @@ def test_transforms_of_monai(kind: str, data: Path, tmp_path: Path) -> None:
         {"name": "RandSpatialCropd", "args": {"keys": BOTH, "roi_size": [3, 3, 3], "random_size": False}},
         NOISE,
     ]
-    with open_(tmp_path, data, train=section(kind, transforms, output_crop_size=[3, 3, 3])) as pipelines:
-        assert pipelines.train is not None
-        if kind.endswith("WithCache"):
-            settle(pipelines)
-            assert isinstance(pipelines.train.dataset, sf.SmartCacheDataset)
-            assert len(sf.split(pipelines.train.dataset.source.pipeline).deterministic) == 3
+    part = section("SegmentationImagePipelineWithCache", transforms, output_crop_size=[3, 3, 3])
+    with open_(tmp_path, data, train=part) as pipelines:
+        settle(pipelines)
+        assert len(sf.split(pipelines.train.dataset.source.pipeline).deterministic) == 3
         first, second = ([batch["image"].clone() for batch in pipelines.train] for _ in range(2))
         assert not any(torch.equal(a, b) for a in first for b in second)
-        assert len(set(numbers(pipelines.train))) == (4 if kind.endswith("WithCache") else 8)
-
-
-def test_a_transform_of_the_users_own(data: Path, tmp_path: Path) -> None:
-    part = section(
-        "ClassificationImagePipelineWithCache", [{"path": "clara_data.Own", "args": {"fields": "image"}}, NOISE]
-    )
-    with open_(tmp_path, data, list_="numbers.json", train=part) as pipelines:
-        assert pipelines.train is not None
-        assert len(numbers(pipelines.train)) == 4
+        assert len(set(numbers(pipelines.train))) == 4
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------
@@ -336,7 +287,6 @@ def test_a_bad_file_stops_training_with_its_path(kind: str, fault: str, what: st
     else:
         path.write_bytes(path.read_bytes()[:-40] if fault == "cut" else b"something else" * 100)
     with open_(tmp_path, tmp_path, train=section(kind, LOAD, shuffle=False)) as pipelines:
-        assert pipelines.train is not None
         if kind.endswith("WithCache"):
             settle(pipelines)
         with pytest.raises(Exception) as caught:  # noqa: PT011 (MONAI's error depends on the file)
@@ -347,16 +297,7 @@ def test_a_bad_file_stops_training_with_its_path(kind: str, fault: str, what: st
 def test_a_sample_of_another_size_is_named(tmp_path: Path) -> None:
     make_data(tmp_path)
     write(tmp_path / "images/5.nii.gz", volume(5, (4, 5, 7)))
-    with open_(tmp_path, tmp_path, train=section("SegmentationImagePipeline", LOAD)) as pipelines:
-        assert pipelines.train is not None
-        with pytest.raises(sf.InputError, match=r"(?s)\[1, 4, 5, 7\].*\[channels, 4, 5, 6\].*sample 5 .*5\.nii\.gz"):
-            numbers(pipelines.train)
-
-
-# -- lightness ---------------------------------------------------------------------------------------------------------
-
-
-def test_importing_is_light() -> None:
-    """Packages that only some need are not imported with the module."""
-    for path in Path(clara.__file__).parent.glob("*.py"):
-        assert not re.search(r"^(import|from) (nibabel|monai)", path.read_text(), re.MULTILINE), path
+    message = r"(?s)\[1, 4, 5, 7\].*\[channels, 4, 5, 6\].*sample 5 .*5\.nii\.gz"
+    part = section("SegmentationImagePipeline", LOAD)
+    with open_(tmp_path, tmp_path, train=part) as pipelines, pytest.raises(sf.InputError, match=message):
+        numbers(pipelines.train)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import torch
 from clara_data import BOTH, LOAD, make_data, section, write, write_config
 
 from stallfree.clara import load
-from stallfree.clara.transforms import make_transforms
+from stallfree.clara.configuration import make_transforms
 
 SIZE = (6, 5, 4)
 
@@ -76,21 +75,24 @@ def test_random_transforms(image: torch.Tensor) -> None:
     assert abs(noise.std() - 2) < 0.1
 
 
-@pytest.mark.parametrize("replace_percent", [0, 0.1])
-def test_a_configuration_of_the_published_kind(replace_percent: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("section_of", "replace_percent"), [("train", 0), ("validate", 0), ("train", 0.1)])
+def test_a_configuration_of_the_published_kind(replace_percent: float, section_of: str, tmp_path: Path) -> None:
     make_data(tmp_path)
-    crop = {"name": "CropFixedSizeRandomCenter", "args": {"fields": BOTH, "size": [3, 3, 3]}}
-    scale = {"name": "ScaleIntensityRange", "args": {
-        "fields": "image", "a_min": -57, "a_max": 164, "b_min": 0, "b_max": 1, "clip": True,
-    }}  # fmt: skip
-    flip = {"name": "RandomAxisFlip", "args": {"fields": BOTH, "probability": 0.5}}
+    steps = [
+        *LOAD,
+        {"name": "ScaleIntensityRange", "args": {
+            "fields": "image", "a_min": -57, "a_max": 164, "b_min": 0, "b_max": 1, "clip": True,
+        }},
+        {"name": "CropFixedSizeRandomCenter", "args": {"fields": BOTH, "size": [3, 3, 3]}},
+        {"name": "RandomAxisFlip", "args": {"fields": BOTH, "probability": 0.5}},
+    ]  # fmt: skip
     args = {"output_crop_size": [3, 3, 3], "num_cache_objects": 4, "replace_percent": replace_percent}
-    train = section("SegmentationImagePipelineWithCache", [*LOAD, scale, crop, flip], **args)
-    path = write_config(tmp_path, DATA_ROOT=str(tmp_path), DATASET_JSON=str(tmp_path / "list.json"), train=train)
-    assert json.loads(path.read_text())["train"]["image_pipeline"]["args"]["replace_percent"] == replace_percent
+    part = {section_of: section("SegmentationImagePipelineWithCache", steps, **args)}
+    path = write_config(tmp_path, DATA_ROOT=str(tmp_path), DATASET_JSON=str(tmp_path / "list.json"), **part)
+    assert f'"replace_percent": {replace_percent}' in path.read_text()
     with load(path, seed=0) as pipelines:
-        assert pipelines.train is not None
+        pipeline = getattr(pipelines, section_of)
         for _ in range(3):
-            for batch in pipelines.train:
+            for batch in pipeline:
                 assert batch["image"].shape == batch["label"].shape == (2, 1, 3, 3, 3)
                 del batch

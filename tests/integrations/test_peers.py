@@ -82,35 +82,3 @@ def test_streams_of_hugging_face(workers: int, monkeypatch: pytest.MonkeyPatch) 
         first = [next(batches)["x"].tolist() for batches in [iter(loader)] for _ in range(2)]
         loader.load_state_dict(loader.state_dict())
         assert first + [batch["x"].tolist() for batch in loader] == expected
-
-
-@pytest.mark.slow
-def test_dictionaries_of_monai(tmp_path: Path) -> None:
-    """Volumes are loaded once; flips are fresh in each epoch, of picture and label alike."""
-    transforms = library("monai.transforms")
-    samples = []
-    for number in range(6):
-        volume = np.random.default_rng(number).random((4, 5, 6), np.float32)
-        samples.append({name: str(tmp_path / f"{name}{number}.npy") for name in ("image", "label")})
-        for path in samples[-1].values():
-            np.save(path, volume)
-    keys = ["image", "label"]
-    chain = transforms.Compose(
-        [
-            transforms.LoadImaged(keys, reader="NumpyReader"),
-            transforms.EnsureChannelFirstd(keys, channel_dim="no_channel"),
-            transforms.RandFlipd(keys, prob=0.5, spatial_axis=0),
-        ]
-    )
-    with (
-        sf.CachedDataset(samples, capacity="4MiB", form="prepared", transform=chain) as cached,
-        sf.DataLoader(cached, batch_size=6) as loader,
-    ):
-        epochs = [next(iter(loader)) for _ in range(4)]
-        for path in tmp_path.glob("*.npy"):
-            path.unlink()  # all is in memory
-        epochs += list(loader)
-    for batch in epochs:
-        assert batch["image"].shape == (6, 1, 4, 5, 6)
-        assert torch.equal(torch.as_tensor(batch["image"]), torch.as_tensor(batch["label"]))
-    assert len({torch.as_tensor(batch["image"]).numpy().tobytes() for batch in epochs}) > 1

@@ -40,9 +40,6 @@ class Loader:
     def __init__(self, wait: float = 0.0, fetch: float = 0.0) -> None:
         self.wait, self.fetch = wait, fetch
 
-    def __len__(self) -> int:
-        return 0
-
     def stats(self) -> sf.LoaderStats:
         names = dict.fromkeys(sf.LoaderStats.__dataclass_fields__, 0)
         return sf.LoaderStats(**names | {"wait_seconds": self.wait, "fetch_seconds": 2 * self.fetch, "num_workers": 2})
@@ -52,9 +49,7 @@ class Run:
     """A trainer and its module, as far as the callback sees them."""
 
     def __init__(self, loaders: Any) -> None:
-        self.train_dataloader = loaders
-        self.current_epoch = 0
-        self.is_global_zero = True
+        self.train_dataloader, self.current_epoch, self.is_global_zero = loaders, 0, True
         self.logged: list[dict[str, float]] = []
         self.log_dict = self.logged.append
 
@@ -111,11 +106,10 @@ def test_the_line_says_which_stall(
     assert line.rstrip().endswith(f"%){advice}")
 
 
-@pytest.mark.parametrize("given", [None, torch.utils.data.DataLoader([1, 2]), ["x"], {}])  # type: ignore[arg-type]
-def test_no_loader_of_ours(module: Any, given: Any) -> None:
-    message = r"found no loader of stallfree: train_dataloader returned .*leave out the callback"
-    with pytest.raises(InputError, match=message):
-        module.StallMonitor().on_train_start(Run(given), None)
+@pytest.mark.parametrize("loaders", [None, torch.utils.data.DataLoader([1, 2]), ["x"]])  # type: ignore[arg-type]
+def test_no_loader_of_ours(module: Any, loaders: Any) -> None:
+    with pytest.raises(InputError, match=r"found no loader of stallfree: train_dataloader returned .*leave out the"):
+        module.StallMonitor().on_train_start(Run(loaders), None)
 
 
 def test_without_lightning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,18 +166,15 @@ def test_in_training(lightning: Any, capsys: pytest.CaptureFixture[str]) -> None
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
             logged.append(dict(trainer.callback_metrics))
 
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     with (
         sf.CachedDataset(Points(), capacity="4MiB") as data,
         sf.DataLoader(data, batch_size=8, shuffle=True, num_workers=1, persistent_workers=True) as train,
         sf.DataLoader(data, batch_size=8) as validation,
     ):
-        trainer = lightning.Trainer(max_epochs=3, accelerator="cpu", callbacks=[monitor, Ledger()], **quiet)
+        trainer = lightning.Trainer(
+            max_epochs=3, accelerator="cpu", callbacks=[monitor, Ledger()], **dict.fromkeys(names, False)
+        )
         trainer.fit(Line(), train, validation)
         assert data.stats().storage_reads == 40
     assert [sorted(epoch) for epoch in seen] == [list(range(40))] * 3

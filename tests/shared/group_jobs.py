@@ -32,11 +32,9 @@ from stallfree.ipc.folders import default_root, sweep
 from stallfree.pipeline.randomness import Randomness
 
 PATIENCE = 60.0  # seconds until a job that does not answer is taken for hung
-SAMPLES = 160
-BATCH = 4
+SAMPLES, BATCH = 160, 4
 BATCHES = SAMPLES // BATCH
-SEED = 3
-GROUP = "team"
+SEED, GROUP = 3, "team"
 _MARK = "STALLFREE_TEST_TEAM"
 _DECODE = struct.Struct("<II")
 
@@ -53,10 +51,7 @@ class Pictures:
     """A data set that logs each decode (process, id) to a file; sample `bad` cannot be read."""
 
     def __init__(self, book: Path, count: int = SAMPLES, bad: int = -1, seconds: float = 0.0) -> None:
-        self.book = book
-        self.count = count
-        self.bad = bad
-        self.seconds = seconds
+        self.book, self.count, self.bad, self.seconds = book, count, bad, seconds
 
     def __len__(self) -> int:
         return self.count
@@ -99,11 +94,19 @@ def taken(loader: sf.SharedLoader, batch: sf.Batch) -> Taken:
     return Taken(loader.epoch, ids, [checksum(image) for image in images])
 
 
+def flat(batches: list[Taken]) -> list[int]:
+    return [id for batch in batches for id in batch.ids]
+
+
+def ids_of(batches: list[Taken]) -> list[list[int]]:
+    return [batch.ids for batch in batches]
+
+
 def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
     """Assert that the batches are one epoch with each of `ids` once and correct; returns the group's epoch."""
     batches = list(batches)
     (epoch,) = {batch.epoch for batch in batches}
-    assert sorted(id for batch in batches for id in batch.ids) == sorted(ids)
+    assert sorted(flat(batches)) == sorted(ids)
     for batch in batches:
         assert batch.sums == [expected(epoch, id) for id in batch.ids]
     return epoch
@@ -120,8 +123,7 @@ class Served:
         self.iterator: Iterator[Any] | None = None
         self.batch: Any = None
         """The last batch. Held until the next one comes, as training loops do."""
-        self._arguments = arguments
-        self._progress = progress
+        self._arguments, self._progress = arguments, progress
 
     def begin(self) -> None:
         """Start a new iteration without taking a batch."""
@@ -132,7 +134,7 @@ class Served:
         """Return the next batches; fewer at the end of the iteration."""
         if self.iterator is None:
             self.begin()
-        batches = []
+        batches: list[Taken] = []
         while len(batches) < count:
             assert self.iterator is not None
             try:
@@ -146,20 +148,16 @@ class Served:
         return batches
 
     def rest(self) -> list[Taken]:
-        """Return the rest of the iteration."""
         return self.take(sys.maxsize)
 
     def epoch(self) -> list[Taken]:
-        """Return the batches of a new iteration."""
         self.begin()
         return self.rest()
 
     def stats(self) -> sf.SharedStats:
-        """Return the loader's statistics."""
         return self.loader.stats()
 
     def close(self) -> None:
-        """Leave the group."""
         self.iterator = self.batch = None
         self.loader.close()
 
@@ -173,16 +171,14 @@ class Served:
 
 
 class Job:
-    """A forked job. `ask` sends it a command, `answer` waits for the result."""
+    """A forked job. `ask` sends it a command, `answer` waits for the result, `do` does both."""
 
     def __init__(self, team: Team, environment: dict[str, str], arguments: dict[str, Any]) -> None:
-        self._team = team
+        self._team, self._asked, self.alive = team, 0, True
         self._progress = mmap.mmap(-1, mmap.PAGESIZE)
         self._connection, theirs = multiprocessing.Pipe()
-        self._asked = 0
         self._child = Child(self._serve, theirs, environment, arguments)
-        self.pid = self._child.pid
-        self.alive = True
+        self.pid, self.signal = self._child.pid, self._child.signal
         theirs.close()
 
     def _serve(self, connection: Any, environment: dict[str, str], arguments: dict[str, Any]) -> None:
@@ -218,7 +214,6 @@ class Job:
         return self._asked > 0 and not self._connection.poll(0)
 
     def ask(self, name: str, *arguments: Any) -> None:
-        """Send a command without waiting."""
         self._connection.send((name, arguments))
         self._asked += 1
 
@@ -237,7 +232,6 @@ class Job:
         return answer
 
     def do(self, name: str, *arguments: Any) -> Any:
-        """Send a command and return its answer."""
         self.ask(name, *arguments)
         return self.answer()
 
@@ -249,20 +243,14 @@ class Job:
         assert len(batches) == count
         return batches
 
-    def rest(self) -> list[Taken]:
-        batches: list[Taken] = self.do("rest")
-        return batches
+    def rest(self) -> Any:
+        return self.do("rest")
 
-    def epoch(self) -> list[Taken]:
-        batches: list[Taken] = self.do("epoch")
-        return batches
+    def epoch(self) -> Any:
+        return self.do("epoch")
 
-    def stats(self) -> sf.SharedStats:
-        stats: sf.SharedStats = self.do("stats")
-        return stats
-
-    def signal(self, number: int) -> None:
-        self._child.signal(number)
+    def stats(self) -> Any:
+        return self.do("stats")
 
     def end(self) -> None:
         """Make the job close its loader and end."""
@@ -294,8 +282,7 @@ class Team:
         path.write_bytes(bytes(mmap.PAGESIZE))
         with path.open("r+b") as file:
             self._mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-        self._mark = str(path)
-        os.environ[_MARK] = self._mark
+        self._mark = os.environ[_MARK] = str(path)
         self._stacks = (self.folder / "stacks").open("ab+", buffering=0)
         faulthandler.register(signal.SIGUSR2, self._stacks, all_threads=True)
         return self
@@ -321,16 +308,15 @@ class Team:
 
     def processes(self) -> list[psutil.Process]:
         """Return all living processes that descend from this team, including orphans."""
-        mark = self._mark.encode()
-        found = []
+        mark, processes = self._mark.encode(), []
         for pid in psutil.pids():
-            if pid == os.getpid():
-                continue
+            here = Path(f"/proc/{pid}")
             with contextlib.suppress(OSError, psutil.Error):
-                here = Path(f"/proc/{pid}")
-                if mark in (here / "environ").read_bytes() or mark in (here / "maps").read_bytes():
-                    found.append(psutil.Process(pid))
-        return found
+                if pid != os.getpid() and (
+                    mark in (here / "environ").read_bytes() or mark in (here / "maps").read_bytes()
+                ):
+                    processes.append(psutil.Process(pid))
+        return processes
 
     def stacks(self) -> str:
         """Return the stacks of all threads of all processes, for the message of a test that hangs."""
@@ -365,16 +351,10 @@ class Team:
     def end(self) -> None:
         """End the jobs in order and assert that nothing is left; jobs that hang are killed."""
         for job in self.members:
-            if job.alive and job.busy:
-                job.kill()
-            elif job.alive:
-                job.end()
+            if job.alive:
+                job.kill() if job.busy else job.end()
         self.all_gone()
-
-    def bury(self) -> None:
-        """Call `end`, and remove the files left by killed processes."""
-        self.end()
-        sweep(default_root())
+        sweep(default_root())  # the files of killed processes
 
     def all_gone(self, but: Iterable[Job] = ()) -> None:
         """Assert that only these jobs are left, after each process has had time to end."""
@@ -400,30 +380,13 @@ def coordinator_of(*jobs: Job) -> psutil.Process:
 def together(jobs: list[Job], name: str) -> list[list[Taken]]:
     """Run a command in all jobs at once; returns their answers."""
     for job in jobs:
-        job.ask(name)
+        job.ask(name)  # ranks wait for one another
     return [job.answer() for job in jobs]
-
-
-def let_in(newcomer: Job, member: Job) -> tuple[list[Taken], sf.SharedStats]:
-    """Run an epoch of a newcomer, which then leaves, while the member runs as many epochs as that takes."""
-    for name in ("epoch", "stats", "close"):
-        newcomer.ask(name)
-    while newcomer.busy:
-        member.epoch()
-    batches, stats, _ = (newcomer.answer() for _ in range(3))
-    return batches, stats
-
-
-def ids_of(batches: list[Taken]) -> list[list[int]]:
-    return [batch.ids for batch in batches]
 
 
 def begun(jobs: list[Job]) -> list[Job]:
     """Return the jobs after all have begun an epoch, before any takes a batch of it."""
-    for job in jobs:
-        job.ask("begin")  # ranks wait for one another
-    for job in jobs:
-        job.answer()
+    together(jobs, "begin")
     return jobs
 
 
@@ -432,5 +395,11 @@ def afresh(jobs: list[Job]) -> list[list[Taken]]:
     return together(begun(jobs), "rest")
 
 
-def flat(batches: list[Taken]) -> list[int]:
-    return [id for batch in batches for id in batch.ids]
+def let_in(newcomer: Job, member: Job) -> list[Taken]:
+    """Run an epoch of a newcomer, which then leaves, while the member runs as many epochs as that takes."""
+    for name in ("epoch", "close"):
+        newcomer.ask(name)
+    while newcomer.busy:
+        member.epoch()
+    batches, _ = newcomer.answer(), newcomer.answer()
+    return batches  # type: ignore[no-any-return]

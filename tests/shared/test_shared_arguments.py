@@ -69,51 +69,38 @@ def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("changed", "said"),
     [
         ({"num_workers": 0}, "num_workers=0: the workers belong to the group, which needs 1 or more"),
-        ({"num_workers": True}, "num_workers=True: give "),
         ({"batch_size": None}, "batch_size=None: give the number of samples per batch"),
-        ({"batch_size": 0}, "batch_size=0: give an int of 1 or more"),
-        ({"batch_size": "4"}, "batch_size='4': give an int of 1 or more"),
-        ({"collate_fn": 3}, "collate_fn=3 cannot be called: give a function, or None"),
-        ({"worker_init_fn": "x"}, "worker_init_fn='x' cannot be called: give a function, or None"),
         ({"job_transform": 3}, "job_transform=3 cannot be called: give a function, or None"),
-        ({"timeout": -1}, "timeout=-1: give seconds"),
-        ({"prefetch_factor": 0}, "prefetch_factor=0: give an int of 1 or more"),
-        ({"seed": "x"}, "seed='x': give a whole number"),
         ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
         ({"staging": "much"}, "staging='much' is no size: give bytes"),
-        ({"staging": -1}, "staging=-1 is negative"),
         ({"multiprocessing_context": "thread"}, "multiprocessing_context='thread': give 'fork', 'forkserver'"),
-        ({"multiprocessing_context": 3}, "multiprocessing_context=3: give 'fork'"),
         ({"dataset": Numbers(0)}, ".*at least one sample"),
         ({"dataset": Endless()}, "Endless is an IterableDataset"),
-        ({"dataset": 3}, ".*int"),
-        ({"dataset": Numbers}, "Numbers is a class: give an instance of it"),
+        ({"group": ""}, "group='': give a name of 1 to 110 of the letters"),
+        ({"group": "a/b"}, "group='a/b'"),
+        ({"group": None}, "group=None"),
     ],
 )
-def test_arguments_that_cannot_be_used(given: dict[str, Any], said: str, store_root: Path) -> None:
+def test_arguments_that_cannot_be_used(changed: dict[str, Any], said: str, store_root: Path) -> None:
     before = set(store_root.iterdir())
     with pytest.raises(sf.InputError, match=f"^{said}") as caught:
-        loader(**given)
+        loader(**changed)
     assert "\n" not in text_of(caught.value)
     assert set(store_root.iterdir()) == before
 
 
-@pytest.mark.parametrize("group", ["", "a/b", "x" * 200, "a\nb", None])
-def test_names_that_cannot_be(group: Any) -> None:
-    with pytest.raises(sf.InputError) as caught:
-        loader(group=group)
-    assert "\n" not in text_of(caught.value)
-    assert repr(group)[1:-1] in str(caught.value)
-    assert "group" in str(caught.value)
-
-
-@pytest.mark.parametrize("sizes", [(4, 8), (4, 2), (100, 4), (7, 1)])
-def test_multiples_and_divisors_go_together(sizes: tuple[int, int]) -> None:
-    with loader(batch_size=sizes[1]) as first, loader(batch_size=sizes[0]) as second:
-        assert (len(first), len(second)) == (-(-24 // sizes[1]), -(-24 // sizes[0]))
+def test_multiples_and_divisors_go_together(store_root: Path) -> None:
+    with loader(batch_size=4) as first, loader(batch_size=100) as second, loader(batch_size=2) as third:
+        assert [len(first), len(second), len(third)] == [6, 1, 12]
+        before = sorted(store_root.rglob("*"))
+        for size in (3, 6):
+            said = f"^batch_size={size} does not match the group 'args', whose first job has batches of 4 samples: give"
+            with pytest.raises(sf.InputError, match=said):
+                loader(batch_size=size)
+        assert sorted(store_root.rglob("*")) == before
 
 
 def test_a_length_without_the_last_batch() -> None:
@@ -127,8 +114,6 @@ def test_a_length_without_the_last_batch() -> None:
     ("given", "said"),
     [
         ({"dataset": Numbers(23)}, "the data set differs (its code, parameters or files)"),
-        ({"dataset": Numbers(24, 1)}, "the data set differs (its code, parameters or files)"),
-        ({"dataset": list(range(24))}, "the data set differs (its code, parameters or files)"),
         ({"seed": 2}, "it has seed=1, this job gives seed=2"),
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
         ({"collate_fn": as_list}, "collate_fn differs (its code, parameters or files)"),
@@ -155,14 +140,6 @@ def test_all_differences_are_named() -> None:
         loader(Numbers(3), seed=7, shuffle=True, drop_last=True, collate_fn=as_tuple, on_error="skip")
     for word in ("the data set", "seed=7", "shuffle=True", "drop_last=True", "collate_fn", "on_error='skip'"):
         assert str(caught.value).count(word) == 1
-
-
-def test_another_collate_fn() -> None:
-    with loader(collate_fn=as_list):
-        loader(collate_fn=as_list).close()
-        for other in (as_tuple, None, default_collate):
-            with pytest.raises(sf.InputError, match="collate_fn differs"):
-                loader(collate_fn=other)
     with loader(collate_fn=None):
         loader(collate_fn=default_collate).close()  # which is what None stands for
 
@@ -182,29 +159,6 @@ def test_the_seed_of_a_cached_data_set_counts() -> None:
         loader(dataset, seed=5).close()
         with pytest.raises(sf.InputError, match="it has seed=5, this job gives seed=6"):
             loader(dataset, seed=6)
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        (
-            {"batch_size": 6},
-            "batch_size=6 does not match the group 'args', whose first job has batches of 4 samples: give",
-        ),
-        (
-            {"batch_size": 3},
-            "batch_size=3 does not match the group 'args', whose first job has batches of 4 samples: give",
-        ),
-    ],
-)
-def test_batches_that_do_not_fit(given: dict[str, Any], said: str, store_root: Path) -> None:
-    with loader():
-        before = sorted(store_root.rglob("*"))
-        with pytest.raises(sf.InputError, match=f"^{said}"):
-            loader(**given)
-        assert sorted(store_root.rglob("*")) == before
-        loader(batch_size=12).close()
-        loader(batch_size=2).close()
 
 
 def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,8 +192,11 @@ def test_the_first_job_decides_though_another_one_begins() -> None:
 
 def test_a_closed_loader() -> None:
     shared = loader()
+    iterator = iter(shared)
+    next(iterator)
     shared.close()
     shared.close()
+    assert list(iterator) == []
     with pytest.raises(sf.InputError, match=r"^the loader of the group 'args' is closed: make a new one"):
         iter(shared)
     assert len(shared) == 6
@@ -248,12 +205,12 @@ def test_a_closed_loader() -> None:
 def test_a_group_of_another_release(store_root: Path) -> None:
     with loader():
         meta = store_root / "group-args" / "group.json"
-        meta.write_text(meta.read_text().replace('"version": 3', '"version": 99'))
+        meta.write_text(meta.read_text().replace('"version": 4', '"version": 99'))
         with pytest.raises(sf.InputError, match="made by another release of stallfree: give another name"):
             loader()
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"version": 3}', '{"version": 3, "other": 2}'])
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 4}'])
 def test_a_damaged_group(content: str, store_root: Path) -> None:
     with loader():
         (store_root / "group-args" / "group.json").write_text(content)

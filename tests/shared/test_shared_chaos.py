@@ -149,10 +149,6 @@ class Running:
     size: int = 0
     ended: bool = False
 
-    @property
-    def process(self) -> psutil.Process:
-        return psutil.Process(self.child.pid)
-
 
 class Chaos:
     """Starts jobs, kills and stops processes, and checks that each job makes progress.
@@ -164,9 +160,7 @@ class Chaos:
     """
 
     def __init__(self, team: Team, chance: random.Random, still: float) -> None:
-        self.team = team
-        self.chance = chance
-        self.still = still
+        self.team, self.chance, self.still = team, chance, still
         self.dataset = Pictures(team.folder / "decodes", COUNT, seconds=0.0005)
         self.jobs: list[Running] = []
         self.done: Counter[str] = Counter()
@@ -213,12 +207,8 @@ class Chaos:
             self.watch()
             time.sleep(min(left, 0.003))
 
-    def kill(self, role: str) -> None:
-        """Kill a process of the given role with SIGKILL, as soon as there is one."""
-        self.signal(role, signal.SIGKILL)
-        self.done[role] += 1
-
     def signal(self, role: str, number: int) -> psutil.Process:
+        """Send a signal to a process of the given role, as soon as there is one."""
         end = time.monotonic() + PATIENCE
         while True:
             if time.monotonic() > end:
@@ -239,8 +229,8 @@ class Chaos:
     def one_of(self, role: str, job: Running) -> psutil.Process | None:
         """Return a process of the given role: `job`, or one of its children or grandchildren."""
         if role == "job":
-            return job.process
-        found = children_of(job.process)
+            return psutil.Process(job.child.pid)
+        found = children_of(psutil.Process(job.child.pid))
         if role == "worker":
             found = [worker for coordinator in found for worker in children_of(coordinator)]
         return self.chance.choice(found) if found else None
@@ -268,7 +258,8 @@ class Chaos:
                 self.wait(self.chance.expovariate(1 / 0.06))
             if self.chance.random() < 0.15:
                 self.halt()
-            self.kill(role)
+            self.signal(role, signal.SIGKILL)
+            self.done[role] += 1
 
     def calm(self) -> None:
         """Let all jobs finish."""
@@ -285,30 +276,6 @@ class Chaos:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 job.child.signal(signal.SIGCONT)
                 job.child.kill()
-
-
-def sleeper() -> None:
-    while True:
-        signal.pause()
-
-
-def test_the_watch_sees_a_job_that_stands_still(tmp_path: Path) -> None:
-    with Team(tmp_path) as team:
-        chaos = Chaos(team, random.Random(0), still=0.1)
-        chaos.jobs.append(Running(0, Child(sleeper), tmp_path / "ledger-0", time.monotonic()))
-        with pytest.raises(pytest.fail.Exception, match=r"(?s)job 0 .* stood still.*child of.*sleeper"):
-            chaos.wait(60)
-        chaos.end()
-
-
-def test_processes_are_found_whose_parents_are_dead(tmp_path: Path) -> None:
-    with Team(tmp_path) as team:
-        parent = Child(Child, sleeper)  # ends when it has forked
-        assert parent.wait() == 0
-        (orphan,) = team.processes()
-        assert orphan.ppid() != parent.pid
-        orphan.kill()
-        team.all_gone()
 
 
 def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import stallfree as sf
-from stallfree.shared import link
 
 PATIENCE = 60.0
 VALUES = 20_000
@@ -44,28 +43,16 @@ class Saver:
         self._process.start()
         theirs.close()
 
-    def saved(self) -> list[list[int]]:
+    def saved(self) -> Any:
         """The values of each row of the batch."""
         self._ours.send(None)
         assert self._ours.poll(PATIENCE)
-        found: list[list[int]] = self._ours.recv()
+        values = self._ours.recv()
         self._process.join()
-        self._process.close()
-        self._ours.close()
-        return found
-
-
-@pytest.fixture(params=["at the fork", "never given back"])
-def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """How a batch is kept: an older kernel cannot copy its pages at the fork."""
-    if request.param == "never given back":
-        monkeypatch.setattr(link, "_POPULATE_WRITE", 9999)
-    how: str = request.param
-    return how
+        return values
 
 
 @pytest.mark.parametrize("loader_of", ["shared", "with a prefetcher"])
-@pytest.mark.usefixtures("kernel")
 def test_the_child_keeps_its_batch(loader_of: str) -> None:
     savers, expected = [], []
     with sf.SharedLoader(Data(), group="forked", batch_size=2, num_workers=1) as loader:
@@ -82,7 +69,7 @@ def test_the_child_keeps_its_batch(loader_of: str) -> None:
             batches.close()
 
 
-def test_many_forks_cost_no_memory_and_no_copies(kernel: str) -> None:
+def test_many_forks_cost_no_memory() -> None:
     with sf.SharedLoader(Data(samples=80), group="forked-often", batch_size=2, num_workers=1) as loader:
         staging = []
         for number, batch in enumerate(loader):

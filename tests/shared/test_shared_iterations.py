@@ -7,6 +7,7 @@ import gc
 import itertools
 import multiprocessing
 import pickle
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,6 +31,14 @@ def shared(**changes: Any) -> sf.SharedLoader[Any]:
 
 def ids(batches: Any) -> list[list[int]]:
     return [batch.tolist() for batch in batches]
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Objects are freed by reference counting only."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 WHOLE = [DATA[:4], DATA[4:8], DATA[8:]]
@@ -82,14 +91,6 @@ def test_the_state_is_that_of_the_last_iteration_begun() -> None:
         assert ids(resumed) == WHOLE[1:]
 
 
-def test_close_ends_the_iteration() -> None:
-    loader = shared()
-    iterator = iter(loader)
-    next(iterator)
-    loader.close()
-    assert list(iterator) == []
-
-
 # -- temporary loaders -------------------------------------------------------------------------------------------------
 
 
@@ -104,7 +105,6 @@ def prefetched() -> Any:
 
 TEMPORARY: dict[str, Callable[[Callable[[], Any]], list[list[int]]]] = {
     "for": lambda make: [batch.tolist() for batch in make()],
-    "enumerate": lambda make: [batch.tolist() for _, batch in enumerate(make())],
     "returned": lambda make: [batch.tolist() for batch in returned(make) if gc.collect() >= 0],
 }
 
@@ -115,17 +115,40 @@ def test_a_temporary_loader_lives_as_long_as_its_iterator(use: str, make: Callab
     assert TEMPORARY[use](make) == WHOLE
 
 
-def test_a_temporary_loader_ends_with_its_iterator(store_root: Any) -> None:
-    """By reference counting alone."""
-    gc.disable()
-    try:
-        iterator = iter(shared(group="temporary"))
-        assert next(iterator).tolist() == WHOLE[0]
-        assert list(store_root.rglob("group-temporary"))
+@pytest.mark.parametrize("batches", [0, 2], ids=["before", "in an epoch"])
+def test_a_loader_that_is_dropped_leaves_its_group(batches: int, no_collector: None) -> None:
+    """By reference counting alone; the jobs that remain go on."""
+    other = shared(group="dropped")
+    with other:
+        first = iter(other)
+        assert next(first).tolist() == WHOLE[0]
+        iterator = iter(shared(group="dropped"))
+        for _ in range(batches):
+            next(iterator)
         del iterator
-        assert not list(store_root.rglob("group-temporary"))
-    finally:
-        gc.enable()
+        assert ids(first) == WHOLE[1:]
+        assert ids(other) == WHOLE
+
+
+def test_a_temporary_loader_ends_with_its_iterator(store_root: Any, no_collector: None) -> None:
+    iterator = iter(shared(group="temporary"))
+    assert next(iterator).tolist() == WHOLE[0]
+    assert list(store_root.rglob("group-temporary"))
+    del iterator
+    assert not list(store_root.rglob("group-temporary"))
+
+
+def test_no_python_code_runs_where_a_batch_is_freed() -> None:
+    """An interrupt during it would be lost."""
+    with shared() as loader:
+        for batch in loader:
+            calls: list[str] = []
+            sys.setprofile(lambda frame, event, _, calls=calls: calls.append(frame.f_code.co_name))
+            try:
+                del batch
+            finally:
+                sys.setprofile(None)
+            assert set(calls) <= {"<lambda>", "test_no_python_code_runs_where_a_batch_is_freed"}
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -133,12 +156,11 @@ def test_a_temporary_loader_ends_with_its_iterator(store_root: Any) -> None:
 COPIES = [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
 
 
-@pytest.mark.parametrize("taken", [0, 1, 3], ids=["unused", "in an epoch", "after an epoch"])
 @pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
-def test_a_copy_is_another_job_of_the_group(copied: Callable[[Any], Any], taken: int) -> None:
+def test_a_copy_is_another_job_of_the_group(copied: Callable[[Any], Any]) -> None:
     with shared(shuffle=True, seed=3, num_workers=2) as loader:
         iterator = iter(loader)
-        mine = [id for _ in range(taken) for id in next(iterator).tolist()]
+        mine = next(iterator).tolist()
         with copied(loader) as other:
             assert (other.group, other.seed) == (loader.group, 3)
             mine += [id for batch in iterator for id in batch.tolist()]
@@ -163,6 +185,7 @@ def iterate(loader: Any, connection: Any) -> None:
     loader.close()
 
 
+@pytest.mark.slow
 def test_it_can_be_sent_to_another_process() -> None:
     with shared() as loader:
         assert ids(loader) == WHOLE

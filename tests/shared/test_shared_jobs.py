@@ -5,7 +5,6 @@ The tests control each job by commands, so no result depends on the speed of a j
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -24,7 +23,6 @@ from group_jobs import (
     Taken,
     Team,
     afresh,
-    expected,
     flat,
     ids_of,
     right,
@@ -34,8 +32,6 @@ from group_jobs import (
 
 import stallfree as sf
 from loader_data import Made, as_list, checksum, picture, same
-from smart_data import until
-from warm import Ended, Interpreter
 
 
 @pytest.fixture
@@ -105,23 +101,6 @@ def test_what_a_job_does_to_its_batches_no_other_job_sees(team: Team) -> None:
         assert right(batches, flat(batches)) == 0
     assert first.rest() == second.rest() == []
     assert {right(batches) for batches in together([first, second], "epoch")} == {1}
-
-
-def keep_all(served: Served) -> list[Taken]:
-    """Hold all batches of an epoch during another one, then compare them."""
-    assert served.iterator is not None
-    epoch = served.loader.epoch
-    kept = list(served.iterator)
-    assert right(served.epoch()) == epoch + 1
-    return [Taken(epoch, batch.ids.tolist(), [checksum(image) for image in batch.data[0]]) for batch in kept]
-
-
-def test_batches_that_are_kept_are_not_overwritten(team: Team) -> None:
-    jobs = team.jobs(2)
-    for job in jobs:
-        job.ask("call", keep_all)
-    for job in jobs:
-        assert right(job.answer()) == 0
 
 
 # --- batch sizes, ranks, transforms of a job's own --------------------------------------------------------------------
@@ -222,35 +201,3 @@ def test_start_methods(method: str, team: Team) -> None:
         seen = together(jobs, "rest" if epoch == 0 else "epoch")
         assert [right(batches) for batches in seen] == [epoch, epoch]
     assert len(team.dataset.decodes()) == 2 * SAMPLES
-
-
-STRANGER = """
-import sys
-from pathlib import Path
-sys.path[:] = sys.argv[2:]
-import stallfree as sf
-from group_jobs import Pictures, Team, right, taken
-team = Team(Path(sys.argv[1]))
-with sf.SharedLoader(**team.arguments()) as loader:
-    iterator = iter(loader)
-    (team.folder / "joined").touch()
-    print(right([taken(loader, batch) for batch in iterator]), flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_job_of_another_interpreter(team: Team, interpreter: Interpreter) -> None:
-    """A job started by another method has the same fingerprints and gets the same batches."""
-    (first,) = team.jobs(1)
-    ended: list[Ended] = []
-    stranger = threading.Thread(
-        target=lambda: ended.append(interpreter.run(STRANGER, str(team.folder), *filter(None, sys.path)))
-    )
-    stranger.start()
-    until(lambda: ended or (team.folder / "joined").exists())
-    assert not ended, ended[0].err
-    assert right(first.rest()) == 0
-    stranger.join()
-    assert (ended[0].code, ended[0].out) == (0, "0\n"), ended[0].err
-    assert len(team.dataset.decodes()) == SAMPLES
-    assert expected(0, 1) != expected(1, 1)

@@ -52,7 +52,7 @@ def test_a_job_that_waits_for_the_next_epoch_does_not_time_out() -> None:
 
     class Slow:
         def __len__(self) -> int:
-            return 100
+            return 60
 
         def __getitem__(self, id: int) -> int:
             threading.Event().wait(0.03)
@@ -72,4 +72,4 @@ def test_a_job_that_waits_for_the_next_epoch_does_not_time_out() -> None:
         for _ in first:
             pass
         waiting.join()
-        assert got == list(range(100))
+        assert got == list(range(60))

@@ -53,7 +53,7 @@ def test_a_newcomer_waits_for_the_next_epoch(team: Team) -> None:
     newcomer.ask("begin")
     assert right([*begun, *first.rest()]) == 0
     assert newcomer.answer() is None
-    batches, _ = let_in(newcomer, first)
+    batches = let_in(newcomer, first)
     assert right(batches) >= 1
 
 
@@ -67,7 +67,7 @@ def test_a_job_leaves_in_the_midst_of_an_epoch(team: Team) -> None:
     assert right([*begun[1], *second.answer()]) == 0
     assert right(second.epoch()) == 1
     first.do("again")
-    batches, _ = let_in(first, second)
+    batches = let_in(first, second)
     assert right(batches) >= 1
 
 
@@ -117,16 +117,6 @@ def test_a_job_breaks_out_of_every_epoch(team: Team) -> None:
     for batches in first.answer():
         right(batches, flat(batches))
     assert first.answer() is None
-
-
-def test_a_job_alone_breaks_out_of_an_epoch(team: Team) -> None:
-    (job,) = team.jobs(1)
-    for count in (1, FAR):
-        begun = job.take(count)
-        job.begin()
-        batches = job.rest()
-        assert right(batches) > begun[0].epoch
-        job.begin()
 
 
 def test_the_last_one_out_leaves_nothing(team: Team, store_root: Path) -> None:
@@ -179,7 +169,7 @@ def test_the_coordinator_is_killed(team: Team) -> None:
         assert [job.stats().takeovers for job in (first, second)] == [turn + 1, turn + 1]
         for job in (first, second):
             job.begin()
-    team.bury()
+    team.end()
 
 
 @pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), pytest.param(3, 60, marks=pytest.mark.slow)])
@@ -237,7 +227,7 @@ def test_all_die_and_a_new_job_begins_anew(team: Team, store_root: Path) -> None
     second.kill()
     (third,) = team.jobs(1)
     assert right(third.rest()) <= 1
-    team.bury()
+    team.end()
     assert not list(store_root.iterdir())
 
 

@@ -1,16 +1,21 @@
-"""Clara's training configuration: JSON with placeholders, components, and the arguments of an `image_pipeline`."""
+"""Clara's training configuration: JSON with placeholders, the arguments of an `image_pipeline`, and transforms."""
 
 from __future__ import annotations
 
 import difflib
+import inspect
 import json
 import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any, NamedTuple
 
-from stallfree.errors import StallfreeError, clara_configuration
+import numpy as np
+
+from stallfree.errors import InputError, StallfreeError, clara_configuration, missing_extra
+from stallfree.pipeline.compose import Transform
 from stallfree.sources.paths import canonical, read_file
 
 PIPELINES = {
@@ -31,61 +36,48 @@ def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """
     path = canonical(path)
     try:
-        data = read_file(path)
+        content = json.loads(read_file(path))
     except StallfreeError:
         raise
-    except Exception as error:
-        raise clara_configuration(f"{what} {path!r} cannot be read ({error}): give the path of a JSON file") from error
-    try:
-        content = json.loads(data)
     except ValueError as error:
         raise clara_configuration(f"{what} {path!r} is no valid JSON ({error}): correct it there") from error
+    except Exception as error:
+        raise clara_configuration(f"{what} {path!r} cannot be read ({error}): give the path of a JSON file") from error
     if not isinstance(content, dict):
-        raise clara_configuration(f"{what} {path!r} holds a {type(content).__name__}, expected an object: {{...}}")
+        raise wrong(f"{what} {path!r}", content, "an object: {...}")
     return content
 
 
-class Variables:
-    """The values of placeholders: those at the top of `config`, overridden by `arguments`."""
+def wrong(where: str, value: Any, expected: str) -> InputError:
+    """Return the error for a `value` in the configuration or data list that is not as `expected`."""
+    return clara_configuration(f"{where} is {value!r:.200}, expected {expected}")
 
-    def __init__(self, config: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
-        top = {name: value for name, value in config.items() if not isinstance(value, dict)}
-        self._values: dict[str, Any] = {**top, **arguments}
 
-    def fill(self, value: Any, where: str) -> Any:
-        """Return `value` with all placeholders replaced, at any depth.
+def fill(value: Any, where: str, variables: Mapping[str, Any], within: tuple[str, ...] = ()) -> Any:
+    """Return `value` with all placeholders replaced by `variables`, at any depth.
 
-        A string that is a single placeholder becomes the variable itself, a number for instance. Raises `InputError`
-        for an undefined placeholder, and for one that refers to itself.
-        """
-        if isinstance(value, str):
-            return self._text(value, where, ())
-        if isinstance(value, dict):
-            return {key: self.fill(item, f"{where}.{key}") for key, item in value.items()}
-        if isinstance(value, list):
-            return [self.fill(item, f"{where}[{number}]") for number, item in enumerate(value)]
+    A string that is a single placeholder becomes the variable itself, a number for instance. Raises `InputError` for an
+    undefined placeholder, and for one that refers to itself, through those that it is `within`.
+    """
+    if isinstance(value, dict):
+        return {key: fill(item, f"{where}.{key}", variables) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, f"{where}[{number}]", variables) for number, item in enumerate(value)]
+    if not isinstance(value, str):
         return value
 
-    def _text(self, text: str, where: str, within: tuple[str, ...]) -> Any:
-        single = _PLACEHOLDER.fullmatch(text)
-        if single is not None:
-            return self._value(single[1], text, where, within)
-        return _PLACEHOLDER.sub(lambda match: str(self._value(match[1], text, where, within)), text)
-
-    def _value(self, name: str, text: str, where: str, within: tuple[str, ...]) -> Any:
+    def variable(name: str) -> Any:
         if name in within:
-            chain = " -> ".join(f"{{{part}}}" for part in (*within, name))
-            raise clara_configuration(
-                f"{where}: the placeholder {{{name}}} stands for itself ({chain}): give {name}=..."
-            )
-        if name not in self._values:
-            raise clara_configuration(
-                f"{where} is {text!r}, and nothing says what {{{name}}} stands for: pass it as load(..., {name}=...), "
-                f'or put "{name}" at the top of the configuration'
-            )
-        value = self._values[name]
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        return self._text(value, where, (*within, name)) if isinstance(value, str) else value
+            raise clara_configuration(f"{where}: {{{name}}} stands for itself ({' -> '.join((*within, name))})")
+        if name not in variables:
+            advice = f'pass load(..., {name}=...), or put "{name}" at the top of the configuration'
+            raise clara_configuration(f"{where} is {value!r}, and nothing says what {{{name}}} stands for: {advice}")
+        content = variables[name]
+        content = os.fspath(content) if isinstance(content, os.PathLike) else content
+        return fill(content, where, variables, (*within, name)) if isinstance(content, str) else content
+
+    single = _PLACEHOLDER.fullmatch(value)
+    return variable(single[1]) if single else _PLACEHOLDER.sub(lambda match: str(variable(match[1])), value)
 
 
 class Component(NamedTuple):
@@ -100,18 +92,14 @@ class Component(NamedTuple):
 def component(entry: Any, where: str) -> Component:
     """Return the component that `entry` describes. Raises `InputError` if it is invalid."""
     if not isinstance(entry, dict):
-        raise clara_configuration(f'{where} is {entry!r}, expected an object: {{"name": ..., "args": {{...}}}}')
-    unknown = sorted(entry.keys() - {"name", "path", "args", "search"})  # only Clara's AutoML uses `search`
-    if unknown:
+        raise wrong(where, entry, 'an object: {"name": ..., "args": {...}}')
+    if unknown := sorted(entry.keys() - {"name", "path", "args", "search"}):  # only Clara's AutoML uses `search`
         raise clara_configuration(f"{where} has the unknown key {unknown[0]!r}: use name, path, args")
     name, path, args = entry.get("name", ""), entry.get("path", ""), entry.get("args", {})
     if not isinstance(name, str) or not isinstance(path, str) or bool(name) == bool(path):
-        raise clara_configuration(
-            f'{where} has name={name!r} and path={path!r}: give one of them, "name" for what is known here, "path" for '
-            'a class of your own ("module.Class")'
-        )
+        raise wrong(where, entry, '"name" for what is known here, or "path" for a class of your own ("module.Class")')
     if not isinstance(args, dict):
-        raise clara_configuration(f'{where}.args is {args!r}, expected an object: {{"argument": value, ...}}')
+        raise wrong(f"{where}.args", args, 'an object: {"argument": value, ...}')
     return Component(where, name, path, args)
 
 
@@ -128,51 +116,42 @@ def is_text(value: Any) -> bool:
     return isinstance(value, str) and value != ""
 
 
-def _integer(least: int) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_whole(least: int) -> Callable[[Any], bool]:
+    return lambda value: type(value) is int and value >= least
 
 
-def _size(value: Any) -> bool:
-    return isinstance(value, list) and len(value) in (2, 3) and all(_integer(-1)(n) and n != 0 for n in value)
+def _is_size(value: Any) -> bool:
+    return isinstance(value, list) and len(value) in (2, 3) and all(_is_whole(-1)(n) and n != 0 for n in value)
 
 
-def _only(*values: Any) -> tuple[Callable[[Any], bool], str]:
-    def check(value: Any) -> bool:
-        return any(type(value) is type(one) and value == one for one in values)
-
-    return check, f"{json.dumps(values[0])}; other values are not supported: leave the argument out"
-
-
-_REQUIRED = ("data_list_file_path", "data_file_base_dir", "data_list_key", "output_crop_size")
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "data_list_file_path": (is_text, "the path of the data list, a JSON file"),
-    "data_file_base_dir": (is_text, "the folder that the paths in the data list are relative to"),
-    "data_list_key": (is_text, 'a key of the data list, such as "training"'),
-    "output_crop_size": (_size, "a list of 2 or 3 whole numbers of voxels, such as [96, 96, 96]; -1 is any number"),
-    "output_batch_size": (_integer(1), "samples per batch, an int of 1 or more"),
-    "num_workers": (_integer(0), "worker processes, an int of 0 or more"),
-    "prefetch_size": (_integer(0), "batches to prepare ahead, an int of 0 or more"),
-    "shuffle": (lambda value: isinstance(value, bool), "true or false"),
-    "repeat": (lambda value: isinstance(value, bool), "true or false (one iteration is one epoch here, either way)"),
-    "output_data_dims": (lambda value: value in (2, 3), "2 or 3"),
-    "output_image_channels": (_integer(1), "channels of the image, an int of 1 or more"),
-    "output_data_format": _only("channels_first"),
-    "output_image_dtype": _only("float32"),
-    "output_label_format": (lambda value: value in (None, *([1] * n for n in range(9))), "1 for each label"),
-    "batched_by_transforms": _only(False),
-    "duplicate_count": _only(1),
-    "extra_inputs": _only(None),
-    "batch_transforms": _only(None, []),
-    "items_per_category": _only(None),
-    "category_weights": _only(None),
+_REQUIRED = object()
+_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "data_list_file_path": (_REQUIRED, is_text, "the path of the data list, a JSON file"),
+    "data_file_base_dir": (_REQUIRED, is_text, "the folder that the paths in the data list are relative to"),
+    "data_list_key": (_REQUIRED, is_text, 'a key of the data list, such as "training"'),
+    "output_crop_size": (_REQUIRED, _is_size, "2 or 3 whole numbers of voxels: [96, 96, 96]; -1 is any number"),
+    "output_batch_size": (10, _is_whole(1), "samples per batch, an int of 1 or more"),
+    "num_workers": (4, _is_whole(0), "worker processes, an int of 0 or more"),
+    "prefetch_size": (0, _is_whole(0), "batches to prepare ahead, an int of 0 or more"),
+    "shuffle": (None, lambda value: isinstance(value, bool), "true or false"),
+    "repeat": (None, lambda value: isinstance(value, bool), "true or false (one iteration is one epoch, either way)"),
+    "output_data_dims": (None, lambda value: value in (2, 3), "2 or 3"),
+    "output_image_channels": (None, _is_whole(1), "channels of the image, an int of 1 or more"),
+    "output_label_format": (None, lambda value: value in (None, *([1] * n for n in range(9))), "1 for each label"),
 }
-_CACHE_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "num_cache_objects": (_integer(1), "samples kept in memory, an int of 1 or more"),
+"""The arguments of a pipeline: for each its default, a check, and what it must be."""
+
+_CACHE_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "num_cache_objects": (_REQUIRED, _is_whole(1), "samples kept in memory, an int of 1 or more"),
     "replace_percent": (
+        None,
         lambda value: is_number(value) and 0 <= value <= 1,
-        "the share of the cache that is replaced after each epoch, 0 to 1: 0.1 is a tenth",
+        "0 to 1 of the cache: 0.1 is a tenth",
     ),
 }
+_FIXED = {"output_data_format": "channels_first", "output_image_dtype": "float32", "duplicate_count": 1}
+_EMPTY = ("batched_by_transforms", "extra_inputs", "batch_transforms", "items_per_category", "category_weights")
+"""Arguments of which one value is supported: the stated one, or none."""
 
 
 def parse(pipeline: Component, training: bool) -> dict[str, Any]:
@@ -182,52 +161,137 @@ def parse(pipeline: Component, training: bool) -> dict[str, Any]:
     tenth after each epoch, a validation cache nothing; training is shuffled, validation is not.
     """
     if pipeline.name not in PIPELINES:
-        raise clara_configuration(
-            f"{pipeline.where}: {pipeline.name or pipeline.path!r} is no pipeline known here: "
-            f"use {', '.join(PIPELINES)}"
-        )
-    cached, args, where = PIPELINES[pipeline.name][1], pipeline.args, f"{pipeline.where} ({pipeline.name})"
-    checks = {**_CHECKS, **(_CACHE_CHECKS if cached else {})}
-    for name in (*_REQUIRED, *(("num_cache_objects",) if cached else ())):
-        if name not in args:
-            raise clara_configuration(f"{where}: the argument {name!r} is missing: give {checks[name][1]}")
+        raise wrong(pipeline.where, pipeline.name or pipeline.path, f"one of {', '.join(PIPELINES)}")
+    args, where = pipeline.args, f"{pipeline.where} ({pipeline.name})"
+    known = {**_ARGUMENTS, **(_CACHE_ARGUMENTS if PIPELINES[pipeline.name][1] else {})}
+    for name, (default, _, expected) in known.items():
+        if default is _REQUIRED and name not in args:
+            raise clara_configuration(f"{where}: the argument {name!r} is missing: give {expected}")
     for name, value in args.items():
-        if name in checks:
-            check, expected = checks[name]
+        if name in known:
+            _, check, expected = known[name]
             if not check(value):
-                raise clara_configuration(f"{where}: {name}={value!r}, expected {expected}")
-        elif name in _CACHE_CHECKS:
-            raise clara_configuration(
-                f"{where}: {name!r} is an argument of the pipelines with a cache: remove it, or name the one ending in "
-                "WithCache"
-            )
+                raise wrong(f"{where}: {name}", value, expected)
+        elif name in _FIXED or name in _EMPTY:
+            if (value or None) != _FIXED.get(name):
+                raise wrong(f"{where}: {name}", value, f"{_FIXED.get(name)!r}; leave the argument out")
         else:
-            near = difflib.get_close_matches(name, checks, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(checks)}"
-            raise clara_configuration(f"{where}: the argument {name!r} is unknown: {advice}")
-    size = args["output_crop_size"]
-    if args.get("output_data_dims", len(size)) != len(size):
-        raise clara_configuration(
-            f"{where}: output_data_dims={args['output_data_dims']} and output_crop_size={size}: give one number for "
-            "each axis"
-        )
-    defaults = {"output_batch_size": 10, "num_workers": 4, "prefetch_size": 0, "output_image_channels": None}
+            near = difflib.get_close_matches(name, known, 1)
+            advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)}"
+            raise clara_configuration(f"{where} has no argument {name!r}: {advice}")
+    size, axes = args["output_crop_size"], args.get("output_data_dims")
+    if axes not in (None, len(size)):
+        raise wrong(f"{where}: output_crop_size", size, f"{axes} numbers, as output_data_dims={axes}")
+    defaults = {name: default for name, (default, _, _) in known.items()}
     return {**defaults, "shuffle": training, "replace_percent": 0.1 if training else 0.0, **args}
 
 
 def advice_on(args: Mapping[str, Any], where: str) -> list[str]:
     """Return recommendations of Clara's manual for a cache whose settings work but waste time or memory."""
     advice, objects, batch = [], args["num_cache_objects"], args["output_batch_size"]
-    if objects % batch:
-        below = objects - objects % batch
+    if left := objects % batch:
+        better = f"{objects - left} or {objects - left + batch}" if objects > left else batch
         advice.append(
             f"{where}: num_cache_objects={objects} is not divisible by output_batch_size={batch}, so the last batch of "
-            f"each epoch has only {objects % batch} and wastes part of a step: set num_cache_objects to "
-            f"{f'{below} or ' if below else ''}{below + batch}"
+            f"each epoch has only {left}: set num_cache_objects to {better}"
         )
     if args["prefetch_size"]:
         advice.append(
-            f"{where}: prefetch_size={args['prefetch_size']} with a cache: that many batches are prepared ahead and "
-            "take memory beside the cache, though its samples are at hand anyway: set prefetch_size to 0"
+            f"{where}: prefetch_size={args['prefetch_size']} with a cache: those batches take memory beside the cache, "
+            "though its samples are at hand anyway: set prefetch_size to 0"
         )
     return advice
+
+
+# -- transforms -------------------------------------------------------------------------------------------------------
+
+_LINEAR = {1: "linear", 2: "bilinear", 3: "trilinear"}
+
+_CLARA: dict[str, Callable[..., tuple[str, dict[str, Any]]]] = {
+    "LoadNifti": lambda as_closest_canonical=False, dtype="float32": ("LoadImaged", {
+        "reader": "NibabelReader", "as_closest_canonical": str(as_closest_canonical).lower() == "true",
+        "dtype": np.dtype(dtype),
+    }),
+    "ConvertToChannelsFirst": lambda: ("EnsureChannelFirstd", {}),
+    "ScaleIntensityRange": lambda a_min, a_max, b_min, b_max, clip=False: ("ScaleIntensityRanged", {
+        "a_min": a_min, "a_max": a_max, "b_min": b_min, "b_max": b_max, "clip": clip,
+    }),
+    "NormalizeNonzeroIntensities": lambda: ("NormalizeIntensityd", {"nonzero": True, "channel_wise": True}),
+    "CenterData": lambda subtrahend=None, divisor=None: ("NormalizeIntensityd", {
+        "subtrahend": subtrahend, "divisor": divisor,
+    }),
+    "ScaleByResolution": lambda target_resolution, is_label=False: ("Spacingd", {
+        "pixdim": target_resolution, "mode": "nearest" if is_label else "bilinear",
+    }),
+    "ScaleToShape": lambda target_shape, is_label=False: ("Resized", {
+        "spatial_size": target_shape, "mode": "nearest-exact" if is_label else _LINEAR[len(target_shape)],
+    }),
+    "SymmetricPadder": lambda size: ("SpatialPadd", {"spatial_size": size}),
+    "CropFixedSizeCenter": lambda size: ("CenterSpatialCropd", {"roi_size": size}),
+    "CropFixedSizeRandomCenter": lambda size: ("RandSpatialCropd", {"roi_size": size, "random_size": False}),
+    "RandomAxisFlip": lambda probability=0.5: ("RandAxisFlipd", {"prob": probability}),
+    "AddGaussianNoise": lambda probability=0.5, variance=0.1: ("RandGaussianNoised", {
+        "prob": probability, "std": math.sqrt(variance), "sample_std": False,
+    }),
+}  # fmt: skip
+"""Clara's transforms: their arguments after `fields`, the class of MONAI, and its arguments after `keys`."""
+
+
+def make_transforms(entries: Any, where: str) -> list[Transform]:
+    """Create the transforms of `entries`, the list at `where` in the configuration.
+
+    Raises `InputError` for the first invalid one, `MissingExtraError` if it needs a missing package.
+    """
+    if not isinstance(entries, list) or not entries:
+        loads = '{"name": "LoadNifti", "args": {"fields": ["image", "label"]}}'
+        raise wrong(where, entries, f"a list of transforms, of which the first loads: [{loads}, ...]")
+    return [_make(component(entry, f"{where}[{number}]")) for number, entry in enumerate(entries)]
+
+
+def _make(entry: Component) -> Transform:
+    where, args = f"{entry.where} ({entry.name or entry.path})", entry.args
+    clara = _CLARA.get(entry.name)
+    described: Callable[..., Any] = clara or _class(entry, entry.name)
+    try:
+        if clara is not None:
+            name, values = clara(**{key: value for key, value in args.items() if key != "fields"})
+            transform = _class(entry, name)(keys=args["fields"], **values)
+        else:
+            transform = described(**args)
+    except StallfreeError:
+        raise
+    except Exception as error:
+        parameters = [*(["fields"] if clara else []), *map(str, inspect.signature(described).parameters.values())]
+        arguments = ", ".join(parameters) or "none"
+        raise clara_configuration(
+            f"{where} cannot be made: {type(error).__name__}: {error}; its arguments are {arguments}"
+        ) from error
+    if not callable(transform):
+        raise clara_configuration(f"{where} is no transform: its instances cannot be called with a sample")
+    return transform  # type: ignore[no-any-return]
+
+
+def _class(entry: Component, name: str) -> Callable[..., Any]:
+    """Return the user's class at "module.Class", or MONAI's transform `name`."""
+    if entry.path:
+        module, _, class_name = entry.path.rpartition(".")
+        try:
+            user_class = getattr(import_module(module), class_name)
+        except (ImportError, AttributeError, ValueError) as error:
+            advice = 'give "module.Class", with the module on Python\'s path'
+            raise clara_configuration(
+                f"{entry.where}: {entry.path!r} cannot be imported ({error}): {advice}"
+            ) from error
+        if not callable(user_class):
+            raise wrong(f"{entry.where}: {entry.path!r}", user_class, "a class")
+        return user_class  # type: ignore[no-any-return]
+    try:
+        library = import_module("monai.transforms")
+        import_module("nibabel")
+    except ImportError as error:
+        raise missing_extra("nibabel" if "nibabel" in str(error) else "monai", "medical", entry.name) from error
+    monai_class = getattr(library, name, None)
+    if not isinstance(monai_class, type) or not issubclass(monai_class, library.Transform):
+        own = 'for one of your own give {"path": "module.Class"}'
+        raise wrong(entry.where, name, f"a transform of MONAI, or of Clara: {', '.join(_CLARA)}; {own}")
+    return monai_class

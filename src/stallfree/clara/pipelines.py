@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import warnings
@@ -16,15 +15,17 @@ import torch
 
 from stallfree.clara.configuration import (
     PIPELINES,
-    Variables,
+    Component,
     advice_on,
     component,
+    fill,
     is_number,
     is_text,
+    make_transforms,
     parse,
     read_json,
+    wrong,
 )
-from stallfree.clara.transforms import make_transforms
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, StallfreeWarning, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
@@ -76,15 +77,6 @@ class Pipeline:
         self.loader.close()
         if isinstance(self.dataset, SmartCacheDataset):
             self.dataset.close()
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __repr__(self) -> str:
-        return f"{self.name}({self.dataset!r}, {len(self)} batches)"
 
 
 @dataclass(frozen=True)
@@ -155,60 +147,42 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
     content = read_json(text, "the configuration")
     sections = [name for name in ("train", "validate") if name in content]
     if not sections:
-        raise clara_configuration(
-            f'the configuration {text!r} has neither a section "train" nor "validate": nothing to build'
-        )
-    fill = Variables(content, variables)
-    plans = {section: _plan(content[section], section, fill) for section in sections}
+        raise clara_configuration(f'the configuration {text!r} has neither a section "train" nor "validate"')
+    variables = {**{name: value for name, value in content.items() if not isinstance(value, dict)}, **variables}
+    plans = {section: _plan(content[section], section, variables) for section in sections}
     for section, (name, args, _) in plans.items():
         for advice in advice_on(args, f"{section}.image_pipeline") if PIPELINES[name][1] else ():
             warnings.warn(advice, StallfreeWarning, stacklevel=2)
-    with contextlib.ExitStack() as undo:
-        made = {}
-        for section, plan in plans.items():
-            made[section] = _build(*plan, seed)
-            undo.callback(made[section].close)
-        undo.pop_all()
-    return Pipelines(**made)
+    return Pipelines(**{section: _build(*plan, seed) for section, plan in plans.items()})
 
 
-def _plan(section: Any, name: str, variables: Variables) -> tuple[str, dict[str, Any], DataListSource]:
+def _plan(section: Any, name: str, variables: Mapping[str, Any]) -> tuple[str, dict[str, Any], DataListSource]:
     """Return the name of the pipeline of a section, its arguments and its source, without starting anything."""
     if not isinstance(section, dict):
-        raise clara_configuration(f"{name} is a {type(section).__name__}, expected an object: {{...}}")
+        raise wrong(name, section, "an object: {...}")
+    parts = {}
     for key in ("image_pipeline", "pre_transforms"):
         if key not in section:
             raise clara_configuration(f"{name}.{key} is missing: a section needs image_pipeline and pre_transforms")
-    where = f"{name}.image_pipeline"
-    pipeline = component(variables.fill(section["image_pipeline"], where), where)
+        parts[key] = fill(section[key], f"{name}.{key}", variables)
+    pipeline = component(parts["image_pipeline"], f"{name}.image_pipeline")
     args = parse(pipeline, training=name == "train")
-    where = f"{name}.pre_transforms"
-    steps = make_transforms(variables.fill(section["pre_transforms"], where), where)
+    steps = make_transforms(parts["pre_transforms"], f"{name}.pre_transforms")
     volumes = PIPELINES[pipeline.name][0]
-    output = Output(args["output_crop_size"], args["output_image_channels"], volumes=volumes)
+    steps.append(Output(args["output_crop_size"], args["output_image_channels"], volumes=volumes))
     images, labels = _read_data_list(args, pipeline, volumes)
-    return pipeline.name, args, DataListSource(images, labels, Compose([*steps, output]))
+    return pipeline.name, args, DataListSource(images, labels, Compose(steps))
 
 
 def _build(name: str, args: dict[str, Any], source: DataListSource, seed: int | None) -> Pipeline:
     dataset: SmartCacheDataset | DataListSource = source
+    shuffle, workers = args["shuffle"], args["num_workers"]
     if PIPELINES[name][1]:
-        dataset = SmartCacheDataset(
-            source,
-            cache_num=args["num_cache_objects"],
-            replace_rate=args["replace_percent"],
-            seed=seed,
-            shuffle=args["shuffle"],
-        )
-    ahead = math.ceil(args["prefetch_size"] / max(1, args["num_workers"]))  # batches in flight per worker
-    loader = DataLoader(
-        dataset,
-        batch_size=args["output_batch_size"],
-        shuffle=args["shuffle"],
-        num_workers=args["num_workers"],
-        prefetch_factor=ahead or None,
-        seed=seed,
-    )
+        size, rate = args["num_cache_objects"], args["replace_percent"]
+        dataset = SmartCacheDataset(source, cache_num=size, replace_rate=rate, seed=seed, shuffle=shuffle)
+    ahead = math.ceil(args["prefetch_size"] / max(1, workers)) or None  # batches in flight per worker
+    batch_size = args["output_batch_size"]
+    loader = DataLoader(dataset, batch_size, shuffle, num_workers=workers, prefetch_factor=ahead, seed=seed)
     return Pipeline(name, dataset, loader)
 
 
@@ -249,9 +223,6 @@ class DataListSource(BaseSource):
         labels = self._labels.fingerprint() if isinstance(self._labels, PathList) else fingerprint(self._labels)
         return f"DataListSource {self._images.fingerprint()} {labels}"
 
-    def __repr__(self) -> str:
-        return f"DataListSource({len(self)} samples, first {self.where(0)!r})"
-
 
 def _local(path: str) -> str:
     """Return `path`; for a URL, the path of a local copy."""
@@ -260,53 +231,44 @@ def _local(path: str) -> str:
     return import_module("fsspec").open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
 
 
-def _read_data_list(args: dict[str, Any], pipeline: Any, volumes: bool) -> tuple[list[str], list[str] | Labels]:
+def _read_data_list(args: dict[str, Any], pipeline: Component, volumes: bool) -> tuple[list[str], list[str] | Labels]:
     """Return the images and labels that the arguments name. Raises `InputError` for an invalid list."""
     path, key = args["data_list_file_path"], args["data_list_key"]
     content = read_json(path, "the data list")
     if key not in content:
-        lists = [repr(name) for name, value in content.items() if isinstance(value, list)]
-        raise clara_configuration(
-            f"{pipeline.where}: the data list {path!r} has no {key!r}: set data_list_key to one of its lists "
-            f"({', '.join(lists) or 'it has none'})"
-        )
+        lists = ", ".join(repr(name) for name, value in content.items() if isinstance(value, list))
+        advice = f"set data_list_key to one of its lists ({lists or 'it has none'})"
+        raise clara_configuration(f"{pipeline.where}: the data list {path!r} has no {key!r}: {advice}")
     entries = content[key]
     if not isinstance(entries, list) or not entries:
-        raise clara_configuration(
-            f"{key!r} of the data list {path!r} is {'empty' if entries == [] else type(entries).__name__}: expected a "
-            'list of at least one {"image": ..., "label": ...}'
-        )
-    shape = None
+        raise wrong(f"{key!r} of the data list {path!r}", entries, 'at least one {"image": ..., "label": ...}')
     for number, entry in enumerate(entries):
-        where = f"{key}[{number}] of the data list {path!r}"
-        if not isinstance(entry, dict) or "image" not in entry or "label" not in entry:
-            raise clara_configuration(f'{where} is {entry!r}, expected {{"image": path, "label": path or numbers}}')
-        image, label = entry["image"], entry["label"]
-        if not is_text(image):
-            raise clara_configuration(f"{where}: image={image!r}, expected the path of one file")
-        if volumes and not is_text(label):
-            raise clara_configuration(
-                f"{where}: label={label!r}, and {pipeline.name} wants the path of a volume; for numbers use a "
-                "ClassificationImagePipeline"
-            )
-        if not volumes:
-            parts = label if isinstance(label, list) else [label]
-            if not parts or not all(is_number(part) and -(2**63) <= part < 2**63 for part in parts):
-                raise clara_configuration(
-                    f"{where}: label={label!r}, expected a number or a list of numbers; for volumes use a "
-                    "SegmentationImagePipeline"
-                )
-            shape = np.shape(label) if shape is None else shape
-            if np.shape(label) != shape:
-                raise clara_configuration(
-                    f"{where}: label={label!r} and the first label is {entries[0]['label']!r}: give all the same form"
-                )
+        if problem := _problem(entry, entries[0], volumes):
+            raise clara_configuration(f"{key}[{number}] of the data list {path!r}: {problem}")
     base = canonical(args["data_file_base_dir"])
     images, labels = [_join(base, entry["image"]) for entry in entries], [entry["label"] for entry in entries]
     if volumes:
         return images, [_join(base, label) for label in labels]
     numbers = np.array(labels)
     return images, numbers.astype(np.int64 if numbers.dtype.kind == "i" else np.float32)
+
+
+def _problem(entry: Any, first: Any, volumes: bool) -> str:
+    """Return why an entry of a data list cannot be used; "" if it can. All must have labels as the `first` has."""
+    if not isinstance(entry, dict) or not {"image", "label"} <= entry.keys():
+        return f'{entry!r}, expected {{"image": path, "label": path or numbers}}'
+    image, label = entry["image"], entry["label"]
+    if not is_text(image):
+        return f"image={image!r}, expected the path of one file"
+    if volumes:
+        expected = "the path of a volume; for numbers use a ClassificationImagePipeline"
+        return "" if is_text(label) else f"label={label!r}, expected {expected}"
+    parts = label if isinstance(label, list) else [label]
+    if not parts or not all(is_number(part) and -(2**63) <= part < 2**63 for part in parts):
+        return f"label={label!r}, expected a number or a list of numbers; for volumes use a SegmentationImagePipeline"
+    if np.shape(label) != np.shape(first["label"]):
+        return f"label={label!r} and the first label is {first['label']!r}: give all the same form"
+    return ""
 
 
 def _join(base: str, path: str) -> str:
@@ -333,30 +295,25 @@ class Output:
         if not isinstance(sample, Mapping) or not {"image", "label"} <= sample.keys():
             what = f"the fields {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else repr(type(sample))
             raise clara_field(f"the transforms gave {what}, expected one sample with the fields 'image' and 'label'")
-        image, label = _tensor(sample["image"], "image"), _tensor(sample["label"], "label")
-        self._check(image, "image", self.channels)
-        if self.volumes:
-            self._check(label, "label", None)
+        image = _tensor(sample, "image", (self.channels or -1, *self.size))
+        label = _tensor(sample, "label", (-1, *self.size) if self.volumes else None)
         return {"image": image.to(torch.float32), "label": label}
 
-    def _check(self, volume: torch.Tensor, field: str, channels: int | None) -> None:
-        shape = tuple(volume.shape)
-        expected = (-1 if channels is None else channels, *self.size)
-        if len(shape) != len(expected) or any(n not in (-1, have) for have, n in zip(shape, expected, strict=True)):
-            text = ["channels" if channels is None else channels, *("any" if n == -1 else n for n in self.size)]
-            raise clara_field(
-                f"field {field!r} comes out with shape {list(shape)}, and output_crop_size={self.size} asks for "
-                f"[{', '.join(map(str, text))}]: crop, pad or resample it in pre_transforms, or change output_crop_size"
-            )
 
-    def __repr__(self) -> str:
-        return f"Output({self.size})"
-
-
-def _tensor(value: Any, field: str) -> torch.Tensor:
-    """Return `value` as a plain contiguous tensor."""
+def _tensor(sample: Mapping[Any, Any], field: str, size: tuple[int, ...] | None) -> torch.Tensor:
+    """Return a field as a plain contiguous tensor of this `size`; -1 is any number."""
+    value = sample[field]
     if isinstance(value, torch.Tensor):
-        return value.detach().as_subclass(torch.Tensor).contiguous()
-    if isinstance(value, (np.ndarray, np.generic, int, float)):
-        return torch.from_numpy(np.asarray(value, order="C"))
-    raise clara_field(f"field {field!r} comes out as {type(value).__name__}: no transform loads it")
+        tensor = value.detach().as_subclass(torch.Tensor).contiguous()
+    elif isinstance(value, (np.ndarray, np.generic, int, float)):
+        tensor = torch.from_numpy(np.asarray(value, order="C"))
+    else:
+        raise clara_field(f"field {field!r} comes out as {type(value).__name__}: no transform loads it")
+    shape = list(tensor.shape)
+    if size is not None and [n if n == -1 else have for have, n in zip(shape, size, strict=False)] != list(size):
+        expected = ["channels" if size[0] == -1 else size[0], *("any" if n == -1 else n for n in size[1:])]
+        raise clara_field(
+            f"field {field!r} comes out with shape {shape}, and output_crop_size asks for "
+            f"[{', '.join(map(str, expected))}]: crop, pad or resample it in pre_transforms, or change output_crop_size"
+        )
+    return tensor

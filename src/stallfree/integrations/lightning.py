@@ -19,8 +19,8 @@ from stallfree.errors import InputError, missing_extra
 from stallfree.stats import LoaderStats
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
-_SMALL_SHARE = 0.05
-"""Share of the time below which stalls count as small."""
+_SMALL_FRACTION = 0.05
+"""Fraction of the time below which stalls count as small."""
 
 
 def _lightning() -> Any:
@@ -37,7 +37,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     """Logs how long training waited for data in each epoch, and why.
 
     The callback logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see
-    `LoaderStats`). Each is a share, 0 to 1, of the epoch's time without validation, on this rank. The first rank
+    `LoaderStats`). Each is a fraction, 0 to 1, of the epoch's time without validation, on this rank. The first rank
     prints. Loaders are found in the result of `train_dataloader`, also in lists and dicts. Other loaders are ignored.
 
     Raises `InputError` at the start of training if none of its loaders is stallfree's.
@@ -60,11 +60,11 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the loaders."""
-        given = trainer.train_dataloader
-        if next(_loaders(given), None) is None:
+        loaders = trainer.train_dataloader
+        if next(_loaders(loaders), None) is None:
             raise InputError(
-                f"StallMonitor found no loader of stallfree: train_dataloader returned {type(given).__name__}. Return "
-                "a stallfree.DataLoader, or leave out the callback"
+                f"StallMonitor found no loader of stallfree: train_dataloader returned {type(loaders).__name__}. "
+                "Return a stallfree.DataLoader, or leave out the callback"
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -87,32 +87,31 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
         fetch = sum(stats.stall_fetch_seconds for stats in done) / seconds
         prep = sum(stats.stall_prep_seconds for stats in done) / seconds
         names = ("wait", "fetch_stall", "prep_stall")
-        shares = zip(names, (fetch + prep, fetch, prep), strict=True)
-        pl_module.log_dict({f"stallfree/{name}": share for name, share in shares})
+        fractions = zip(names, (fetch + prep, fetch, prep), strict=True)
+        pl_module.log_dict({f"stallfree/{name}": fraction for name, fraction in fractions})
         if trainer.is_global_zero:
             print(_line(trainer.current_epoch, seconds, fetch, prep), flush=True)
 
 
 def _line(epoch: int, seconds: float, fetch: float, prep: float) -> str:
-    """The line for an epoch of `seconds`, with the shares of both stalls."""
+    """The line for an epoch of `seconds`, with the fractions of both stalls."""
     text = (
         f"epoch {epoch}: waited for data {fetch + prep:.1%} of {seconds:.1f} s "
         f"(fetch stall {fetch:.1%}, prep stall {prep:.1%})"
     )
-    if fetch + prep < _SMALL_SHARE:
+    if fetch + prep < _SMALL_FRACTION:
         return text
     if fetch >= prep:
         return f"{text}: storage is too slow; a larger cache (CachedDataset) or faster storage helps"
     return f"{text}: prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help"
 
 
-def _loaders(given: Any) -> Iterator[Any]:
-    """The loaders with statistics in `given`: a loader, or lists, tuples and dicts of loaders."""
-    if isinstance(given, Mapping):
-        for value in given.values():
+def _loaders(loaders: Any) -> Iterator[Any]:
+    """Yield the loaders with statistics in `loaders`: a loader, or lists, tuples and dicts of loaders."""
+    if isinstance(loaders, Mapping):
+        loaders = list(loaders.values())
+    if isinstance(loaders, (list, tuple)):
+        for value in loaders:
             yield from _loaders(value)
-    elif isinstance(given, (list, tuple)):
-        for value in given:
-            yield from _loaders(value)
-    elif callable(getattr(given, "stats", None)) and isinstance(given.stats(), LoaderStats):
-        yield given
+    elif callable(getattr(loaders, "stats", None)) and isinstance(loaders.stats(), LoaderStats):
+        yield loaders

@@ -45,6 +45,8 @@ class Slots:
         derived: objects that depend on the memory of a slot; deleted when the slot is mapped again.
     """
 
+    _access = mmap.ACCESS_WRITE
+
     def __init__(self, make: Callable[[], Path], limit: int | None) -> None:
         self._make = make
         self._folder: Path | None = None
@@ -103,7 +105,7 @@ class Slots:
     def _map(self, slot: int) -> mmap.mmap:
         fd = os.open(self._file(slot), os.O_RDWR | OPEN)
         try:
-            mapping = mmap.mmap(fd, 0)
+            mapping = mmap.mmap(fd, 0, access=self._access)
         finally:
             os.close(fd)
         return self._keep(slot, mapping)
@@ -257,6 +259,12 @@ class Ring:
             self._release(slot)
         else:
             self._free.append(slot)
+
+    def retire(self, slot: int) -> None:
+        """Mark a slot as free, and replace it by a new one: another process may keep reading its memory."""
+        if slot != NO_SLOT:
+            self.slots.discard(slot)
+            self.give(next(self._numbers))
 
     def resize(self, count: int) -> None:
         """Set the number of slots; surplus slots are released once free. Not for rings with `lease` or `pin`."""

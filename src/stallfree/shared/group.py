@@ -5,31 +5,25 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from stallfree.errors import InputError, StorageError, WorkerError, collate_output, group_mismatch, name_invalid
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
 from stallfree.ipc.remote import unpack_error
-from stallfree.shared.coordinator import Setup, coordinate
+from stallfree.shared.coordinator import GroupSetup, coordinate
+from stallfree.shared.link import Link
 
-_Found = TypeVar("_Found")
-
-_META_VERSION = 3
+_META_VERSION = 4
 _START_SECONDS = 120.0
 
-_WORDS = {
-    "data set": "the data set",
-    "transform": "the transform",
-    "collate_fn": "collate_fn",
-}
+FINGERPRINTED = "the data set", "the transform", "collate_fn"
+"""Keys of `Terms.same` whose values are fingerprints, which messages do not show."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +31,7 @@ class Terms:
     """The settings that the first job of a group decides and later jobs read.
 
     Attributes:
-        same: values that must be equal in all jobs that give one (not None). Messages show the values, except
-            for the keys of `_WORDS`, which are fingerprints.
+        same: values that must be equal in all jobs that give one (not None).
         chunk: samples prepared as one batch: those of a batch of the first job, in all of its ranks.
         workers: number of worker processes of the group.
         ahead: batches in flight.
@@ -63,24 +56,38 @@ class Group:
     """
 
     def __init__(self, name: str, terms: Terms) -> None:
-        self.name = _checked(name)
+        try:
+            check_name(f"group-{name}" if isinstance(name, str) and name else name)
+        except InputError:
+            raise name_invalid(
+                f"group={name!r}: give a name of 1 to 110 of the letters a-z and A-Z, digits, '.', '_' and '-'"
+            ) from None
+        self.name = name
         self._attached = SharedFolder(f"group-{name}", initialize=lambda path: _write(path / "group.json", terms))
         self.folder = self._attached.path
         try:
             self.terms = _read(self.folder)
-            pairs = {key: (self.terms.same.get(key), value) for key, value in terms.same.items()}
-            differing = [key for key, pair in pairs.items() if pair[0] != pair[1] and None not in pair]
-            if differing:
-                raise group_mismatch(
-                    f"this job does not fit into the group {name!r}: "
-                    + "; ".join(_difference(key, self.terms.same.get(key), terms.same[key]) for key in differing)
-                    + ". Give the same, or the name of another group"
-                )
+            self._check_same(terms.same)
             self._starting = FileLock(self.folder / "starting")
-            self._members = FileLock(self.folder / "members")
         except BaseException:
             self._attached.close()
             raise
+
+    def _check_same(self, ours: dict[str, Any]) -> None:
+        """Raise `InputError` if values of this job differ from the group's."""
+        pairs = {key: (self.terms.same.get(key), value) for key, value in ours.items()}
+        differing = [
+            f"{key} differs (its code, parameters or files)"
+            if key in FINGERPRINTED
+            else f"it has {key}={theirs!r}, this job gives {key}={own!r}"
+            for key, (theirs, own) in pairs.items()
+            if theirs != own and theirs is not None and own is not None
+        ]
+        if differing:
+            raise group_mismatch(
+                f"this job does not fit into the group {self.name!r}: {'; '.join(differing)}. Give the same, or the "
+                "name of another group"
+            )
 
     def check_sizes(self, batch_size: int, ranks: int, own_collate: bool) -> None:
         """Raise `InputError` if batches of this size cannot be made of the group's chunks."""
@@ -97,65 +104,45 @@ class Group:
                 "a multiple or a divisor of that"
             )
 
-    def agree_on_seed(self, seed: int) -> int:
-        """Return the group's seed, after setting it to `seed` if the group has none."""
-        file, draft = self.folder / "seed", self.folder / f"seed-{os.getpid()}-{secrets.token_hex(4)}"
-        given = self.terms.same["seed"]
+    def agree_on_seed(self, seed: int, *, drawn: bool = False) -> int:
+        """Return the group's seed, after setting it to `seed` if the group has none.
+
+        Raises `InputError` if the group has another one, unless `seed` is only drawn.
+        """
+        file, first = self.folder / "seed", self.terms.same["seed"]
         try:
-            draft.write_text(str(seed if given is None else given))
             with contextlib.suppress(FileExistsError):
-                os.link(draft, file)
-            return int(file.read_text())
+                file.symlink_to(str(seed if first is None else first))  # which exists with its content or not at all
+            self.terms.same["seed"] = int(os.readlink(file))
         except (OSError, ValueError) as error:
             raise StorageError(
                 f"the seed of the group in {self.folder} cannot be read: {error}. Give another name"
             ) from error
-        finally:
-            draft.unlink(missing_ok=True)
+        if not drawn:
+            self._check_same({"seed": seed})
+        return int(self.terms.same["seed"])
 
-    def claim(self) -> int:
-        """Take a lock that marks this process as a live member; it ends with the process or with `release`."""
-        return self._members.claim_any()
-
-    def release(self, claim: int) -> None:
-        """Release the lock that `claim` returned."""
-        self._members.release(claim)
-
-    def reach(self, setup: Setup, connect: Callable[[Path], _Found | None]) -> _Found:
-        """Return the result of `connect` for the folder; starts a coordinator first if there is none.
+    def connect(self, setup: GroupSetup) -> Link:
+        """Connect to the coordinator; starts one first if there is none.
 
         Raises `EOFError` if the new coordinator died at once.
         """
-        found = connect(self.folder)
-        if found is None:
+        link = Link.open(self.folder)
+        if link is None:
             with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
-                found = connect(self.folder)
-                if found is None:
+                link = Link.open(self.folder)
+                if link is None:
                     _start(setup, self._attached)
-                    found = connect(self.folder)
-        if found is None:
+                    link = Link.open(self.folder)
+        if link is None:
             raise EOFError
-        return found
+        return link
 
     def close(self) -> None:
         """Leave the group. The last member removes the folder."""
-        self._members.close()
         self._starting.close()
         self._attached.close()
         sweep(self.folder.parent)  # remove the folders of killed coordinators
-
-    def __reduce__(self) -> Any:
-        raise TypeError("a group belongs to the process that joined it")
-
-
-def _checked(name: Any) -> str:
-    try:
-        check_name(f"group-{name}" if isinstance(name, str) and name else name)
-    except InputError:
-        raise name_invalid(
-            f"group={name!r}: give a name of 1 to 110 of the letters a-z and A-Z, digits, '.', '_' and '-'"
-        ) from None
-    return str(name)
 
 
 def _write(path: Path, terms: Terms) -> None:
@@ -164,24 +151,15 @@ def _write(path: Path, terms: Terms) -> None:
 
 def _read(folder: Path) -> Terms:
     try:
-        given = json.loads((folder / "group.json").read_bytes())
-        version = given.pop("version")
-        if version != _META_VERSION:
-            raise InputError(
-                f"the group in {folder} was made by another release of stallfree: give another name",
-                page="release-mismatch",
-            )
-        return Terms(**given)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, InputError):
-            raise
+        entries = json.loads((folder / "group.json").read_bytes())
+        version = entries.pop("version")
+        if version == _META_VERSION:
+            return Terms(**entries)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(f"the group's folder {folder} cannot be read: {error}. Give another name") from error
-
-
-def _difference(key: str, theirs: Any, ours: Any) -> str:
-    if key in _WORDS:
-        return f"{_WORDS[key]} differs (its code, parameters or files)"
-    return f"it has {key}={theirs!r}, this job gives {key}={ours!r}"
+    raise InputError(
+        f"the group in {folder} was made by another release of stallfree: give another name", page="release-mismatch"
+    )
 
 
 # -- coordinators that this process started --------------------------------------------------------------------------
@@ -190,16 +168,14 @@ def _difference(key: str, theirs: Any, ours: Any) -> str:
 _started: list[tuple[Path, Child]] = []
 
 
-def _start(setup: Setup, attached: SharedFolder) -> None:
+def _start(setup: GroupSetup, attached: SharedFolder) -> None:
     """Start a coordinator and wait until it accepts members. One that hangs at its start is replaced."""
     options, deadline = setup.options, time.monotonic() + _START_SECONDS
     inherited = attached if options.context.get_start_method() == "fork" else None
     parts = (("the data set", options.dataset), ("collate_fn", options.collate))
     for attempt in count():
         child = Child(
-            coordinate,
-            setup,
-            inherited,
+            *(coordinate, setup, inherited),
             context=options.context,
             name="stallfree-coordinator",
             parts=parts,
@@ -211,7 +187,7 @@ def _start(setup: Setup, attached: SharedFolder) -> None:
             if problem is None:
                 _started.append((setup.folder, child))
                 return
-            error: BaseException = unpack_error(problem)
+            error = unpack_error(problem)
         except (EOFError, TimeoutError):
             error = EOFError()  # the child was killed before it reported
         except WorkerError as no_guard:

@@ -10,36 +10,49 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 
 @dataclass
-class Member:
+class MemberState:
     """The state of one member.
 
     Attributes:
         cursor: number of the next batch that it needs.
-        requested: number of the batch that it waits for, or None.
-        serial: serial of its last request; grants carry it.
-        granted: number of the batch last granted to it, or None.
+        waits: whether it has requested that batch.
         held: batches that are leased to it.
-        dropped: whether it lagged too long: it gets no more batches, and keeps those that it holds.
     """
 
     cursor: int
-    requested: int | None = None
-    serial: int = 0
-    granted: int | None = None
+    waits: bool = False
     held: set[int] = field(default_factory=set)
-    dropped: bool = False
+
+    def grant(self) -> None:
+        """Lease the requested batch to the member."""
+        self.held.add(self.cursor)
+        self.waits, self.cursor = False, self.cursor + 1
 
 
-class Grant(NamedTuple):
-    """Batch `number` for `member`, which requested it with `serial`."""
+@dataclass
+class Entry:
+    """A batch that is being prepared or is ready.
 
-    member: Any
-    serial: int
-    number: int
+    Attributes:
+        task: what the executors have to do.
+        slot: its slot, once it is ready.
+        packed: its result as bytes, once it is ready.
+        kept: whether a process may read its slot after its release.
+    """
+
+    task: Any = None
+    slot: int | None = None
+    packed: bytes = b""
+    kept: bool = False
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is ready."""
+        return self.slot is not None
 
 
 class Schedule:
@@ -49,13 +62,16 @@ class Schedule:
         batches: batches per epoch.
         ahead: batches prepared beyond the last one requested.
         epoch: the epoch that the first newcomer starts with.
+
+    Attributes:
+        members: the state of each member.
+        entries: the batches that are being prepared or are ready.
     """
 
     def __init__(self, batches: int, ahead: int, epoch: int = 0) -> None:
         self.batches, self.ahead = batches, ahead
-        self.members: dict[Hashable, Member] = {}
-        self.entries: dict[int, bool] = {}
-        """The batches that are being prepared (False) or are ready (True)."""
+        self.members: dict[Hashable, MemberState] = {}
+        self.entries: dict[int, Entry] = {}
         self._last_requested = -1
         self._freed_below = epoch * batches  # no batch from here on has been freed
 
@@ -71,7 +87,7 @@ class Schedule:
         position = self.epoch * self.batches if position is None else position
         self._last_requested = max(self._last_requested, position - 1)
         self._freed_below = max(self._freed_below, position)
-        self.members[member] = Member(position)
+        self.members[member] = MemberState(position)
         return position
 
     def is_behind(self, position: int) -> bool:
@@ -79,40 +95,40 @@ class Schedule:
         low = self._low
         return low is not None and position // self.batches < low // self.batches
 
-    def leave(self, member: Hashable) -> list[int]:
-        """Remove a member; returns the batches whose slots are now free."""
-        self.members.pop(member, None)
-        return self.free()
+    def leave(self, member: Hashable) -> list[Entry]:
+        """Remove a member; returns the batches whose slots are now free.
 
-    def request(self, member: Hashable, serial: int, number: int) -> Grant | None:
-        """Register a request for batch `number`; returns the grant if the batch is ready."""
-        known = self.members[member]
-        if known.dropped:
-            return None
-        known.serial, known.cursor, known.requested = serial, number, number
-        self._last_requested = max(self._last_requested, number)
-        return self._grant(member, known, number) if self.entries.get(number) else None
-
-    def _grant(self, member: Hashable, known: Member, number: int) -> Grant:
-        known.requested, known.granted, known.cursor = None, number, number + 1
-        known.held.add(number)
-        return Grant(member, known.serial, number)
-
-    def skip(self, member: Hashable, cursor: int, taken: int) -> list[int]:
-        """Advance a member to `cursor` and revoke the batch granted to it after batch `taken`.
-
-        Returns the batches whose slots are now free.
+        It or its children may keep reading the batches that it holds.
         """
-        known = self.members[member]
-        known.requested, known.cursor = None, max(known.cursor, cursor)
-        if known.granted is not None and known.granted > taken:
-            known.held.discard(known.granted)
-        known.granted = None
+        if member in self.members:
+            for number in self.members.pop(member).held:
+                self.entries[number].kept = True
         return self.free()
 
-    def release(self, member: Hashable, number: int) -> list[int]:
-        """Release a member's lease on batch `number`; returns the batches whose slots are now free."""
-        self.members[member].held.discard(number)
+    def request(self, member: Hashable, number: int) -> bool:
+        """Register a request for batch `number`; returns whether it is granted, since the batch is ready."""
+        state = self.members[member]
+        state.cursor, state.waits = number, True
+        self._last_requested = max(self._last_requested, number)
+        ready = number in self.entries and self.entries[number].ready
+        if ready:
+            state.grant()
+        return ready
+
+    def skip(self, member: Hashable, cursor: int) -> list[Entry]:
+        """Advance a member to `cursor`; returns the batches whose slots are now free."""
+        state = self.members[member]
+        state.cursor, state.waits = max(state.cursor, cursor), False
+        return self.free()
+
+    def release(self, member: Hashable, number: int, *, kept: bool = False) -> list[Entry]:
+        """Release a member's lease on batch `number`; returns the batches whose slots are now free.
+
+        If it is `kept`, another process may still read it.
+        """
+        if number in self.members[member].held:
+            self.members[member].held.remove(number)
+            self.entries[number].kept |= kept
         return self._free([number])
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -120,7 +136,7 @@ class Schedule:
     @property
     def _low(self) -> int | None:
         """The lowest number that a member needs."""
-        return min((known.cursor for known in self.members.values() if not known.dropped), default=None)
+        return min((state.cursor for state in self.members.values()), default=None)
 
     def next_to_start(self) -> int | None:
         """Return the batch to prepare next, or None if no more are needed for now."""
@@ -131,68 +147,62 @@ class Schedule:
         end = min((last // self.batches + 1) * self.batches, last + self.ahead)
         return next((number for number in range(low, end) if number not in self.entries), None)
 
-    def start(self, number: int) -> None:
+    @property
+    def in_flight(self) -> int:
+        """Number of batches that are being prepared."""
+        return sum(not entry.ready for entry in self.entries.values())
+
+    def start(self, number: int, task: Any) -> None:
         """Mark batch `number` as being prepared."""
-        self.entries[number] = False
+        self.entries[number] = Entry(task)
 
-    def finish(self, number: int) -> tuple[list[Grant], list[int]]:
-        """Mark batch `number` as ready; returns the grants to waiting members, and the batches to free."""
-        self.entries[number] = True
-        grants = [
-            self._grant(member, known, number) for member, known in self.members.items() if known.requested == number
-        ]
-        return grants, self._free([number])
+    def finish(self, number: int, slot: int, packed: bytes) -> tuple[list[Any], list[Entry]]:
+        """Mark batch `number` as ready; returns the members that it is granted to, and the batches to free."""
+        self.entries[number].slot, self.entries[number].packed = slot, packed
+        waiting = [member for member, state in self.members.items() if state.waits and state.cursor == number]
+        for member in waiting:
+            self.members[member].grant()
+        return waiting, self._free([number])
 
-    def free(self) -> list[int]:
+    def free(self) -> list[Entry]:
         """Forget the batches that no member needs or holds; returns them, since their slots are now free."""
         return self._free(list(self.entries))
 
-    def _free(self, numbers: Iterable[int]) -> list[int]:
+    def _free(self, numbers: Iterable[int]) -> list[Entry]:
         """Free those of `numbers` that no member needs or holds."""
-        low = self._low
-        freed = [
-            number
-            for number in numbers
-            if self.entries.get(number) and (low is None or number < low) and not self._is_held(number)
-        ]
-        for number in freed:
-            del self.entries[number]
-        self._freed_below = max([self._freed_below, *(number + 1 for number in freed)])
+        low, freed = self._low, []
+        for number in numbers:
+            entry = self.entries.get(number)
+            if entry is not None and entry.ready and (low is None or number < low) and not self._is_held(number):
+                freed.append(self.entries.pop(number))
+                self._freed_below = max(self._freed_below, number + 1)
         return freed
 
     def _is_held(self, number: int) -> bool:
-        return any(number in known.held for known in self.members.values())
+        return any(number in state.held for state in self.members.values())
 
-    def drop_one(self) -> list[int]:
+    # -- a full ring --------------------------------------------------------------------------------------------------
+
+    @property
+    def lowest_awaited(self) -> int | None:
+        """The lowest batch that a member waits for; None if no member waits."""
+        return min((state.cursor for state in self.members.values() if state.waits), default=None)
+
+    def drop_one(self) -> list[Entry]:
         """Forget the last ready batch after the first one that a member waits for; it is prepared again later.
 
         Returns it, since its slot is now free; or nothing, if all slots hold batches that come before.
         """
-        waiting = min((known.requested for known in self.members.values() if known.requested is not None), default=None)
-        ready = [number for number, done in self.entries.items() if done and not self._is_held(number)]
+        awaited = self.lowest_awaited
+        ready = (number for number, entry in self.entries.items() if entry.ready and not self._is_held(number))
         last = max(ready, default=-1)
-        if waiting is None or last <= waiting:
-            return []
-        del self.entries[last]
-        return [last]
-
-    # -- laggards -----------------------------------------------------------------------------------------------------
-
-    @property
-    def has_waiting(self) -> bool:
-        """Whether a member waits for a batch."""
-        return any(known.requested is not None for known in self.members.values())
+        return [] if awaited is None or last <= awaited else [self.entries.pop(last)]
 
     def laggards(self) -> list[Any]:
         """Return the members that are furthest behind and are not waiting, while others wait."""
         low = self._low
         return [
             member
-            for member, known in self.members.items()
-            if not known.dropped and known.requested is None and known.cursor == low and low in self.entries
+            for member, state in self.members.items()
+            if not state.waits and state.cursor == low and low in self.entries
         ]
-
-    def drop(self, member: Hashable) -> list[int]:
-        """Drop a laggard; returns the batches whose slots are now free."""
-        self.members[member].dropped = True
-        return self.free()

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Self
@@ -17,32 +20,28 @@ from stallfree.datasets.epoch_source import SourceSetup
 from stallfree.datasets.ranks import find_ranks, job_name
 from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
-from stallfree.errors import (
-    InputError,
-    argument_conflict,
-    group_mismatch,
-    object_closed,
-    state_format,
-    state_mismatch,
-)
+from stallfree.errors import InputError, argument_conflict, object_closed, state_format, state_mismatch
 from stallfree.ipc.process import context_of, start_method
 from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of
+from stallfree.loader.messages import FAILED, NOTHING, Ids
 from stallfree.loader.order import Order
 from stallfree.loader.pool import Options, new_counts
+from stallfree.loader.run import delivery
 from stallfree.loader.shown import shown_by
+from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
-from stallfree.pipeline.randomness import draw_seed
+from stallfree.pipeline.randomness import Randomness, draw_seed
 from stallfree.platform import need_linux
-from stallfree.shared.coordinator import Setup
+from stallfree.shared.coordinator import GroupSetup
 from stallfree.shared.group import Group, Terms
-from stallfree.shared.link import NEWCOMER, Hello
-from stallfree.shared.member import EpochIterator, Member
-from stallfree.shared.rebatching import Rebatching, rebatching_of
+from stallfree.shared.link import Hello
+from stallfree.shared.member import Member
+from stallfree.shared.rebatching import Rebatching
 from stallfree.stats import SharedStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size
 
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 
 _made = count()
 
@@ -150,9 +149,10 @@ class SharedLoader(Generic[BatchT_co]):
             )
         self.dataset, self.group = dataset, group
         self.batch_size, self.drop_last, self.with_ids = batch_size, bool(drop_last), with_ids
-        self.seed = self._given = seed_of(dataset, seed, None)
+        self.seed = seed_of(dataset, seed, None)
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
-        self._transform, self._pin = job_transform, pin_memory
+        self._transform, self._drawing = job_transform, Randomness(job_transform)
+        self._deliver = delivery(with_ids=with_ids, weigh=None, pin=pin_memory)
         options = Options(
             reader=reader_of(dataset),
             dataset=dataset,
@@ -167,44 +167,38 @@ class SharedLoader(Generic[BatchT_co]):
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
-            remote=None,
         )
         self._samples = len(options.reader.source)
-        self._group = self._join(options, on_error)
-        self._member = self._make_member(options)
+        self._member = self._join(options)
         self._counts = new_counts()
-        self._resumed, self._done = False, frozenset[int]()
-        self._passes: weakref.WeakSet[EpochIterator] = weakref.WeakSet()
-        self._pass: weakref.ref[EpochIterator] | None = None  # the one begun last
-        self._end = weakref.finalize(self, _close, os.getpid(), self._member, self._group)
+        self._next_epoch, self._resumed, self._done = 0, False, 0
+        self._pass: weakref.ref[EpochIterator] | None = None  # the last one begun
+        self._end = weakref.finalize(self, _close, os.getpid(), self._member)
 
-    def _join(self, options: Options, on_error: str) -> Group:
+    def _join(self, options: Options) -> Member:
+        source, ranks, steps = options.reader.source, self._ranks, getattr(self.dataset, "steps", None)
         with tolerant():  # the group is identified by name: objects without a fingerprint are assumed to be equal
-            steps = getattr(self.dataset, "steps", None)
             same = {
-                "data set": fingerprint(options.reader.source.fingerprint()),
-                "transform": fingerprint(options.reader.source.pipeline if steps is None else steps),
+                "the data set": fingerprint(source.fingerprint()),
+                "the transform": fingerprint(source.pipeline if steps is None else steps),
                 "collate_fn": fingerprint(options.collate),
-                "seed": self._given,
+                "seed": self.seed,
                 "shuffle": self._shuffle,
                 "drop_last": self.drop_last,
-                "on_error": on_error,
+                "on_error": "skip" if options.skip else "raise",
             }
-        chunk = self.batch_size * self._ranks.count
-        joined = Group(self.group, Terms(same, chunk, options.workers, options.ahead, options.staging))
+        chunk = self.batch_size * ranks.count
+        group = Group(self.group, Terms(same, chunk, options.workers, options.ahead, options.staging))
         try:
-            joined.check_sizes(self.batch_size, self._ranks.count, options.collate is not None)
+            group.check_sizes(self.batch_size, ranks.count, options.collate is not None)
             if self.seed is not None:
-                self._agree_on_seed(joined, self.seed)
+                group.agree_on_seed(self.seed)
         except BaseException:
-            joined.close()
+            group.close()
             raise
-        return joined
-
-    def _make_member(self, options: Options) -> Member:
-        terms, ranks = self._group.terms, self._ranks
-        setup = Setup(
-            folder=self._group.folder,
+        terms = group.terms
+        setup = GroupSetup(
+            folder=group.folder,
             options=replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging),
             base_seed=0,
             order=Order(SourceSetup(self._samples, terms.chunk, self._shuffle, seed=self.seed)),
@@ -212,7 +206,7 @@ class SharedLoader(Generic[BatchT_co]):
         )
         job = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
         script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-        return Member(self._group, setup, Hello(job, ranks.here, script or "python"), options.seconds)
+        return Member(group, setup, Hello(job, ranks.here, script or "python"), options.seconds)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -223,7 +217,7 @@ class SharedLoader(Generic[BatchT_co]):
         It may rise by more than one, if the group was further on.
         """
         active = self._active_pass
-        return self._member.next_epoch if active is None else active.epoch
+        return self._next_epoch if active is None else active.epoch
 
     @property
     def _active_pass(self) -> EpochIterator | None:
@@ -231,8 +225,12 @@ class SharedLoader(Generic[BatchT_co]):
         return None if iteration is None or iteration.ended else iteration
 
     def _rebatching(self, epoch: int) -> Rebatching:
-        sizes = self._samples, self._group.terms.chunk, self.batch_size, self._ranks, self.drop_last
-        return rebatching_of(self._member.setup.order, *sizes, epoch)
+        order, chunk = self._member.setup.order, self._member.group.terms.chunk
+
+        def planned(number: int) -> Ids:
+            return next(iter(order.batches(epoch, number)))
+
+        return Rebatching(self._samples, chunk, self.batch_size, self._ranks, self.drop_last, planned)
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -241,58 +239,60 @@ class SharedLoader(Generic[BatchT_co]):
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
-        member, options = self._member, self._member.setup.options
-        start_method(options.context)  # a script without a main guard would wait for itself
-        active = self._active_pass
-        if active is not None:
-            active.replace()
-        cache = options.reader.cache
-        if cache is not None and cache.tier is not None:
-            cache.tier.begin_epoch()
+        member, reader = self._member, self._member.setup.options.reader
+        start_method(member.setup.options.context)  # a script without a main guard would wait for itself
+        if active := self._active_pass:
+            active.close(replaced=True)
+        if reader.cache is not None and reader.cache.tier is not None:
+            reader.cache.tier.begin_epoch()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed
-        batches, done = len(member.setup.order), self._done
         if not member.joined:
             member.setup.base_seed = drawn
             if self.seed is None:
-                self._set_seed(self._group.agree_on_seed(drawn))
-            first = member.next_epoch * batches + self._rebatching(0).first_chunk(done) if self._resumed else NEWCOMER
-            member.next_epoch = member.join(first) // batches
-        self._resumed, self._done = False, frozenset()
-        iteration = EpochIterator(
-            *(self, member, self._rebatching, member.next_epoch, done, self._counts, self._transform),
-            pin=self._pin,
-            with_ids=self.with_ids,
-        )
-        self._passes.add(iteration)
+                self._set_seed(member.group.agree_on_seed(drawn, drawn=True))
+            batches = len(member.setup.order)
+            if self._resumed:
+                member.join(self._next_epoch * batches + self._rebatching(0).first_chunk(self._done))
+            else:
+                self._next_epoch = member.join() // batches
+        iteration = EpochIterator(self, self._next_epoch, self._done)
+        self._resumed, self._done = False, 0
         self._pass = weakref.ref(iteration)
         return iteration
-
-    def _agree_on_seed(self, group: Group, seed: int) -> None:
-        """Raise `InputError` if the group's seed differs from `seed`."""
-        agreed = group.agree_on_seed(seed)
-        if agreed != seed:
-            raise group_mismatch(
-                f"this job does not fit into the group {self.group!r}: it has seed={agreed}, this job gives "
-                f"seed={seed}. Give the same, or the name of another group"
-            )
 
     def _set_seed(self, seed: int) -> None:
         setup = self._member.setup
         self.seed = setup.order.seed = seed
         setup.options = replace(setup.options, seed=seed)
 
+    def _finish_batch(self, epoch: int, number: int, data: Any, ids: Ids) -> Any:
+        """Return batch `number` of an epoch as this job's loop receives it."""
+        if self._transform is not None:
+            with self._drawing as drawing:
+                drawing.seed(self._member.setup.options.seed, epoch, -1 - number)
+                try:
+                    data = self._transform(data)
+                except Exception as error:
+                    note_samples(error, ids.tolist(), "transforming")
+                    if isinstance(error, StopIteration):
+                        raise raisable(error) from error
+                    raise
+        self._counts["batches"] += 1
+        self._counts["samples"] += len(ids)
+        return data if self._deliver is None else self._deliver(data, ids)
+
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the job's position: the group's epoch and the batches already yielded.
+        """Return the job's position: the group's epoch and the number of batches already yielded.
 
         It is serializable as JSON.
         """
         active = self._active_pass
         done = self._done if active is None else active.done
-        return {"version": _STATE_VERSION, "epoch": self.epoch, "done": _ranges(done), "terms": self._terms()}
+        return {"version": _STATE_VERSION, "epoch": self.epoch, "batches": done, "terms": self._terms()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a state that `state_dict` returned; call it before the first iteration.
@@ -303,7 +303,7 @@ class SharedLoader(Generic[BatchT_co]):
         """
         if self._member.joined:
             raise state_mismatch("this loader is in its group already: load the state before the first iteration")
-        known = isinstance(state, dict) and {"version", "epoch", "done", "terms"} <= state.keys()
+        known = isinstance(state, dict) and {"version", "epoch", "batches", "terms"} <= state.keys()
         if not known or state["version"] != _STATE_VERSION:
             raise state_format("this is no state of a SharedLoader of this release: give what state_dict() returned")
         seed, mine = state["terms"].get("seed"), self._terms()
@@ -312,10 +312,8 @@ class SharedLoader(Generic[BatchT_co]):
         if state["terms"] != mine:
             raise state_mismatch(f"the state was taken with {state['terms']}, this loader has {mine}: give the same")
         if self.seed is None and seed is not None:
-            self._agree_on_seed(self._group, seed)
-            self._set_seed(seed)
-        self._member.next_epoch, self._resumed = int(state["epoch"]), True
-        self._done = frozenset(number for start, stop in state["done"] for number in range(start, stop))
+            self._set_seed(self._member.group.agree_on_seed(seed))
+        self._next_epoch, self._done, self._resumed = int(state["epoch"]), int(state["batches"]), True
 
     def _terms(self) -> dict[str, Any]:
         """Return the settings that must be equal for a position to mean the same in two loaders."""
@@ -323,25 +321,26 @@ class SharedLoader(Generic[BatchT_co]):
         sizes = {"samples": self._samples, "batch_size": self.batch_size}
         return {**same, **sizes, "ranks": self._ranks.count, "drop_last": self.drop_last}
 
-    # -- the rest -----------------------------------------------------------------------------------------------------
+    # -- statistics, end, copies --------------------------------------------------------------------------------------
 
     def stats(self) -> SharedStats:
         """Return the statistics of this job's loader since its creation."""
-        sizes = {"num_workers": self._group.terms.workers, "staging_bytes": self._member.staging_bytes}
-        return SharedStats(**self._counts | sizes, takeovers=self._member.deaths, jobs=self._member.jobs)
+        member = self._member
+        sizes = {"num_workers": member.group.terms.workers, "staging_bytes": member.staging_bytes}
+        return SharedStats(**self._counts | sizes, takeovers=member.deaths, jobs=member.jobs)
 
     def close(self) -> None:
         """Leave the group; batches that are still held stay valid. Idempotent.
 
         The last job ends its processes.
         """
-        for iteration in list(self._passes):
-            iteration.close()
+        if active := self._active_pass:
+            active.close()
         self._end()
 
     def __reduce__(self) -> Any:
         state = self.state_dict() if self._resumed and not self._member.joined else None
-        return _another_job, (type(self), self._arguments), state
+        return partial(type(self), **self._arguments), (), state
 
     __setstate__ = load_state_dict
 
@@ -354,25 +353,86 @@ class SharedLoader(Generic[BatchT_co]):
     __repr__ = shown_by("group", "batch_size", "drop_last")
 
 
-def _another_job(kind: type[SharedLoader[Any]], arguments: dict[str, Any]) -> SharedLoader[Any]:
-    return kind(**arguments)
+class EpochIterator:
+    """One epoch of one job. A later one of the same loader ends it.
+
+    Args:
+        loader: kept alive as long as this object.
+        epoch: the epoch.
+        done: number of batches already yielded, if the epoch is resumed.
+
+    Attributes:
+        done: number of batches yielded or left out.
+        ended: whether the pass has ended.
+        epoch: the group's epoch.
+    """
+
+    def __init__(self, loader: SharedLoader[Any], epoch: int, done: int) -> None:
+        self.ended = self._replaced = False
+        self._loader, self._member = loader, loader._member
+        self._batches = len(self._member.setup.order)
+        self._ready: deque[tuple[int, Any, Ids]] = deque()
+        self._begin(epoch, done)
+
+    def _begin(self, epoch: int, done: int) -> None:
+        self.epoch, self.done, self._rebatching = epoch, done, self._loader._rebatching(epoch)
+        first = epoch * self._batches
+        self._next, self._end = first + self._rebatching.first_chunk(done), first + self._rebatching.chunks
+
+    def __iter__(self) -> EpochIterator:
+        return self
+
+    def __len__(self) -> int:
+        return len(self._rebatching)
+
+    def __next__(self) -> Any:
+        if self._replaced:
+            raise argument_conflict(
+                "a later iteration of this SharedLoader has begun, and ended this one: a job has one at a time. Make "
+                "a second loader to go through the data twice at once"
+            )
+        while not self._ready:
+            if self.ended or self._next >= self._end:
+                self.close()
+                raise StopIteration
+            self._take_chunk()
+        number, data, ids = self._ready.popleft()
+        self.done = number + 1
+        return self._loader._finish_batch(self.epoch, number, data, ids)
+
+    def _take_chunk(self) -> None:
+        """Take one more chunk and queue the batches that it completes."""
+        counts, started = self._loader._counts, time.monotonic()
+        try:
+            while (result := self._member.take(self._next, self._end)) is None:
+                self._begin(self._member.join() // self._batches, 0)
+        finally:
+            counts["wait_seconds"] += time.monotonic() - started
+        result.add_to(counts)
+        number, self._next = self._next - self.epoch * self._batches, self._next + 1
+        failed = result.status == FAILED
+        batches = self._rebatching.feed(number, result.value, NOTHING if failed else result.ids)
+        self._ready.extend(batch for batch in batches if batch[0] >= self.done)
+        if failed:
+            raise result.value
+
+    def close(self, *, replaced: bool = False) -> None:
+        """End this pass; notify the group that no more of this epoch is needed. Idempotent.
+
+        If it is `replaced` by a later one, its next batch is an error.
+        """
+        if not self.ended:
+            self.ended, self._replaced = True, replaced
+            self._ready.clear()
+            self._loader._next_epoch = self.epoch + 1
+            if self._member.joined:
+                self._member.skip((self.epoch + 1) * self._batches)
+
+    def __del__(self) -> None:
+        if hasattr(self, "_end"):
+            self.close()
 
 
-def _ranges(numbers: Iterable[int]) -> list[list[int]]:
-    """Return the numbers as a list of [start, stop] ranges."""
-    ranges: list[list[int]] = []
-    for number in sorted(numbers):
-        if ranges and ranges[-1][1] == number:
-            ranges[-1][1] += 1
-        else:
-            ranges.append([number, number + 1])
-    return ranges
-
-
-def _close(pid: int, member: Member, group: Group) -> None:
-    if pid != os.getpid():  # a forked child
-        return
-    try:
+def _close(pid: int, member: Member) -> None:
+    if pid == os.getpid():  # not a forked child
         member.close()
-    finally:
-        group.close()

@@ -112,8 +112,8 @@ class TierContract:
     @pytest.mark.parametrize("value", KINDS, ids=lambda value: type(value).__name__)
     def test_every_kind_of_sample(self, tier: Tier, value: Any) -> None:
         put(tier, [7], lambda id: (0, value))
-        (found,) = tier.get_many(ids_of(7))
-        assert record_of(found).tobytes() == record_of((0, value)).tobytes()
+        (answer,) = tier.get_many(ids_of(7))
+        assert record_of(answer).tobytes() == record_of((0, value)).tobytes()
 
     def test_dropped_samples_are_gone_and_may_be_stored_again(self, tier: Tier) -> None:
         put(tier, range(COUNT))
