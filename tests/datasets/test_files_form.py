@@ -13,7 +13,6 @@ import pickle
 import random
 import sys
 import threading
-import typing
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -375,7 +374,7 @@ class Captures(Files):
 
     def __getitem__(self, id: int) -> Any:
         self.captured = [open, io.open, cv2.imread]
-        self.routine = inspect.isroutine(open) and typing.get_type_hints(open) == {} and open is io.open
+        self.routine = inspect.isroutine(open)
         self.signature = inspect.signature(open)
         return super().__getitem__(id)
 
@@ -508,7 +507,7 @@ class PartlyNative(Files):
 @pytest.mark.skipif(not os.path.exists("/proc/thread-self/io"), reason="the kernel does not count reads")
 def test_bytes_that_are_read_natively_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "archive").write_bytes(bytes(30_000))
-    words = r"99% of the bytes of PartlyNative\[0\] do not: h5py opens files itself. .* use h5py.File\(open\("
+    words = r"99% of the bytes of PartlyNative\[0\] do not: h5py opens files itself. Instead, .*h5py.File"
     with pytest.warns(sf.StallfreeWarning, match=words) as caught:
         cached(PartlyNative(folder)).close()
     assert caught[0].filename == __file__
@@ -526,7 +525,7 @@ class Native(Files):
 @pytest.mark.parametrize(
     ("make", "options", "words"),
     [
-        (Native, {}, r"opened none of up to 64 MiB: use cv2\.imdecode.*, if cv2 opens its files"),
+        (Native, {}, r"opened none of up to 64 MiB. If cv2 opens its files, .*cv2.imdecode"),
         (lambda folder: Numbers(), {}, "and Numbers keeps .* use form='fetched'"),
         (lambda folder: Subset(Numbers(), [1]), {}, "SubsetSource"),  # type: ignore[arg-type]
         (lambda folder: sf.testing.ThrottledSource(Files(folder)), {}, "ThrottledSource"),

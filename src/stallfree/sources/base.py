@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
+from types import MethodType
 from typing import Any
 
-from stallfree.errors import dataset_empty
+from stallfree.errors import dataset_changed, dataset_empty
 from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose
 
@@ -41,9 +42,9 @@ class BaseSource(ABC):
     def _record(self, id: int) -> Any:
         """The record of `id`, which is in 0..len-1."""
 
-    @abstractmethod
     def _where(self, id: int) -> str:
-        """The place of `id`, which is in 0..len-1."""
+        """The place of `id`, which is in 0..len-1; empty if it is not known."""
+        return ""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -78,3 +79,17 @@ def require_samples(length: int, what: str, advice: str) -> None:
     """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
     if length == 0:
         raise dataset_empty(f"{what} has length 0: there is nothing to train on. {advice}")
+
+
+def require_unchanged(dataset: Any, name: str, before: Any, now: Any) -> None:
+    """Raise `InputError` when an attribute of a data set, which held `before`, has been replaced."""
+    if not is_same(before, now):
+        raise dataset_changed(
+            f"the {name} of {type(dataset).__name__} was changed after the data set was given away: make a new loader "
+            "(and CachedDataset) with the data set as it is now"
+        )
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether both are one object; each access to a bound method makes a new one."""
+    return value is other or (isinstance(value, MethodType) and bool(value == other))

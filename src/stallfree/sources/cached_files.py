@@ -15,7 +15,7 @@ from typing import Any
 
 import xxhash
 
-from stallfree.errors import InputError, no_files
+from stallfree.errors import no_files
 from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.notes import note_sample
@@ -150,9 +150,6 @@ class CachedFiles(BaseSource):
         with serving(Files(self.table)):
             return self.source.dataset[id]
 
-    def _where(self, id: int) -> str:
-        return ""
-
     def fingerprint(self) -> str:
         """The fingerprint of the data set object."""
         return f"CachedFiles {self.source.fingerprint()}"
@@ -169,16 +166,13 @@ _LOOKS, _LEAST, _SECONDS, _BYTES = 8, 2, 1.0, 64 << 20
 _UNSEEN_BYTES, _UNSEEN_SHARE = 4096, 0.02
 """From how many bytes that do not pass `open` on they are reported, and from what share of all."""
 
-_DATA = "open(path, 'rb').read()"
-_CURES = {
-    "cv2": f"cv2.imdecode(np.frombuffer({_DATA}, np.uint8), flags)",
-    "h5py": "h5py.File(open(path, 'rb'), 'r')",
-    "SimpleITK": "nibabel or pydicom",
-    "lmdb": "form='fetched' with a data set that returns the values, and the rest as transform=",
-    **dict.fromkeys(("rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"), "it with open(path, 'rb')"),
-    **dict.fromkeys(("torchvision", "torchcodec", "netCDF4", "safetensors"), f"it with {_DATA}"),
+_NATIVE = {
+    *("cv2", "h5py", "SimpleITK", "lmdb", "rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"),
+    *("torchvision", "torchcodec", "netCDF4", "safetensors"),
 }
-"""Libraries that open files natively, and what to use in their place."""
+"""Libraries that open files natively."""
+
+_CURE = "give it an open file, open(path, 'rb'), or the bytes of one, as cv2.imdecode and h5py.File take them"
 
 
 class _Memory:
@@ -233,7 +227,11 @@ def _look(source: MapSource) -> tuple[list[tuple[bytes, str, bytes]], str]:
     if not made and problem is not None:
         raise problem
     if not memory.files:
-        raise _no_files(source.dataset)
+        raise no_files(
+            "form='files' caches the files that a data set opens by Python's open(), and the samples of "
+            f"{type(source.dataset).__name__} opened none of up to 64 MiB. If {_native_library(source.dataset)} opens "
+            f"its files, {_CURE}. If its samples do not come from files, it gains nothing from a cache"
+        )
     return [(key, stamp, data) for key, (stamp, data) in memory.files.items()], warning
 
 
@@ -246,19 +244,9 @@ def _unseen(dataset: Any, id: int, memory: _Memory) -> str:
     share = unseen / max(1, unseen + seen)
     if unseen < _UNSEEN_BYTES or share < _UNSEEN_SHARE:
         return ""
-    name, (library, cure) = type(dataset).__name__, _native_library(dataset)
     return (
-        f"form='files' caches what passes Python's open(), and {share:.0%} of the bytes of {name}[{id}] do not: "
-        f"{library} opens files itself. In its place use {cure}"
-    )
-
-
-def _no_files(dataset: Any) -> InputError:
-    name, (library, cure) = type(dataset).__name__, _native_library(dataset)
-    return no_files(
-        f"form='files' caches the files that a data set opens by Python's open(), and the samples of {name} opened "
-        f"none of up to 64 MiB: use {cure}, if {library} opens its files. If its samples do not come from files, it "
-        "gains nothing from a cache"
+        f"form='files' caches what passes Python's open(), and {share:.0%} of the bytes of "
+        f"{type(dataset).__name__}[{id}] do not: {_native_library(dataset)} opens files itself. Instead, {_CURE}"
     )
 
 
@@ -269,16 +257,11 @@ def _bytes_read() -> int:
     return 0
 
 
-def _native_library(dataset: Any) -> tuple[str, str]:
-    """The libraries by which a data set opens files, as far as its code shows, and what to use in their place."""
+def _native_library(dataset: Any) -> str:
+    """Return the libraries by which a data set opens files, as far as its code shows."""
     functions = [function for cls in type(dataset).__mro__[:-1] for function in class_functions(cls)]
     names = set().union(*(code_names(function.__code__) for function in functions))
     for function in functions:
-        values = [value for name, value in function.__globals__.items() if name in names]
-        names |= {
-            str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in values
-        }
-    libraries = [library for library in _CURES if library in names]
-    if not libraries:
-        return "a library", f"its call for data in memory, with {_DATA}"
-    return " or ".join(libraries), "; or ".join(_CURES[library] for library in libraries)
+        used = [value for name, value in function.__globals__.items() if name in names]
+        names |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in used}
+    return " or ".join(sorted(_NATIVE & names)) or "a library"

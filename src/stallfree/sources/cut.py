@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
 from stallfree.ipc.forked import call_in_child
@@ -17,8 +17,8 @@ from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.pipeline.reached import random_name
 from stallfree.pipeline.values import same
-from stallfree.sources.base import normalize_id, require_samples
-from stallfree.sources.cut_source import CutSource, Place, Plan, places_of, value_at, with_values
+from stallfree.sources.base import is_same, normalize_id, require_samples
+from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder, value_at
 from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style
 
 _SAMPLES = 8
@@ -29,6 +29,9 @@ _TRIES = 6
 
 _TRANSFORM = re.compile("transform|aug|norm|process|crop|resize|tensor", re.IGNORECASE)
 _READER = re.compile("load|open|read|decode|fetch|collate|callback", re.IGNORECASE)
+
+_Cut = tuple[list[str], dict[tuple[int, tuple[Any, ...]], int], FlatPlan | None]
+"""The arguments of a `CutSource` after the data set."""
 
 
 def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
@@ -81,14 +84,14 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
         _transform_at(dataset, name)
     ids = [normalize_id(id, len(dataset)) for id in check]
     call = partial(_Check(dataset, ids), attributes)
-    return call_in_child(call, f"the cut of {type(dataset).__name__}").source(dataset)
+    return CutSource(dataset, *call_in_child(call, f"the cut of {type(dataset).__name__}"))
 
 
 def _transform_at(dataset: Any, name: str) -> Transform:
     kind = type(dataset).__name__
     try:
         transform: Any = value_at(dataset, name)
-    except (AttributeError, LookupError, TypeError) as error:
+    except (AttributeError, LookupError, ValueError) as error:
         names = ", ".join(sorted(_callables(dataset)))
         raise cut_attribute(
             f"{kind} has no attribute {name!r}: name one that holds a transform (callable are {names})"
@@ -115,7 +118,9 @@ def cut_any(dataset: Any) -> tuple[Source | None, str]:
     if not tries:
         return None, f"no attribute of {type(dataset).__name__} holds a transform"
     try:
-        source = call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}").source(dataset)
+        source = CutSource(
+            dataset, *call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}")
+        )
     except InputError as error:
         return None, text_of(error)
     except Exception as error:  # of a sample
@@ -168,22 +173,6 @@ def _is_dataset(value: Any) -> bool:
 # --- comparing, in a child process ----------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
-    """How a data set is cut: the attributes, the lengths of outputs that are unpacked, and the plan of flat records."""
-
-    names: list[str]
-    lengths: dict[str, int]
-    plan: Plan | None = None
-    places: list[Place] | None = None
-
-    def source(self, dataset: Any) -> CutSource:
-        source = CutSource(dataset, self.names)
-        source.lengths = self.lengths
-        if self.plan is not None and self.places is not None:
-            source.make_flat(self.plan, self.places)
-        return source
-
-
 class _Check:
     """Compares samples that a data set makes itself with those that are made of its records.
 
@@ -214,31 +203,29 @@ class _Check:
                     f"{self._what}: it cannot be copied with another object in that place ({type(error).__name__}: "
                     f"{text_of(error)}): make the transform a plain attribute"
                 ) from error
-            source.learns = True
-            called = {name for id in self._samples for name in self._recorded(source, id)[2]}
-            if leave_out:  # an attribute that holds the same transform as another one is replaced with it
-                numbers = {source.number_of(value_at(self._dataset, name)) for name in called}
-                called |= {name for name in names if source.number_of(value_at(self._dataset, name)) in numbers}
-            idle = [name for name in names if name not in called]
-            if idle and leave_out and called:
-                return self([name for name in names if name in called], leave_out=True)
+            plans, called = self._record(Recorder(source, learns=True))
+            if leave_out:  # the transform of another attribute may be one that is called
+                called = {at for at, one in enumerate(transforms) if any(is_same(one, transforms[by]) for by in called)}
+            idle = [name for at, name in enumerate(names) if at not in called]
+            if idle and called and leave_out:
+                return self([names[at] for at in sorted(called)], leave_out=True)
             if idle:
                 raise cut_refused(
                     f"{self._kind} does not call its {idle[0]} for any of the samples "
                     f"{', '.join(map(str, self._samples))}: leave it out, or name a sample that it is called for with "
                     "check=[id]. A data set that keeps its samples after the transform cannot be cut"
                 )
-            source.learns = False
-            self._require_steady(source, names)
-            plans = [self._recorded(source, id) for id in self._samples]
-            first, tree, _ = plans[0]
-            if all(plan == first for plan, *_ in plans):
-                flat = _Cut(list(names), source.lengths, first, places_of(first, tree, source.transforms))
-                if flat.places is not None and not self._difference(flat.source(self._dataset)):
-                    return flat
+            self._require_steady(source)
+            flat = list(names), source.lengths, plans[0]
+            if (
+                plans[0]
+                and plans.count(plans[0]) == len(plans)
+                and not self._difference(CutSource(self._dataset, *flat))
+            ):
+                return flat
             if why := self._difference(source):
                 raise cut_refused(f"{self._what}: {why}")
-            return _Cut(list(names), source.lengths)
+            return list(names), source.lengths, None
 
     def _make_samples(self) -> None:
         """Make the samples as the data set does, without those that cannot be read."""
@@ -254,36 +241,44 @@ class _Check:
         if not self._samples and problem is not None:
             raise problem
 
-    def _recorded(self, source: CutSource, id: int) -> tuple[Plan, Any, set[str]]:
-        """Return what `CutSource.recorded` does. Raises `InputError` if the sample needs the outputs themselves."""
-        self._randomness.seed(0, 0, id)
-        try:
-            return source.recorded(id)
-        except InputError:
-            raise
-        except Exception as error:
-            raise cut_refused(
-                f"{self._what}: sample {id} cannot be made without the output of the transform "
-                f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
-                "what follows into the transform"
-            ) from error
+    def _record(self, recorder: Recorder) -> tuple[list[FlatPlan | None], set[int]]:
+        """Return the plan of each sample if it is flat, and which transforms are called.
 
-    def _require_steady(self, source: CutSource, names: Sequence[str]) -> None:
+        Raises `InputError` if a sample needs the outputs themselves.
+        """
+        plans, called = [], set[int]()
+        for id in self._samples:
+            self._randomness.seed(0, 0, id)
+            try:
+                sample = recorder.make(id)
+                recorder.planned(sample)
+            except InputError:
+                raise
+            except Exception as error:
+                raise cut_refused(
+                    f"{self._what}: sample {id} cannot be made without the output of the transform "
+                    f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
+                    "what follows into the transform"
+                ) from error
+            called |= {call.number for call in recorder.calls}
+            plans.append((recorder.flat(sample) or [None])[0])
+        return plans, called
+
+    def _require_steady(self, source: CutSource) -> None:
         """Raise `InputError` if what is read depends on chance."""
         if mark_of(self._dataset) is False:
             return
-        bare = with_values(self._dataset, dict.fromkeys(names))
         states, why = States(), ""
         for id in self._samples:
             fetch = partial(source.fetch, id)
-            _, random = make_twice(fetch, fetch, (), [Trust.of(bare)], states)
+            _, random = make_twice(fetch, fetch, (), [Trust.of(source.without)], states)
             if random is not None and random.certain:
                 raise cut_random(
                     f"{self._what}: it draws random numbers outside of the transform, which a cache would freeze: when "
                     f"sample {id} was read, {random.why}. Make all random changes in the transform"
                 )
             why = why or (f"when sample {id} was read, {random.why}" if random is not None else "")
-        if name := random_name(bare):
+        if name := random_name(source.without):
             why = f"its code names {name}"
         if why:
             raise cut_random(
