@@ -341,7 +341,7 @@ class Parts:
 def test_large_files_are_stored_if_most_of_them_is_read(
     folder: Path, size: int, most: int, stored: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_opens, "_SMALL", 1000)
+    monkeypatch.setattr(file_opens, "SMALL", 1000)
     monkeypatch.setattr(file_opens, "MOST_BYTES", most)
     write(folder / "0.raw", bytes(800))
     for id in range(1, COUNT):
@@ -355,7 +355,7 @@ def test_large_files_are_stored_if_most_of_them_is_read(
 
 
 def test_large_files_are_not_read_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(file_opens, "_SMALL", 1000)
+    monkeypatch.setattr(file_opens, "SMALL", 1000)
     for id in range(COUNT):
         write(tmp_path / f"{id}.raw", bytes([id]) * 100_000)
     with cached(Files(tmp_path), capacity="700KiB") as data:

@@ -23,7 +23,7 @@ from stallfree.errors import InputError
 from stallfree.sources import mapped
 from stallfree.sources.cut import as_cut_source
 from stallfree.sources.cut_source import CallTransforms, CutSource
-from stallfree.sources.known import DividedSource
+from stallfree.sources.mapped import RowSource
 from stallfree.sources.mapped import MapSource
 
 COUNT = 12
@@ -351,7 +351,7 @@ def noisy_rows(batch: dict[str, Any]) -> dict[str, Any]:
 def test_the_transform_of_rows_is_apart() -> None:
     dataset = Dataset("custom", transform=noisy_rows)
     source = as_source(dataset)
-    assert isinstance(source, DividedSource)
+    assert isinstance(source, RowSource)
     assert source.fetch(3) == {"x": [3, 4], "y": "row 3"}
     random.seed(1)
     expected = dataset[3]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -25,15 +25,18 @@ def normalize_id(id: int, length: int) -> int:
 
 
 class BaseSource(ABC):
-    """A `Source` made from four questions: how long, what is the record, where does it lie, what is its fingerprint.
+    """A `Source` made from four methods: its length, a record, its location, and the fingerprint.
 
     Attributes:
         pipeline: turns what `fetch` returned into the sample.
         threads: whether `fetch` may run in several threads at once.
+        watched: attributes of a data set, each as the data set, a dotted name, and the value that was used. `fetch`
+            raises `InputError` when one has been replaced since: it would have no effect.
     """
 
     pipeline: Compose
     threads: bool = True
+    watched: Sequence[tuple[Any, str, Any]] = ()
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -56,6 +59,12 @@ class BaseSource(ABC):
 
     def fetch(self, id: int) -> Any:
         """The record of sample `id` as storage holds it. Raises `IndexError` for an id out of range."""
+        for dataset, name, value in self.watched:
+            if not is_same(value_at(dataset, name), value):
+                raise dataset_changed(
+                    f"the {name.removeprefix('_')} of {type(dataset).__name__} was changed after the data set was "
+                    "given away: make a new loader (and CachedDataset) with the data set as it is now"
+                )
         return self._record(normalize_id(id, len(self)))
 
     def __getitem__(self, id: int) -> Any:
@@ -81,13 +90,14 @@ def require_samples(length: int, what: str, advice: str) -> None:
         raise dataset_empty(f"{what} has length 0: there is nothing to train on. {advice}")
 
 
-def require_unchanged(dataset: Any, name: str, before: Any, now: Any) -> None:
-    """Raise `InputError` when an attribute of a data set, which held `before`, has been replaced."""
-    if not is_same(before, now):
-        raise dataset_changed(
-            f"the {name} of {type(dataset).__name__} was changed after the data set was given away: make a new loader "
-            "(and CachedDataset) with the data set as it is now"
-        )
+def value_at(dataset: Any, name: str) -> Any:
+    """Return the value of a dotted attribute such as `"inner.transform"` or `"datasets.0.transform"`.
+
+    Raises `AttributeError`, `LookupError` or `ValueError` if there is none.
+    """
+    for part in name.split("."):
+        dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
+    return dataset
 
 
 def is_same(value: Any, other: Any) -> bool:

@@ -41,7 +41,7 @@ from stallfree.pipeline.compose import (
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.values import private
 from stallfree.platform import at_fork
-from stallfree.sources.base import BaseSource, require_unchanged
+from stallfree.sources.base import BaseSource, value_at
 
 _FORMAT = 3
 
@@ -151,11 +151,7 @@ class Recorder:
             for at, leaf in enumerate(leaves):
                 if type(leaf) is Output:
                     if id(leaf.call) not in order:
-                        raise cut_refused(
-                            f"{self._kind} cannot be cut at {self._names[leaf.call.number]!r}: sample {self.id} has an "
-                            "output of the transform that was kept from another sample: let __getitem__ call the "
-                            "transform for each sample"
-                        )
+                        leaf.refuse("an output that was kept from another sample was in it")
                     outputs.append((at, order[id(leaf.call)], leaf.parts))
                     leaves[at] = None
             plan.append((number, outputs))
@@ -317,7 +313,6 @@ class CutSource(BaseSource):
     """The records of a data set without its transforms, which are in `pipeline`. The samples are the same.
 
     Each thread of each process reads a copy of its own, so that files which the data set opens are never shared.
-    `fetch` raises `InputError` when a transform of the data set has been replaced since: it would have no effect.
 
     Args:
         dataset: the data set.
@@ -340,7 +335,8 @@ class CutSource(BaseSource):
         plan: FlatPlan | None = None,
     ) -> None:
         self.dataset, self.names = dataset, list(names)
-        self.transforms: list[Transform] = [value_at(dataset, name) for name in names]
+        self.watched = [(dataset, name, value_at(dataset, name)) for name in names]
+        self.transforms: list[Transform] = [transform for *_, transform in self.watched]
         self.lengths, self.plan = lengths or {}, plan
         self.words = f"cut at {' and '.join(names)}"
         self.without = with_values(dataset, dict.fromkeys(names))
@@ -356,8 +352,6 @@ class CutSource(BaseSource):
         return len(self.dataset)
 
     def _record(self, id: int) -> Any:
-        for name, transform in zip(self.names, self.transforms, strict=True):
-            require_unchanged(self.dataset, name, transform, value_at(self.dataset, name))
         recorders = vars(_thread).setdefault("recorders", weakref.WeakKeyDictionary())
         recorder = recorders.get(self) or recorders.setdefault(self, Recorder(self))
         sample = recorder.make(id)
@@ -378,16 +372,6 @@ class CutSource(BaseSource):
 
     def __repr__(self) -> str:
         return f"CutSource({type(self.dataset).__name__}, {len(self)} samples)"
-
-
-def value_at(dataset: Any, name: str) -> Any:
-    """Return the value of a dotted attribute such as `"inner.transform"` or `"datasets.0.transform"`.
-
-    Raises `AttributeError`, `LookupError` or `ValueError` if there is none.
-    """
-    for part in name.split("."):
-        dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
-    return dataset
 
 
 def with_values(dataset: Any, values: Mapping[str, Any]) -> Any:

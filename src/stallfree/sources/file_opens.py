@@ -37,8 +37,8 @@ from stallfree.platform import at_fork
 MOST_BYTES = 64 << 20
 """Larger files are read from storage."""
 
-_SMALL = 1 << 20
-"""Local files up to this size are read whole when they are opened; larger ones after a sample read most of them."""
+SMALL = 1 << 20
+"""Local files up to this size are read whole; larger ones if the samples read most of their bytes."""
 
 _SECOND, TICK = 10**9, 2 * 10**7
 """Nanoseconds within which two changes of a file may have the same time, if the file system counts seconds or less."""
@@ -99,88 +99,51 @@ class ServedFile(io.BytesIO):
     writelines = truncate = write
 
 
-class _LargeFile(io.FileIO):
-    """A large file, read from storage. It notes when most of it has been read."""
-
-    def __init__(self, key: bytes, size: int, files: Files) -> None:
-        super().__init__(key)
-        self._key, self._size, self._files, self._taken = key, size, files, 0
-        self._content: bytes | None = None
-        self._is_native = False
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        count = super().readinto(buffer)
-        self._taken += count or 0
-        return count
-
-    def readall(self) -> bytes:
-        start, data = self.tell(), super().readall()
-        self._taken += len(data)
-        self._content = None if start else data
-        return data
-
-    def fileno(self) -> int:
-        self._is_native = True
-        return super().fileno()
-
-    def close(self) -> None:
-        if not self.closed and 2 * (self.tell() if self._is_native else self._taken) >= self._size:
-            self._files.large[self._key] = self._content
-        super().close()
-
-
 class Files:
     """Opens the files of one sample.
 
     Args:
         table: contents of files by key. `get(key, stamp)` returns one, or None if it is not there or has changed, where
-            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it; `full`
-            is whether there is no room.
+            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it.
+        most: bytes of the largest local file that is served. Larger ones are read from storage.
 
     Attributes:
-        large: large files that were read as a whole, and their content if known. They are stored after the sample.
         served: bytes of the files that were served.
+        larger: bytes of the files that were opened, and have more than `most` bytes.
     """
 
-    def __init__(self, table: Any) -> None:
-        self.table, self.served = table, 0
-        self.large: dict[bytes, bytes | None] = {}
+    def __init__(self, table: Any, most: int) -> None:
+        self.table, self.most, self.served, self.larger = table, most, 0, 0
         self._began = time.time_ns()
 
     def open(self, path: Any) -> Any:
         """Return a file open for reading bytes; None if it is not for this class, or cannot be read."""
-        data, key = self.content(path, _SMALL), _key(path)
-        if data is not None:
-            return ServedFile(data, path)
-        with contextlib.suppress(OSError):
-            status = None if key is None else os.stat(key)
-            if key and status and _SMALL < status.st_size <= MOST_BYTES and stat.S_ISREG(status.st_mode):
-                return io.BufferedReader(_LargeFile(key, status.st_size, self))
-        return None
+        data = self.content(path)
+        return None if data is None else ServedFile(data, path)
 
-    def content(self, path: Any, most: int) -> bytes | None:
-        """Return the content of a local file, if it is cached or has at most `most` bytes."""
+    def content(self, path: Any, most: int = 0) -> bytes | None:
+        """Return the content of a local file of at most `most` bytes; for 0, of those that are served."""
         key = _key(path)
         if key is None:
             return None
         data: bytes | None = self.table.get(key, lambda: _stamp_of(os.stat(key)))
         if data is None:
-            data = self._read(key, most)
+            data = self._read(key, most or self.most)
         self.served += len(data or b"")
         return data
 
-    def _read(self, key: bytes, most: int, data: bytes | None = None) -> bytes | None:
-        """Read a whole local file of up to `most` bytes from storage, unless its `data` are given, and store it."""
+    def _read(self, key: bytes, most: int) -> bytes | None:
+        """Read a whole local file of up to `most` bytes from storage, and store it."""
         try:
             status = os.stat(key)
             if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+                self.larger += status.st_size
                 return None
-            if data is None:
-                with io.FileIO(key) as file:
-                    status = os.fstat(file.fileno())
-                    data = bytes(file.read(status.st_size + 1))
-                    if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
-                        return None
+            with io.FileIO(key) as file:
+                status = os.fstat(file.fileno())
+                data = file.read(status.st_size + 1)
+                if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
+                    return None
         except OSError:
             return None
         if len(data) != status.st_size:
@@ -189,12 +152,6 @@ class Files:
         if changed + (TICK if changed % _SECOND else 2 * _SECOND) < self._began:  # otherwise it may change unnoticed
             self.table.put(key, _stamp_of(status), data)
         return data
-
-    def finish(self) -> None:
-        """Store the large files that were read as a whole."""
-        for key, data in self.large.items():
-            if not self.table.full:
-                self._read(key, MOST_BYTES, data)
 
     def open_remote(self, reopen: Callable[[], Any], fs: Any, path: str) -> Any:
         """Return a file of an fsspec file system, open for reading bytes; None if it cannot be cached."""
@@ -307,16 +264,13 @@ class Replacement:
     def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
         self.owner, self.name, self.instead, self.real = owner, name, instead, vars(owner)[name]
 
-    def install(self) -> None:
-        """Replace the function."""
-        current = vars(self.owner)[self.name]
-        if current is not self:
+    def put(self, *, installed: bool) -> None:
+        """Replace the function, or put it back, unless something else has replaced it meanwhile."""
+        current = vars(self.owner).get(self.name)
+        if installed and current is not self:
             self.real = current
             setattr(self.owner, self.name, self)
-
-    def remove(self) -> None:
-        """Put the function back, unless something else has replaced it meanwhile."""
-        if vars(self.owner).get(self.name) is self:
+        elif not installed and current is self:
             setattr(self.owner, self.name, self.real)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -346,24 +300,20 @@ _replacements: dict[tuple[str, str], Replacement] = {}
 def serving(files: Files | None) -> Iterator[None]:
     """Context in which this thread opens its files by `files`; by the functions themselves if None."""
     before = getattr(_thread, "files", None)
-    if before is None and files is not None:
-        _enter()
+    _count_threads(1)
     _thread.files = files
     try:
         yield
     finally:
         _thread.files = before
-        if before is None and files is not None:
-            _leave()
-    if files is not None:
-        files.finish()
+        _count_threads(-1)
 
 
-def _enter() -> None:
-    """Install the replacements of the modules that are imported."""
+def _count_threads(change: int) -> None:
+    """Install the replacements of the modules that are imported while threads make samples."""
     global _modules, _threads
     with _lock:
-        _threads += 1
+        _threads += change
         if len(sys.modules) != _modules:
             _modules = len(sys.modules)
             for (module, *path, name), instead in _FUNCTIONS.items():
@@ -372,23 +322,14 @@ def _enter() -> None:
                         owner = functools.reduce(getattr, path, sys.modules[module])
                         _replacements[module, name] = Replacement(owner, name, instead)
         for replacement in _replacements.values():
-            replacement.install()
-
-
-def _leave() -> None:
-    global _threads
-    with _lock:
-        _threads -= 1
-        if not _threads:
-            for replacement in _replacements.values():
-                replacement.remove()
+            replacement.put(installed=_threads > 0)
 
 
 def _forget_threads() -> None:
     """Remove the replacements in a forked process, where the threads that made samples do not exist."""
     global _lock, _threads
-    _lock, _threads, _thread.files = threading.Lock(), 1, None
-    _leave()
+    _lock, _threads, _thread.files = threading.Lock(), 0, None
+    _count_threads(0)
 
 
 at_fork(after_in_child=_forget_threads)

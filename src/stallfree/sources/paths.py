@@ -43,18 +43,12 @@ def canonical(path: str | os.PathLike[str]) -> str:
     return text if text.startswith("/") else os.path.abspath(text)
 
 
-def _common(first: bytes, last: bytes) -> bytes:
-    """The bytes that both begin with."""
-    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:length]
-
-
 class PathList(Sequence[str]):
     """Paths, kept as one buffer without their common beginning, and 8 bytes per path for where each begins."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         encoded = [os.fsencode(path) for path in paths]
-        self._prefix = _common(min(encoded), max(encoded)) if encoded else b""
+        self._prefix = os.path.commonprefix(encoded) or b""  # noqa: RUF071
         cut = len(self._prefix)
         self._offsets = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum(np.fromiter((len(path) - cut for path in encoded), np.int64, len(encoded)), out=self._offsets[1:])

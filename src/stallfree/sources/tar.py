@@ -97,7 +97,10 @@ class TarDataset(BaseSource):
         self._shards = [canonical(name) for shard in names for name in _expand(shard)]
         if not self._shards:
             raise InputError("TarDataset was given no shards: give at least one path of a tar file")
-        self._keys = None if keys is None else _checked(keys)
+        texts = isinstance(keys, Collection) and not isinstance(keys, str) and all(isinstance(key, str) for key in keys)
+        if keys is not None and not (texts and keys):
+            raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
+        self._keys = None if keys is None else tuple(keys)
         cache = os.environ.get("XDG_CACHE_HOME", "")
         users = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
         folder = users / "stallfree" / "tar" if index is None else Path(index).absolute()
@@ -160,9 +163,8 @@ class TarDataset(BaseSource):
         starts, sizes = self._offset[members].tolist(), self._size[members].tolist()
         ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         shard = bisect_right(self._starts, id) - 1
-        read = partial(
-            _read_url if is_url(self._shards[shard]) else _read_local, self._shards[shard], self._stamps[shard]
-        )
+        path, stamp = self._shards[shard], self._stamps[shard]
+        read = partial(_read_url, path) if is_url(path) else partial(_read_local, path, stamp)
         if members and ends[-1] - starts[0] - sum(sizes) <= _NEAR:
             [data] = read([(starts[0], ends[-1])])
             pieces = [data[start - starts[0] : end - starts[0]] for start, end in zip(starts, ends, strict=True)]
@@ -184,13 +186,6 @@ class TarDataset(BaseSource):
         return f"TarDataset({len(self)} samples in {len(self._shards)} shards, first {self._shards[0]!r})"
 
 
-def _checked(keys: Any) -> tuple[str, ...]:
-    texts = isinstance(keys, Collection) and not isinstance(keys, str) and all(isinstance(key, str) for key in keys)
-    if not texts or not keys:
-        raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
-    return tuple(keys)
-
-
 def _expand(shard: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
     """Return the names that `{000..146}` in a path stands for, as in a shell."""
     braces = _RANGE.search(shard) if isinstance(shard, str) else None
@@ -210,7 +205,7 @@ def _read_local(path: str, stamp: str, spans: list[tuple[int, int]]) -> list[byt
         return [read_exactly(file, end - start, start) for start, end in spans]
 
 
-def _read_url(url: str, _: str, spans: list[tuple[int, int]]) -> list[bytes]:
+def _read_url(url: str, spans: list[tuple[int, int]]) -> list[bytes]:
     filesystem, path = open_url(url)
     pieces = [bytes(filesystem.cat_file(path, start=start, end=end)) if start < end else b"" for start, end in spans]
     for piece, (start, end) in zip(pieces, spans, strict=True):
