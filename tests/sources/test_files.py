@@ -55,12 +55,7 @@ def test_fetch_reads_and_pipeline_prepares(folder: Path) -> None:
     assert len(dataset.pipeline) == 3
     assert dataset[0] == dataset.pipeline(dataset.fetch(0)) == (8, 0)
     assert list(dataset) == [(8, 0), (12, 1)]
-
-
-def test_without_labels_a_sample_is_no_tuple(folder: Path) -> None:
-    dataset = FileDataset([folder / "2.bin"], transform=twice)
-    assert dataset.fetch(0) == b"\2\2"
-    assert dataset[0] == b"\2\2\2\2"
+    assert FileDataset([folder / "2.bin"], transform=twice)[0] == b"\2\2\2\2"  # without labels it is no tuple
 
 
 def test_ids_as_lists_have_them(dataset: FileDataset) -> None:
@@ -134,18 +129,6 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         FileDataset(["s3://bucket/a"]).fetch(0)
 
 
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_it_can_be_sent(method: str, dataset: FileDataset) -> None:
-    context = multiprocessing.get_context(method)
-    answer = context.SimpleQueue()
-    child = context.Process(target=fetch_in_child, args=(dataset, 3, answer))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert answer.get() == (b"\3" * 3, 13)
-    answer.close()
-
-
 def test_missing_file_names_id_and_path(dataset: FileDataset, folder: Path) -> None:
     (folder / "3.bin").unlink()
     with pytest.raises(FileNotFoundError) as caught:
@@ -187,22 +170,6 @@ def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shrinks: b
             FileDataset([path]).fetch(0)
     else:
         assert FileDataset([path]).fetch(0) == bytes(range(256)) * 4
-
-
-@pytest.mark.parametrize(
-    ("given", "labels", "message"),
-    [
-        ([], None, "length 0"),
-        (["a"], [], "0 labels for 1 paths"),
-        (["a", "b"], [1, 2, 3], "3 labels for 2 paths"),
-        ("a.jpg", None, "is one path"),
-        ([b"a.jpg"], None, "bytes"),
-        ([3], None, "int"),
-    ],
-)
-def test_bad_arguments(given: Any, labels: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        FileDataset(given, labels)
 
 
 @pytest.mark.parametrize(

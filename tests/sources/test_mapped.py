@@ -63,6 +63,8 @@ def test_a_data_set_becomes_a_source() -> None:
     assert source.fetch(2) == source[2] == 4
     assert source[-1] == source[np.int32(4)] == 16
     assert source.where(0) == ""
+    assert as_source(source) is source
+    assert pickle.loads(pickle.dumps(source))[2] == 4
 
 
 @pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), np.arange(1, 4), TensorDataset(torch.tensor([1, 2, 3]))])
@@ -82,12 +84,6 @@ def test_an_index_error_within_the_data_set_does_not_end_it() -> None:
 
     with pytest.raises(IndexError, match="sample 2"):
         list(MapSource(Short()))
-
-
-def test_a_source_stays_what_it_is(image_root: Path) -> None:
-    folder = ImageFolder(image_root)
-    assert as_source(folder) is folder
-    assert as_source(as_source(Squares())) is not None
 
 
 def test_a_subset_of_a_source_keeps_fetch_and_prep_apart(image_root: Path) -> None:
@@ -120,11 +116,6 @@ def test_other_subsets_are_data_sets(image_root: Path) -> None:
     assert as_source(Subset(Squares(), [4, 2]))[0] == 16
     with pytest.raises(InputError, match="length 0"):
         as_source(Subset(ImageFolder(image_root), []))  # type: ignore[arg-type]
-
-
-def test_pickle() -> None:
-    source = pickle.loads(pickle.dumps(as_source(Squares())))
-    assert source[2] == 4
 
 
 def test_fingerprint_is_that_of_the_data_set() -> None:
