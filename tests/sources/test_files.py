@@ -86,16 +86,6 @@ def test_odd_names(tmp_path: Path) -> None:
     assert [os.fsdecode(data) for data in FileDataset([tmp_path / name for name in names])] == names
 
 
-def test_memory_url() -> None:
-    fsspec.filesystem("memory").pipe({"/stallfree-test/a": b"aa", "/stallfree-test/b": b"b"})
-    dataset = FileDataset(["memory://stallfree-test/a", "memory://stallfree-test/b"], [0, 1])
-    assert list(dataset) == [(b"aa", 0), (b"b", 1)]
-    assert dataset.where(1) == "memory://stallfree-test/b"
-    fsspec.filesystem("memory").rm("/stallfree-test", recursive=True)
-    with pytest.raises(FileNotFoundError, match="memory://stallfree-test/a"):
-        dataset[0]
-
-
 def test_http_in_threads_and_after_a_fork(folder: Path, serve: Callable[[Path], str]) -> None:
     pytest.importorskip("aiohttp")
     url = serve(folder)
@@ -151,6 +141,15 @@ def test_no_picture_names_id_and_path(tmp_path: Path) -> None:
     assert dataset[0][0].shape == (24, 32, 3)
     with pytest.raises(InputError, match=r"(?s)no whole picture.*preparing sample 1 \(.*half\.jpg\)"):
         dataset[1]
+
+
+@pytest.mark.parametrize(
+    ("paths", "labels", "message"),
+    [(["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "is one path"), ([b"a.jpg"], None, "bytes")],
+)
+def test_bad_arguments(paths: Any, labels: Any, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        FileDataset(paths, labels)
 
 
 @pytest.mark.parametrize("shrinks", [False, True])

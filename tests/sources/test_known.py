@@ -183,7 +183,6 @@ def test_which_are_apart(make: Callable[[], Any], kind: type) -> None:
 def test_each_sample_is_read_once_and_augmented_anew() -> None:
     dataset = Separate(sf.Compose([tripled, noisy]), negative)
     with sf.CachedDataset(dataset, capacity="4MiB", form="prepared") as cached:
-        assert len(sf.split(cached.steps, probe=(np.zeros(2), 0)).deterministic) == 1
         with sf.DataLoader(cached, batch_size=4, shuffle=True) as loader:
             epochs = [{-int(n): p.numpy() for batch in loader for p, n in zip(*batch, strict=True)} for _ in range(3)]
         assert cached.stats().storage_reads == COUNT
@@ -197,24 +196,6 @@ def test_a_subset_is_apart_too() -> None:
     assert not isinstance(source, MapSource)
     assert source.fetch(1)[1] == 5
     assert len(source.pipeline) == 1
-
-
-def test_a_transform_that_was_changed_is_not_passed_over() -> None:
-    dataset = Separate(noisy)
-    source = as_cut_source(dataset)
-    dataset.transform = tripled
-    with pytest.raises(InputError, match=r"the transform of Separate was changed .*: make a new loader"):
-        source.fetch(0)
-    dataset.transform = noisy
-    source.fetch(0)
-
-
-def test_the_fingerprint_is_that_of_what_is_read() -> None:
-    plain = as_cut_source(Separate(tripled)).fingerprint()
-    assert as_cut_source(Separate(noisy)).fingerprint() == plain
-    other = Separate(noisy)
-    other.reads = 5  # any attribute of the data set
-    assert as_cut_source(other).fingerprint() != plain
 
 
 # --- folders of pictures --------------------------------------------------------------------------------------------
