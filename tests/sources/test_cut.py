@@ -7,7 +7,9 @@ import copy
 import pickle
 import random
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -249,6 +251,17 @@ def test_what_is_opened_while_cut_looks_is_opened_again() -> None:
     assert dataset.file is None
     assert data[1][1] == 1
     agree(pickle.loads(pickle.dumps(data)), Late(tripled))
+
+
+def test_threads_do_not_share_what_they_record() -> None:
+    def slow(data: Base, id: int) -> Any:
+        made = data.transform(data.read(id))
+        time.sleep(0.002)
+        return made, id
+
+    data = sf.cut(Base(tripled, get=slow), "transform")
+    with ThreadPoolExecutor(4) as pool:
+        assert [image[0, 0] for image, _ in pool.map(data.fetch, range(COUNT))] == list(range(COUNT))
 
 
 # --- what is refused ------------------------------------------------------------------------------------------------

@@ -136,8 +136,9 @@ class Files:
         """Read a whole local file of up to `most` bytes from storage, and store it."""
         try:
             status = os.stat(key)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
-                self.larger += status.st_size
+            is_regular = stat.S_ISREG(status.st_mode)
+            if not is_regular or status.st_size > most:
+                self.larger += status.st_size if is_regular else 0
                 return None
             with io.FileIO(key) as file:
                 status = os.fstat(file.fileno())
@@ -188,7 +189,7 @@ def _key(path: Any) -> bytes | None:
     """Return the absolute path of a local file; None for what no path is, and for files of the kernel and of Python."""
     try:
         key = os.fsencode(path)
-    except TypeError:
+    except (TypeError, ValueError):
         return None
     key = key if key.startswith(b"/") else os.path.join(os.getcwdb(), key)
     special = key.startswith(_NOT_DATA) and not key.startswith(b"/dev/shm/")
@@ -205,11 +206,10 @@ def _stamp_of(status: os.stat_result) -> str:
 def _open(files: Files, real: Any, file: Any, mode: Any = "r", buffering: int = -1, *text: Any, **named: Any) -> Any:
     """Call `open(file, mode, buffering, encoding, errors, newline)`."""
     is_text, options = mode in ("r", "rt", "tr"), dict(zip(_TEXT, text, strict=False)) | named
+    is_known = len(text) <= len(_TEXT) and options.keys() <= set(_TEXT)
     if not is_text and mode not in ("rb", "br"):
         files.written(file)
-    elif len(text) <= len(_TEXT) >= len(options.keys() | _TEXT) and (
-        buffering if is_text else not any(options.values())
-    ):
+    elif is_known and (buffering if is_text else not any(options.values())):
         served = files.open(file)
         if served is not None and is_text:
             served = io.TextIOWrapper(served, **options, line_buffering=buffering == 1)
