@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ import torch
 from PIL import Image
 
 import stallfree as sf
-from stallfree.sources.cut import cut_any
 from unseen import integer, unseen_ids
 
 COUNT = 24
@@ -94,9 +92,7 @@ def images(batches: Any) -> Iterator[tuple[int, Any]]:
     [
         (Pictures, 0, "fetched", None),
         (Pictures, 2, "prepared", None),
-        (Pictures, 1, "auto", "forkserver"),
-        (Joint, 0, "auto", None),
-        (Joint, 2, "auto", None),
+        (Joint, 1, "auto", "forkserver"),
     ],
 )
 def test_the_batches_are_those_of_the_data_set(
@@ -142,34 +138,3 @@ def test_without_a_cache_such_draws_are_fresh(root: Path, workers: int) -> None:
     options = {"batch_size": 2, "seed": 1, "num_workers": workers, "persistent_workers": workers > 0}
     with sf.DataLoader(data, **options) as loader:
         assert len({dict(images(loader))[DRAWN].numpy().tobytes() for _ in range(8)}) > 1
-
-
-class Keyworded:
-    """Pictures that a composition of albumentations augments."""
-
-    def __init__(self, transform: Any) -> None:
-        self.transform = transform
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, id: int) -> Any:
-        return self.transform(image=np.full((32, 32, 3), id, np.uint8))["image"], id
-
-
-def test_a_composition_of_albumentations_is_cut_and_what_it_keeps_of_a_call_is_no_setting() -> None:
-    """A composition has a length and items, as a data set has; a step keeps the parameters of its last call."""
-    library = pytest.importorskip("albumentations")
-    data = Keyworded(
-        library.Compose([library.Resize(24, 24), library.RandomCrop(16, 16), library.HorizontalFlip(p=0.5)])
-    )
-    source, words = cut_any(data)
-    assert source is not None, words
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", sf.StallfreeWarning)
-        with sf.CachedDataset(source, capacity="4MiB") as cached:
-            for _ in range(2):
-                data[0]
-                for images, ids in sf.DataLoader(cached, batch_size=8):
-                    assert images.shape[1:] == (16, 16, 3)
-                    assert (images == ids[:, None, None, None]).all()

@@ -1,4 +1,4 @@
-"""Files that change between two jobs: where files are cached, the next job reads them anew."""
+"""Files that change between two jobs or two loaders: where files are cached, the next one reads them anew."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ CHANGES: dict[str, Callable[[Path], None]] = {
 }
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kept", ["memory", "disk"])
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("kept", "workers"), [("memory", 1), ("disk", 0)])
+@pytest.mark.parametrize("change", ["other bytes", "replaced"])
 def test_the_next_job_reads_a_file_that_has_changed(change: str, kept: str, workers: int, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     folder.mkdir()
@@ -80,3 +79,18 @@ def test_the_next_job_reads_a_file_that_has_changed(change: str, kept: str, work
         after = [*before[:3], [99, (folder / "3").stat().st_size], *before[4:]]
         epochs, _ = run("second")
         assert epochs == [after, after]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_new_loader_reads_what_has_changed(change: str, workers: int, tmp_path: Path) -> None:
+    for id in range(COUNT):
+        write(tmp_path, id, id, 500)
+        os.utime(tmp_path / str(id), (1e9, 1e9))
+    with sf.CachedDataset(Noisy(tmp_path), capacity="1MiB", form="files") as cached:
+        for expected in (3, 99):
+            loader = sf.DataLoader(cached, batch_size=None, num_workers=workers)
+            for values in [list(loader) for _ in range(2)]:
+                assert [int(sample[0]) for sample in values] == [0, 1, 2, expected, *range(4, COUNT)]
+                assert len(values[3]) == (tmp_path / "3").stat().st_size
+            CHANGES[change](tmp_path)

@@ -13,7 +13,6 @@ from PIL import Image
 import stallfree as sf
 from loader_data import same
 from optional_library import library
-from stallfree.sources.cut_source import CutSource
 from stallfree.sources.mapped import as_source
 
 pytestmark = pytest.mark.libraries
@@ -68,7 +67,7 @@ def test_an_image_folder(pictures: Path, module: str, make: Any, steady: int) ->
     assert library("torchvision").get_image_backend() == "PIL"
     dataset = datasets.ImageFolder(pictures, make(library(module)), target_transform=lambda label: label + 10)
     source = as_source(dataset)
-    assert isinstance(source, CutSource)
+    assert isinstance(source, sf.FileDataset)
     assert source.fetch(0) == (Path(dataset.samples[0][0]).read_bytes(), 0)
     for id in range(8):
         torch.manual_seed(id)

@@ -68,13 +68,6 @@ def test_greyscale_has_two_dimensions(data: bytes, decoder: str) -> None:
     assert np.abs(array - expected).mean() < 8
 
 
-def test_pil_output_is_what_pillow_gives() -> None:
-    image: Any = DecodeImage(output="pil")(JPEG)
-    assert isinstance(image, Image.Image)
-    assert image.mode == "RGB"
-    assert image.size == (32, 24)
-
-
 @pytest.mark.parametrize("output", ["numpy", "pil"])
 @pytest.mark.parametrize(
     "data",
@@ -99,9 +92,3 @@ def test_fingerprint_tells_decoders_and_settings_apart(monkeypatch: pytest.Monke
     monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
     prints.add(DecodeImage().fingerprint())
     assert len(prints) == 4
-
-
-@pytest.mark.parametrize("wrong", [{"output": "tensor"}, {"mode": "rgb"}])
-def test_unknown_settings(wrong: Any) -> None:
-    with pytest.raises(InputError, match="is unknown: give"):
-        DecodeImage(**wrong)

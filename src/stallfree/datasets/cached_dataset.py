@@ -209,20 +209,20 @@ class CachedDataset(Dataset[SampleT_co]):
         if is_tier(store) or self._auto or policy.given:
             what = f"policy={policy.name!r}" if policy.given else "a tier"
             raise argument_conflict(f"form='files' with {what}: give another policy, and store='memory' or a folder")
-        source, files, warning = look_at_files(self.dataset)
-        if warning:
-            warnings.warn(warning, StallfreeWarning, stacklevel=users_level())
+        source, look = look_at_files(self.dataset)
+        if look.warning:
+            warnings.warn(look.warning, StallfreeWarning, stacklevel=users_level())
         with tolerant() as unknown:
             key = key_of(**{"data set": fingerprint(source.fingerprint())}, form="files", format=_FORMAT)
         if name is None and unknown:
             key = name = private_name(store, unknown[0], persist=persist)
-        sizes = sorted(len(data) for _, _, data in files)
+        sizes = sorted(len(data) for _, _, data in look.files)
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist}
         options["example"] = bytes(100), bytes(sizes[len(sizes) // 2])
         self.cache = open_cache(store, ids_of_cache(len(source)), capacity=size, fingerprint=key, **options)
         try:
-            self.source = self.files = CachedFiles(source, self.cache)
-            for file in files:
+            self.source = self.files = CachedFiles(source, self.cache, look.most)
+            for file in look.files:
                 self.files.table.put(*file)
             self.steps = Compose([] if transform is None else [transform])
             self.reader = Reader(self.source, None, Compose([]), self.steps)

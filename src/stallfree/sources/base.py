@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from types import MethodType
 from typing import Any
 
-from stallfree.errors import dataset_empty
+from stallfree.errors import dataset_changed, dataset_empty
 from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose
 
@@ -24,15 +25,18 @@ def normalize_id(id: int, length: int) -> int:
 
 
 class BaseSource(ABC):
-    """A `Source` made from four questions: how long, what is the record, where does it lie, what is its fingerprint.
+    """A `Source` made from four methods: its length, a record, its location, and the fingerprint.
 
     Attributes:
         pipeline: turns what `fetch` returned into the sample.
         threads: whether `fetch` may run in several threads at once.
+        watched: attributes of a data set, each as the data set, a dotted name, and the value that was used. `fetch`
+            raises `InputError` when one has been replaced since: it would have no effect.
     """
 
     pipeline: Compose
     threads: bool = True
+    watched: Sequence[tuple[Any, str, Any]] = ()
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -41,9 +45,9 @@ class BaseSource(ABC):
     def _record(self, id: int) -> Any:
         """The record of `id`, which is in 0..len-1."""
 
-    @abstractmethod
     def _where(self, id: int) -> str:
-        """The place of `id`, which is in 0..len-1."""
+        """The place of `id`, which is in 0..len-1; empty if it is not known."""
+        return ""
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -55,6 +59,12 @@ class BaseSource(ABC):
 
     def fetch(self, id: int) -> Any:
         """The record of sample `id` as storage holds it. Raises `IndexError` for an id out of range."""
+        for dataset, name, value in self.watched:
+            if not is_same(value_at(dataset, name), value):
+                raise dataset_changed(
+                    f"the {name.removeprefix('_')} of {type(dataset).__name__} was changed after the data set was "
+                    "given away: make a new loader (and CachedDataset) with the data set as it is now"
+                )
         return self._record(normalize_id(id, len(self)))
 
     def __getitem__(self, id: int) -> Any:
@@ -78,3 +88,18 @@ def require_samples(length: int, what: str, advice: str) -> None:
     """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
     if length == 0:
         raise dataset_empty(f"{what} has length 0: there is nothing to train on. {advice}")
+
+
+def value_at(dataset: Any, name: str) -> Any:
+    """Return the value of a dotted attribute such as `"inner.transform"` or `"datasets.0.transform"`.
+
+    Raises `AttributeError`, `LookupError` or `ValueError` if there is none.
+    """
+    for part in name.split("."):
+        dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
+    return dataset
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether both are one object; each access to a bound method makes a new one."""
+    return value is other or (isinstance(value, MethodType) and bool(value == other))

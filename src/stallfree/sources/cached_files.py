@@ -10,21 +10,22 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import xxhash
 
-from stallfree.errors import InputError, no_files
+from stallfree.errors import no_files
 from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.shared_array import SharedCounts
-from stallfree.notes import note_sample
 from stallfree.pipeline.classify import spread
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.objects import class_functions, code_names
+from stallfree.sources import file_opens
 from stallfree.sources.base import BaseSource
 from stallfree.sources.file_opens import Files, serving
-from stallfree.sources.mapped import MapSource, as_source
+from stallfree.sources.mapped import MapSource, as_source, samples_of
 
 _WAYS = 8
 """A file may take 8 of the ids of its cache, by the hash of its key. As these are many, 8 are rarely all taken."""
@@ -48,11 +49,6 @@ class FileTable:
     def __init__(self, cache: Any) -> None:
         self.cache = cache
         self.verified = SharedCounts(cache.num_ids)
-
-    @property
-    def full(self) -> bool:
-        """Whether there is no room for another file."""
-        return bool(self.cache.full)
 
     def forget(self) -> None:
         """Compare each file with storage again when it is opened next."""
@@ -129,6 +125,7 @@ class CachedFiles(BaseSource):
     Args:
         dataset: a data set that reads, decodes and augments in `__getitem__`.
         cache: for the files, with `ids_of_cache(len(dataset))` ids.
+        most: bytes of the largest file that is cached.
 
     Attributes:
         source: the data set as a source.
@@ -138,20 +135,17 @@ class CachedFiles(BaseSource):
     threads = False
     passes_through = True  # its samples, and so its draws, are those of `source`
 
-    def __init__(self, dataset: Any, cache: Any) -> None:
+    def __init__(self, dataset: Any, cache: Any, most: int) -> None:
         self.source = dataset if isinstance(dataset, MapSource) else MapSource(dataset)
         self.pipeline = Compose([])
-        self.table = FileTable(cache)
+        self.table, self._most = FileTable(cache), most
 
     def __len__(self) -> int:
         return len(self.source)
 
     def _record(self, id: int) -> Any:
-        with serving(Files(self.table)):
+        with serving(Files(self.table, self._most)):
             return self.source.dataset[id]
-
-    def _where(self, id: int) -> str:
-        return ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set object."""
@@ -169,22 +163,17 @@ _LOOKS, _LEAST, _SECONDS, _BYTES = 8, 2, 1.0, 64 << 20
 _UNSEEN_BYTES, _UNSEEN_SHARE = 4096, 0.02
 """From how many bytes that do not pass `open` on they are reported, and from what share of all."""
 
-_DATA = "open(path, 'rb').read()"
-_CURES = {
-    "cv2": f"cv2.imdecode(np.frombuffer({_DATA}, np.uint8), flags)",
-    "h5py": "h5py.File(open(path, 'rb'), 'r')",
-    "SimpleITK": "nibabel or pydicom",
-    "lmdb": "form='fetched' with a data set that returns the values, and the rest as transform=",
-    **dict.fromkeys(("rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"), "it with open(path, 'rb')"),
-    **dict.fromkeys(("torchvision", "torchcodec", "netCDF4", "safetensors"), f"it with {_DATA}"),
+_NATIVE = {
+    *("cv2", "h5py", "SimpleITK", "lmdb", "rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"),
+    *("torchvision", "torchcodec", "netCDF4", "safetensors"),
 }
-"""Libraries that open files natively, and what to use in their place."""
+"""Libraries that open files natively."""
+
+_CURE = "give it an open file, open(path, 'rb'), or the bytes of one, as cv2.imdecode and h5py.File take them"
 
 
 class _Memory:
     """The files of the first look."""
-
-    full = False
 
     def __init__(self) -> None:
         self.files: dict[bytes, tuple[str, bytes]] = {}
@@ -198,11 +187,29 @@ class _Memory:
     def drop(self, key: bytes) -> None:
         self.files.pop(key, None)
 
+    def size(self) -> int:
+        return sum(len(data) for _, data in self.files.values())
 
-def look_at_files(dataset: Any) -> tuple[MapSource, list[tuple[bytes, str, bytes]], str]:
-    """Index some samples in a child process; return the data set, the files that they opened, and a warning or "".
 
-    Raises `InputError` if there are none that can be cached, and the error of the first sample if all fail.
+@dataclass
+class FilesLook:
+    """What the first look at a data set found.
+
+    Attributes:
+        files: key, size and time, and content of the files that its samples opened.
+        most: bytes of the largest file to cache.
+        warning: which bytes it reads do not pass `open`; "" if few.
+    """
+
+    files: list[tuple[bytes, str, bytes]]
+    most: int
+    warning: str
+
+
+def look_at_files(dataset: Any) -> tuple[MapSource, FilesLook]:
+    """Index some samples in a child process; return the data set, and what was found.
+
+    Raises `InputError` if there are no files that can be cached, and the error of the first sample if all fail.
     """
     source = as_source(dataset, divide=False)
     if not isinstance(source, MapSource):
@@ -210,56 +217,43 @@ def look_at_files(dataset: Any) -> tuple[MapSource, list[tuple[bytes, str, bytes
             f"form='files' is for plain data sets that read and augment in __getitem__, and {type(source).__name__} "
             "keeps the two separate: use form='fetched', which caches the same bytes"
         )
-    return source, *call_in_child(partial(_look, source), f"the first look at {type(source.dataset).__name__}")
+    return source, call_in_child(partial(_look, source), f"the first look at {type(source.dataset).__name__}")
 
 
-def _look(source: MapSource) -> tuple[list[tuple[bytes, str, bytes]], str]:
-    memory, problem, warning, made, began = _Memory(), None, "", 0, time.monotonic()
-    for id in spread(len(source), _LOOKS):
-        size = sum(len(data) for _, data in memory.files.values())
-        if made >= _LEAST and (time.monotonic() - began > _SECONDS or size > _BYTES):
+def _look(source: MapSource) -> FilesLook:
+    memory, look, began = _Memory(), FilesLook([], file_opens.SMALL, ""), time.monotonic()
+    name, library = type(source.dataset).__name__, _native_library(source.dataset)
+
+    def make(id: int) -> tuple[int, Files]:
+        files, before = Files(memory, look.most), _bytes_read() - memory.size()
+        with serving(files):
+            source.dataset[id]
+        return _bytes_read() - memory.size() - before, files
+
+    for made, (id, (unseen, files)) in enumerate(samples_of(source, spread(len(source), _LOOKS), make), 1):
+        if made == 1:
+            with contextlib.suppress(Exception):
+                unseen, files = make(id)  # without the imports of the first time
+        seen = files.served
+        if 0 < files.larger <= 2 * unseen:
+            look.most = file_opens.MOST_BYTES
+            unseen, seen = unseen - files.larger, seen + files.larger
+        part = unseen / max(1, unseen + seen)
+        if made == 1 and unseen >= _UNSEEN_BYTES and part >= _UNSEEN_SHARE:
+            look.warning = (
+                f"form='files' caches what passes Python's open(), and {part:.0%} of the bytes of {name}[{id}] do not: "
+                f"{library} opens files itself. Instead, {_CURE}"
+            )
+        if made >= _LEAST and (time.monotonic() - began > _SECONDS or memory.size() > _BYTES):
             break
-        try:
-            with serving(Files(memory)):
-                source.dataset[id]
-            if not made:
-                warning = _unseen(source.dataset, id, memory)
-        except Exception as error:
-            if problem is None:
-                problem = error
-                note_sample(error, source, id, "fetching")
-            continue
-        made += 1
-    if not made and problem is not None:
-        raise problem
     if not memory.files:
-        raise _no_files(source.dataset)
-    return [(key, stamp, data) for key, (stamp, data) in memory.files.items()], warning
-
-
-def _unseen(dataset: Any, id: int, memory: _Memory) -> str:
-    """Make a sample again, whose files are in memory now; return a warning if it still reads from storage, else ""."""
-    before, files = _bytes_read(), Files(memory)
-    with serving(files):
-        dataset[id]
-    unseen, seen = _bytes_read() - before, files.served
-    share = unseen / max(1, unseen + seen)
-    if unseen < _UNSEEN_BYTES or share < _UNSEEN_SHARE:
-        return ""
-    name, (library, cure) = type(dataset).__name__, _native_library(dataset)
-    return (
-        f"form='files' caches what passes Python's open(), and {share:.0%} of the bytes of {name}[{id}] do not: "
-        f"{library} opens files itself. In its place use {cure}"
-    )
-
-
-def _no_files(dataset: Any) -> InputError:
-    name, (library, cure) = type(dataset).__name__, _native_library(dataset)
-    return no_files(
-        f"form='files' caches the files that a data set opens by Python's open(), and the samples of {name} opened "
-        f"none of up to 64 MiB: use {cure}, if {library} opens its files. If its samples do not come from files, it "
-        "gains nothing from a cache"
-    )
+        raise no_files(
+            f"form='files' caches the files that a data set opens by Python's open(), and the samples of {name} opened "
+            f"none of up to 64 MiB. If {library} opens its files, {_CURE}. If its samples do not come from files, it "
+            "gains nothing from a cache"
+        )
+    look.files = [(key, stamp, data) for key, (stamp, data) in memory.files.items()]
+    return look
 
 
 def _bytes_read() -> int:
@@ -269,16 +263,11 @@ def _bytes_read() -> int:
     return 0
 
 
-def _native_library(dataset: Any) -> tuple[str, str]:
-    """The libraries by which a data set opens files, as far as its code shows, and what to use in their place."""
+def _native_library(dataset: Any) -> str:
+    """Return the libraries by which a data set opens files, as far as its code shows."""
     functions = [function for cls in type(dataset).__mro__[:-1] for function in class_functions(cls)]
     names = set().union(*(code_names(function.__code__) for function in functions))
     for function in functions:
-        values = [value for name, value in function.__globals__.items() if name in names]
-        names |= {
-            str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in values
-        }
-    libraries = [library for library in _CURES if library in names]
-    if not libraries:
-        return "a library", f"its call for data in memory, with {_DATA}"
-    return " or ".join(libraries), "; or ".join(_CURES[library] for library in libraries)
+        used = [value for name, value in function.__globals__.items() if name in names]
+        names |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in used}
+    return " or ".join(sorted(_NATIVE & names)) or "a library"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
 from stallfree.ipc.forked import call_in_child
-from stallfree.notes import note_sample
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Transform, mark_of
 from stallfree.pipeline.objects import attribute, comes_from
@@ -17,9 +17,9 @@ from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.pipeline.reached import random_name
 from stallfree.pipeline.values import same
-from stallfree.sources.base import normalize_id, require_samples
-from stallfree.sources.cut_source import CutSource, Place, Plan, places_of, value_at, with_values
-from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style
+from stallfree.sources.base import is_same, normalize_id, require_samples, value_at
+from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder
+from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style, samples_of
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -29,6 +29,9 @@ _TRIES = 6
 
 _TRANSFORM = re.compile("transform|aug|norm|process|crop|resize|tensor", re.IGNORECASE)
 _READER = re.compile("load|open|read|decode|fetch|collate|callback", re.IGNORECASE)
+
+_Cut = tuple[list[str], dict[tuple[int, tuple[Any, ...]], int], FlatPlan | None]
+"""The arguments of a `CutSource` after the data set."""
 
 
 def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
@@ -77,26 +80,9 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
     require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
     if not attributes:
         raise cut_attribute("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
-    for name in attributes:
-        _transform_at(dataset, name)
     ids = [normalize_id(id, len(dataset)) for id in check]
     call = partial(_Check(dataset, ids), attributes)
-    return call_in_child(call, f"the cut of {type(dataset).__name__}").source(dataset)
-
-
-def _transform_at(dataset: Any, name: str) -> Transform:
-    kind = type(dataset).__name__
-    try:
-        transform: Any = value_at(dataset, name)
-    except (AttributeError, LookupError, TypeError) as error:
-        names = ", ".join(sorted(_callables(dataset)))
-        raise cut_attribute(
-            f"{kind} has no attribute {name!r}: name one that holds a transform (callable are {names})"
-        ) from error
-    if not callable(transform):
-        what = "None" if transform is None else f"of type {type(transform).__name__}, which cannot be called"
-        raise cut_attribute(f"the {name} of {kind} is {what}: name an attribute that holds a transform")
-    return transform  # type: ignore[no-any-return]
+    return CutSource(dataset, *call_in_child(call, f"the cut of {type(dataset).__name__}"))
 
 
 # --- any data set ---------------------------------------------------------------------------------------------------
@@ -115,11 +101,12 @@ def cut_any(dataset: Any) -> tuple[Source | None, str]:
     if not tries:
         return None, f"no attribute of {type(dataset).__name__} holds a transform"
     try:
-        source = call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}").source(dataset)
+        arguments = call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}")
     except InputError as error:
         return None, text_of(error)
     except Exception as error:  # of a sample
         return None, f"{type(error).__name__}: {text_of(error)}"
+    source = CutSource(dataset, *arguments)
     return source, source.words
 
 
@@ -128,9 +115,8 @@ def as_cut_source(dataset: Any) -> Source:
     source, inner = as_source(dataset), dataset
     while type(inner).__name__ == "Subset":
         inner = inner.dataset
-    getitem = getattr(type(inner), "__getitem__", None) if isinstance(source, MapSource) else None
-    reads = str(getattr(getitem, "__module__", ""))
-    if reads.startswith("torchvision.datasets") and mark_of(inner) is None:
+    reads = str(getattr(getattr(type(inner), "__getitem__", None), "__module__", ""))
+    if isinstance(source, MapSource) and reads.startswith("torchvision.datasets") and mark_of(inner) is None:
         return cut_any(dataset)[0] or source
     return source
 
@@ -168,22 +154,6 @@ def _is_dataset(value: Any) -> bool:
 # --- comparing, in a child process ----------------------------------------------------------------------------------
 
 
-class _Cut(NamedTuple):
-    """How a data set is cut: the attributes, the lengths of outputs that are unpacked, and the plan of flat records."""
-
-    names: list[str]
-    lengths: dict[str, int]
-    plan: Plan | None = None
-    places: list[Place] | None = None
-
-    def source(self, dataset: Any) -> CutSource:
-        source = CutSource(dataset, self.names)
-        source.lengths = self.lengths
-        if self.plan is not None and self.places is not None:
-            source.make_flat(self.plan, self.places)
-        return source
-
-
 class _Check:
     """Compares samples that a data set makes itself with those that are made of its records.
 
@@ -195,8 +165,6 @@ class _Check:
     def __init__(self, dataset: Any, ids: Sequence[int] = ()) -> None:
         self._dataset, self._kind = dataset, type(dataset).__name__
         self._ids = list(dict.fromkeys([*spread(len(dataset), _SAMPLES), *ids]))
-        self._samples: dict[int, Any] = {}
-        self._what = ""
 
     def __call__(self, names: Sequence[str], *, leave_out: bool = False) -> _Cut:
         """Return how the data set is cut at `names`; with `leave_out`, at those that are called.
@@ -204,9 +172,9 @@ class _Check:
         Raises `InputError` if it cannot be cut, and the error of the first sample if all fail.
         """
         self._what = f"{self._kind} cannot be cut at {' and '.join(map(repr, names))}"
-        transforms = [_transform_at(self._dataset, name) for name in names]
+        transforms = [self._transform_at(name) for name in names]
         with Randomness(Compose(transforms), [self._dataset, *transforms]) as self._randomness:
-            self._make_samples()
+            self._samples = dict(samples_of(self._dataset, self._ids, self._make))
             try:
                 source = CutSource(self._dataset, names)
             except Exception as error:
@@ -214,82 +182,79 @@ class _Check:
                     f"{self._what}: it cannot be copied with another object in that place ({type(error).__name__}: "
                     f"{text_of(error)}): make the transform a plain attribute"
                 ) from error
-            source.learns = True
-            called = {name for id in self._samples for name in self._recorded(source, id)[2]}
-            if leave_out:  # an attribute that holds the same transform as another one is replaced with it
-                numbers = {source.number_of(value_at(self._dataset, name)) for name in called}
-                called |= {name for name in names if source.number_of(value_at(self._dataset, name)) in numbers}
-            idle = [name for name in names if name not in called]
-            if idle and leave_out and called:
-                return self([name for name in names if name in called], leave_out=True)
+            plans, called = self._record(Recorder(source, learns=True))
+            if leave_out:  # the transform of another attribute may be one that is called
+                called = {at for at, one in enumerate(transforms) if any(is_same(one, transforms[by]) for by in called)}
+            idle = [name for at, name in enumerate(names) if at not in called]
+            if idle and called and leave_out:
+                return self([names[at] for at in sorted(called)], leave_out=True)
             if idle:
                 raise cut_refused(
                     f"{self._kind} does not call its {idle[0]} for any of the samples "
                     f"{', '.join(map(str, self._samples))}: leave it out, or name a sample that it is called for with "
                     "check=[id]. A data set that keeps its samples after the transform cannot be cut"
                 )
-            source.learns = False
-            self._require_steady(source, names)
-            plans = [self._recorded(source, id) for id in self._samples]
-            first, tree, _ = plans[0]
-            if all(plan == first for plan, *_ in plans):
-                flat = _Cut(list(names), source.lengths, first, places_of(first, tree, source.transforms))
-                if flat.places is not None and not self._difference(flat.source(self._dataset)):
-                    return flat
-            if why := self._difference(source):
-                raise cut_refused(f"{self._what}: {why}")
-            return _Cut(list(names), source.lengths)
+            self._require_steady(source)
+            for plan in [plans[0], None] if plans[0] and plans.count(plans[0]) == len(plans) else [None]:
+                why = self._difference(CutSource(self._dataset, names, source.lengths, plan))
+                if not why:
+                    return list(names), source.lengths, plan
+            raise cut_refused(f"{self._what}: {why}")
 
-    def _make_samples(self) -> None:
-        """Make the samples as the data set does, without those that cannot be read."""
-        problem: Exception | None = None
-        for id in self._ids:
-            try:
-                self._randomness.seed(0, 0, id)
-                self._samples[id] = self._dataset[id]
-            except Exception as error:
-                if problem is None:
-                    problem = error
-                    note_sample(error, self._dataset, id, "fetching")
-        if not self._samples and problem is not None:
-            raise problem
+    def _transform_at(self, name: str) -> Transform:
+        with suppress(AttributeError, LookupError, ValueError):
+            transform: Transform = value_at(self._dataset, name)
+            if callable(transform):
+                return transform
+        raise cut_attribute(
+            f"{self._kind} has no attribute {name!r} that can be called: name one that holds a transform, such as "
+            f"{', '.join(sorted(_callables(self._dataset))) or 'self.transform'}"
+        )
 
-    def _recorded(self, source: CutSource, id: int) -> tuple[Plan, Any, set[str]]:
-        """Return what `CutSource.recorded` does. Raises `InputError` if the sample needs the outputs themselves."""
+    def _make(self, id: int) -> Any:
         self._randomness.seed(0, 0, id)
-        try:
-            return source.recorded(id)
-        except InputError:
-            raise
-        except Exception as error:
-            raise cut_refused(
-                f"{self._what}: sample {id} cannot be made without the output of the transform "
-                f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
-                "what follows into the transform"
-            ) from error
+        return self._dataset[id]
 
-    def _require_steady(self, source: CutSource, names: Sequence[str]) -> None:
+    def _record(self, recorder: Recorder) -> tuple[list[FlatPlan | None], set[int]]:
+        """Return the plan of each sample if it is flat, and which transforms are called.
+
+        Raises `InputError` if a sample needs the outputs themselves.
+        """
+        plans, called = [], set[int]()
+        for id in self._samples:
+            self._randomness.seed(0, 0, id)
+            try:
+                sample = recorder.make(id)
+                recorder.planned(sample)
+            except InputError:
+                raise
+            except Exception as error:
+                raise cut_refused(
+                    f"{self._what}: sample {id} cannot be made without the output of the transform "
+                    f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
+                    "what follows into the transform"
+                ) from error
+            called |= {call.number for call in recorder.calls}
+            plans.append((recorder.flat(sample) or [None])[0])
+        return plans, called
+
+    def _require_steady(self, source: CutSource) -> None:
         """Raise `InputError` if what is read depends on chance."""
         if mark_of(self._dataset) is False:
             return
-        bare = with_values(self._dataset, dict.fromkeys(names))
-        states, why = States(), ""
+        states, name = States(), random_name(source.without)
+        why = f"its code names {name}" if name else ""
         for id in self._samples:
             fetch = partial(source.fetch, id)
-            _, random = make_twice(fetch, fetch, (), [Trust.of(bare)], states)
-            if random is not None and random.certain:
-                raise cut_random(
-                    f"{self._what}: it draws random numbers outside of the transform, which a cache would freeze: when "
-                    f"sample {id} was read, {random.why}. Make all random changes in the transform"
-                )
-            why = why or (f"when sample {id} was read, {random.why}" if random is not None else "")
-        if name := random_name(bare):
-            why = f"its code names {name}"
+            _, random = make_twice(fetch, fetch, (), [Trust.of(source.without)], states)
+            if random is not None:
+                why = f"when sample {id} was read, {random.why}"
+                break
         if why:
             raise cut_random(
-                f"{self._what}: it may give something else each time, also without the transform, which a cache would "
-                f"freeze: {why}. Make all random changes in the transform; or, if what is read is always the same, say "
-                "so with stallfree.mark_deterministic(dataset)"
+                f"{self._what}: outside of the transform it draws random numbers or may give something else each "
+                f"time, which a cache would freeze: {why}. Make all random changes in the transform; or, if what is "
+                "read is always the same, say so with stallfree.mark_deterministic(dataset)"
             )
 
     def _difference(self, source: CutSource) -> str:
@@ -310,8 +275,7 @@ class _Check:
                     "arrays, numbers, texts, or containers of these"
                 )
             if not equal:
-                self._randomness.seed(0, 0, id)
-                if same(sample, self._dataset[id]):
+                if same(sample, self._make(id)):
                     return (
                         f"sample {id} differs if the transform runs after the rest of __getitem__: call the transform "
                         "with what it needs, and return its output as it is"

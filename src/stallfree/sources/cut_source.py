@@ -1,31 +1,33 @@
 """The source that `cut` returns: what a data set calls its transforms with, and the transforms as steps.
 
-The transforms of a shallow copy are replaced by stand-ins (outputs.py). What these are called with is the record, and
-where their outputs stand in the sample is the plan. A record has one of two forms:
+The transforms of a shallow copy of the data set are replaced by stand-ins. A stand-in records what it is called with,
+and returns an `Output`, which stands for the output of that call. A data set may place an output in its sample, pass it
+to another transform, take an item of it or unpack it. Everything else needs the real output, and is refused.
+
+What the transforms are called with is the record, which has one of two forms:
 
 - Flat: the sample with the argument of each transform in the place of its output. That is possible if each transform
   is called with one argument and its output stands in the sample as it is. The transforms are then steps on these
   places, and each of their steps is classified by itself.
-- Planned: `{plan: (sample, calls)}`, with None in the place of each output. One step calls all transforms. The plan is
-  a text, so it belongs to the structure of the record.
+- Planned: `{plan: values}`, with the arguments of each call and the sample, and None in the place of each output. One
+  step calls all transforms. The plan is a text, so it belongs to the structure of the record.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
-from stallfree.errors import cut_refused, dataset_changed
+from stallfree.errors import InputError, cut_refused
 from stallfree.pipeline.classify import known
 from stallfree.pipeline.compose import (
     Compose,
@@ -35,70 +37,237 @@ from stallfree.pipeline.compose import (
     is_albumentations,
     mark_deterministic,
     mark_random,
-    with_item,
 )
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.values import private
-from stallfree.sources.base import BaseSource
-from stallfree.sources.outputs import Output, Recorder, StandIn, refuse
+from stallfree.platform import at_fork
+from stallfree.sources.base import BaseSource, value_at
 
-_FORMAT = 2
+_FORMAT = 3
+
+_thread = threading.local()
+"""The recorder of each source in this thread. Each process and thread opens the files of a data set for itself."""
+
+at_fork(after_in_child=lambda: vars(_thread).clear())
+
+# --- recording ------------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """One call: the number of the transform, and its arguments as they were."""
+
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Recorder:
+    """A copy of a data set with stand-ins for its transforms, whose calls it records. For one thread.
+
+    Args:
+        source: of the data set.
+        learns: whether the length of an output that is unpacked is noted in `source`; the transform is called for that.
+
+    Attributes:
+        calls: of the last sample, in order.
+    """
+
+    def __init__(self, source: CutSource, *, learns: bool = False) -> None:
+        self._names, self._transforms, self._lengths = source.names, source.transforms, source.lengths
+        self._kind, self._learns, self.calls = type(source.dataset).__name__, learns, list[Call]()
+        stand_ins = {name: StandIn(self, number) for number, name in enumerate(source.names)}
+        self._dataset = with_values(source.without, stand_ins)
+
+    def make(self, id: int) -> Any:
+        """Return sample `id` with outputs in it. Raises `InputError` if a use of one was refused, even if caught."""
+        self.id, self.calls = id, []
+        self._refusal: InputError | None = None
+        try:
+            return self._dataset[id]
+        finally:
+            if self._refusal is not None:
+                raise self._refusal
+
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Output:
+        """Record a call of transform `number`."""
+        self.calls.append(Call(number, *_as_now((args, kwargs))))
+        return Output(self, self.calls[-1])
+
+    def length_of(self, output: Output) -> int:
+        """Return the length of an output that is unpacked, as it was when the samples were compared."""
+        key = output.call.number, output.parts
+        if self._learns and key not in self._lengths:
+            value = self._value_of(output)
+            if not isinstance(value, (tuple, list, np.ndarray, torch.Tensor)):
+                output.refuse(f"its output, of type {type(value).__name__}, was iterated over")
+            self._lengths[key] = len(value)
+        if key not in self._lengths:
+            output.refuse("its output was unpacked, as it was for no sample that was compared")
+        return self._lengths[key]
+
+    def _value_of(self, output: Output) -> Any:
+        arguments = pytree.tree_map_only(Output, self._value_of, (output.call.args, output.call.kwargs))
+        args, kwargs = _as_now(arguments)
+        return _part_of(self._transforms[output.call.number](*args, **kwargs), output.parts)
+
+    def refuse(self, number: int, what: str) -> NoReturn:
+        """Raise `InputError`, and remember it: the data set may catch it."""
+        error = cut_refused(
+            f"{self._kind} cannot be cut at {self._names[number]!r}: when sample {self.id} was made, {what}, which "
+            "needs the real one: let __getitem__ return the output as it is, and move what follows into the transform"
+        )
+        self._refusal = self._refusal or error
+        raise error
+
+    def flat(self, sample: Any) -> tuple[FlatPlan, Any] | None:
+        """Return the plan and the flat record of a sample; None if it has none."""
+        order = {id(call): at for at, call in enumerate(self.calls)}
+        paths, spec = pytree.tree_flatten_with_path(sample)
+        steps, leaves = [], []
+        for path, leaf in paths:
+            keys = [getattr(key, "idx", getattr(key, "key", None)) for key in path]
+            while type(leaf) is Output:
+                (number, args, kwargs), parts = leaf.call, leaf.parts
+                by_name = is_albumentations(self._transforms[number])
+                form = (0, ["image"], ("image",)) if by_name else (1, [], ())
+                if None in keys or id(leaf.call) not in order or (len(args), list(kwargs), parts) != form:
+                    return None
+                steps.append((order[id(leaf.call)], number, keys))
+                leaf = kwargs["image"] if by_name else args[0]
+            leaves.append(leaf)
+        steps.sort(key=lambda step: step[0])
+        if [at for at, *_ in steps] != list(range(len(self.calls))):  # each output stands in one place
+            return None
+        return [(number, keys) for _, number, keys in steps], pytree.tree_unflatten(leaves, spec)
+
+    def planned(self, sample: Any) -> tuple[Plan, list[Any]]:
+        """Return the plan of a sample, and the arguments of each call and the sample with None for each output."""
+        order = {id(call): at for at, call in enumerate(self.calls)}
+        plan: Plan = []
+        values = []
+        for number, value in [*((call.number, (call.args, call.kwargs)) for call in self.calls), (None, sample)]:
+            leaves, spec = pytree.tree_flatten(value)
+            outputs = []
+            for at, leaf in enumerate(leaves):
+                if type(leaf) is Output:
+                    if id(leaf.call) not in order:
+                        leaf.refuse("an output that was kept from another sample was in it")
+                    outputs.append((at, order[id(leaf.call)], leaf.parts))
+                    leaves[at] = None
+            plan.append((number, outputs))
+            values.append(pytree.tree_unflatten(leaves, spec))
+        return plan, values
+
+
+class StandIn:
+    """Stands for transform `number`."""
+
+    def __init__(self, recorder: Recorder, number: int) -> None:
+        vars(self).update(recorder=recorder, number=number)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Output:
+        return self.recorder.call(self.number, args, kwargs)  # type: ignore[no-any-return]
+
+    def __getattr__(self, name: str) -> Any:
+        vars(self)["recorder"].refuse(self.number, f"the attribute {name!r} of the transform was read")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.recorder.refuse(self.number, f"the attribute {name!r} of the transform was set")
+
+
+class Output:
+    """Stands for the output of a call, or for a part of it.
+
+    Attributes:
+        parts: the way to the part: keys, and `(index, length)` where the output was unpacked.
+    """
+
+    __slots__ = ("call", "parts", "recorder")
+
+    recorder: Recorder
+    call: Call
+    parts: tuple[Any, ...]
+
+    def __init__(self, recorder: Recorder, call: Call, parts: tuple[Any, ...] = ()) -> None:
+        for name, value in (("recorder", recorder), ("call", call), ("parts", parts)):
+            object.__setattr__(self, name, value)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise `InputError`: `what` cannot be done with an output that does not exist yet."""
+        self.recorder.refuse(self.call.number, what)
+
+    def __getitem__(self, key: Any) -> Output:
+        if type(key) not in (str, int):
+            self.refuse(f"an item of its output was taken with a key of type {type(key).__name__}")
+        return Output(self.recorder, self.call, (*self.parts, key))
+
+    def __iter__(self) -> Iterator[Output]:
+        length = self.recorder.length_of(self)
+        return iter([Output(self.recorder, self.call, (*self.parts, (index, length))) for index in range(length)])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith(("__array", "__cuda_array", "__dlpack")):
+            self.refuse("its output was converted to an array or a tensor")
+        self.refuse(f"the attribute {name!r} of its output was read")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self.refuse(f"the attribute {name!r} of its output was set")
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    what = {"__array__": "its output was converted to an array or a tensor", "__reduce_ex__": "its output was copied"}
+
+    def operation(self: Output, *_: Any, **__: Any) -> Any:
+        self.refuse(what.get(name, f"{name} was applied to its output"))
+
+    return operation
+
+
+_BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
+_OTHERS = (
+    "neg pos abs invert eq ne lt le gt ge bool int float complex index round trunc floor ceil contains call setitem "
+    "delitem enter exit str format bytes hash array reduce_ex"
+)
+for _name in (*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTHERS.split()):
+    setattr(Output, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+def _as_now(arguments: Any) -> Any:
+    """Return copies of arguments, since a data set may use its buffers again or close its files. Images are read."""
+
+    def keep(leaf: Any) -> Any:
+        if type(leaf).__module__.startswith("PIL.") and hasattr(leaf, "load"):
+            leaf.load()
+            return leaf
+        return leaf if type(leaf) is Output else private(leaf)
+
+    return pytree.tree_map(keep, arguments)
 
 
 # --- plans ----------------------------------------------------------------------------------------------------------
 
+FlatPlan = list[tuple[int, list[Any]]]
+"""For each call, in order: the number of the transform, and the keys to its output in the sample."""
 
-class Plan(NamedTuple):
-    """How a sample follows from the calls of transforms.
+Plan = list[tuple[int | None, list[tuple[int, int, tuple[Any, ...]]]]]
+"""For each call, and for the sample: the number of the transform (None for the sample), and the outputs in it.
 
-    Attributes:
-        calls: the number of the transform of each call.
-        holes: for each output in `(sample, calls)`: the leaf that it belongs to, the number of its call, and the parts.
-    """
+Of each output: the leaf that it replaces, which call it is from, and its parts.
+"""
 
-    calls: list[int]
-    holes: list[tuple[int, int, list[Any]]]
-
-
-@lru_cache(1024)
-def _plan_of(text: str) -> Plan:
-    calls, holes = json.loads(text)
-    return Plan(calls, [tuple(hole) for hole in holes])
+_plan_of = lru_cache(1024)(json.loads)
 
 
-def _planned(sample: Any, recorder: Recorder) -> tuple[Plan, Any]:
-    """Return the plan of a recorded sample, and `(sample, [(args, kwargs), ...])` with None in place of each output."""
-    order = {id(call): number for number, call in enumerate(recorder.calls)}
-    leaves, spec = pytree.tree_flatten((sample, [(call.args, call.kwargs) for call in recorder.calls]))
-    holes = []
-    for at, leaf in enumerate(leaves):
-        if type(leaf) is Output:
-            if id(leaf.call) not in order:
-                raise cut_refused(
-                    f"{recorder.dataset} cannot be cut at {recorder.names[leaf.call.number]!r}: sample {recorder.id} "
-                    "has an output of the transform that was kept from another sample: let __getitem__ call the "
-                    "transform for each sample"
-                )
-            holes.append((at, order[id(leaf.call)], list(leaf.parts)))
-            leaves[at] = None
-    return Plan([call.number for call in recorder.calls], holes), pytree.tree_unflatten(leaves, spec)
-
-
-def _carried_out(plan: Plan, tree: Any, transforms: Sequence[Callable[..., Any]]) -> tuple[Any, list[Any]]:
-    """Call the transforms as planned; return the sample and the output of each call."""
-    leaves, spec = pytree.tree_flatten(tree)
-    outputs: list[Any] = []
-    starts = np.cumsum([len(pytree.tree_leaves(part)) for part in (tree[0], *tree[1])]).tolist()
-    for call, number in enumerate(plan.calls):
-        for at, earlier, parts in plan.holes:
-            if starts[call] <= at < starts[call + 1]:
-                leaves[at] = _part_of(outputs[earlier], parts)
-        args, kwargs = pytree.tree_unflatten(leaves, spec)[1][call]
-        outputs.append(transforms[number](*args, **kwargs))
-    for at, call, parts in plan.holes:
-        if at < starts[0]:
-            leaves[at] = _part_of(outputs[call], parts)
-    return pytree.tree_unflatten(leaves, spec)[0], outputs
+def _carried_out(plan: Plan, values: Sequence[Any], transforms: Sequence[Transform]) -> Any:
+    """Call the transforms as planned; return the sample."""
+    made: list[Any] = []
+    for (number, outputs), value in zip(plan, values, strict=True):
+        leaves, spec = pytree.tree_flatten(value)
+        for at, call, parts in outputs:
+            leaves[at] = _part_of(made[call], parts)
+        value = pytree.tree_unflatten(leaves, spec)
+        made.append(value if number is None else transforms[number](*value[0], **value[1]))
+    return made[-1]
 
 
 def _part_of(output: Any, parts: Sequence[Any]) -> Any:
@@ -130,53 +299,11 @@ class CallTransforms:
             mark_deterministic(self)
 
     def __call__(self, record: Mapping[str, Any]) -> Any:
-        ((text, tree),) = record.items()
-        return _carried_out(_plan_of(text), tree, self.transforms)[0]
+        ((plan, values),) = record.items()
+        return _carried_out(_plan_of(plan), values, self.transforms)
 
     def __repr__(self) -> str:
         return f"CallTransforms({', '.join(map(repr, self.transforms))})"
-
-
-class Place(NamedTuple):
-    """Where the output of a chain of transforms stands in a sample: the keys, the calls, the name of the argument."""
-
-    keys: list[Any]
-    calls: list[int]
-    argument: str | int
-
-
-def places_of(plan: Plan, tree: Any, transforms: Sequence[Transform]) -> list[Place] | None:
-    """Return the places of the outputs in flat records; None if the transforms are no steps on places of the sample."""
-    paths = [path for path, _ in pytree.tree_flatten_with_path(tree)[0]]
-    arguments: list[str | int] = []
-    for number, (args, kwargs) in zip(plan.calls, tree[1], strict=True):
-        by_name = is_albumentations(transforms[number])
-        if (len(args), list(kwargs)) != ((0, ["image"]) if by_name else (1, [])):
-            return None
-        arguments.append("image" if by_name else 0)
-    inputs: dict[Any, int] = {}
-    places: list[Place] = []
-    for at, call, parts in plan.holes:
-        keys = [getattr(key, "idx", getattr(key, "key", None)) for key in paths[at]]
-        if parts != (["image"] if arguments[call] == "image" else []) or None in keys:
-            return None
-        if keys[0] == 0:
-            places.append(Place(keys[1:], [call], 0))
-        elif len(keys) == 4:  # the whole argument of another call
-            inputs[keys[1]] = call
-        else:
-            return None
-    if sorted([*inputs.values(), *(place.calls[0] for place in places)]) != list(range(len(plan.calls))):
-        return None
-    for place in places:
-        while place.calls[0] in inputs:
-            place.calls.insert(0, inputs[place.calls[0]])
-    return [place._replace(argument=arguments[place.calls[0]]) for place in places]
-
-
-def _put(value: Any, keys: Sequence[Any], part: Any) -> Any:
-    """Return a copy of `value` with `part` at `keys`."""
-    return with_item(value, keys[0], _put(value[keys[0]], keys[1:], part)) if keys else part
 
 
 # --- the source -----------------------------------------------------------------------------------------------------
@@ -186,78 +313,37 @@ class CutSource(BaseSource):
     """The records of a data set without its transforms, which are in `pipeline`. The samples are the same.
 
     Each thread of each process reads a copy of its own, so that files which the data set opens are never shared.
-    `fetch` raises `InputError` when a transform of the data set has been replaced since: it would have no effect.
 
     Args:
         dataset: the data set.
         names: the dotted attributes that hold a transform.
+        lengths: of outputs that are unpacked, by the number of the transform and the parts.
+        plan: of all samples, for flat records.
 
     Attributes:
-        dataset: as given.
         words: what was done, such as "cut at transform".
+        without: the data set with None for its transforms.
     """
 
     threads = False
 
-    def __init__(self, dataset: Any, names: Sequence[str]) -> None:
-        self.dataset, self.names = dataset, tuple(names)
-        self._values = [value_at(dataset, name) for name in names]
-        self.transforms: list[Transform] = []
-        for value in self._values:
-            if not any(is_same(value, other) for other in self.transforms):
-                self.transforms.append(value)
-        self.words = f"cut at {' and '.join(self._first_names())}"
-        self._without = with_values(dataset, dict.fromkeys(names))
-        self.lengths: dict[str, int] = {}
-        self.learns = False
-        self._local = threading.local()
-        self.plan: Plan | None = None
-        self._flat: list[Place] | None = None
-        self.pipeline = Compose([CallTransforms(self.transforms)])
-
-    def recorded(self, id: int) -> tuple[Plan, Any, set[str]]:
-        """Return the plan of sample `id`, the sample and calls without outputs, and the names that were called."""
-        own = getattr(self._local, "own", None)
-        if own is None or own[0] != os.getpid():
-            recorder = Recorder(type(self.dataset).__name__, self._first_names(), self._length_of)
-            numbers = [self.number_of(value) for value in self._values]
-            values = {name: StandIn(recorder, number, name) for name, number in zip(self.names, numbers, strict=True)}
-            own = self._local.own = os.getpid(), recorder, with_values(self._without, values)
-        return *_planned(own[1].record(own[2], id), own[1]), own[1].called
-
-    def number_of(self, value: Any) -> int:
-        """Return the number of a transform."""
-        return next(at for at, transform in enumerate(self.transforms) if is_same(value, transform))
-
-    def _first_names(self) -> list[str]:
-        numbers = list(map(self.number_of, self._values))
-        return [self.names[numbers.index(number)] for number in range(len(self.transforms))]
-
-    def _length_of(self, output: Output) -> int:
-        """Return the length of an output that is unpacked, as it was when the samples were compared."""
-        key = f"{output.call.number} {output.parts}"
-        if self.learns and key not in self.lengths:
-            calls = output.recorder.calls
-            at = next(at for at, call in enumerate(calls) if call is output.call)
-            recorder = copy.copy(output.recorder)
-            recorder.calls = calls[: at + 1]
-            plan, tree = _planned(None, recorder)
-            real = _part_of(_carried_out(plan, private(tree), self.transforms)[1][-1], output.parts)
-            if not isinstance(real, (tuple, list, np.ndarray, torch.Tensor)):
-                refuse(output, f"its output, of type {type(real).__name__}, was iterated over")
-            self.lengths[key] = len(real)
-        if key not in self.lengths:
-            refuse(output, "its output was unpacked, as it was for no sample that was compared")
-        return self.lengths[key]
-
-    def make_flat(self, plan: Plan, places: list[Place]) -> None:
-        """Make flat records from now on, of samples of this plan."""
-        self.plan, self._flat = plan, places
-        place_of = {call: place.keys for place in places for call in place.calls}
-        steps: list[Transform] = []
-        for call, number in enumerate(plan.calls):
+    def __init__(
+        self,
+        dataset: Any,
+        names: Sequence[str],
+        lengths: dict[tuple[int, tuple[Any, ...]], int] | None = None,
+        plan: FlatPlan | None = None,
+    ) -> None:
+        self.dataset, self.names = dataset, list(names)
+        self.watched = [(dataset, name, value_at(dataset, name)) for name in names]
+        self.transforms: list[Transform] = [transform for *_, transform in self.watched]
+        self.lengths, self.plan = lengths or {}, plan
+        self.words = f"cut at {' and '.join(names)}"
+        self.without = with_values(dataset, dict.fromkeys(names))
+        steps: list[Transform] = [CallTransforms(self.transforms)] if plan is None else []
+        for number, keys in plan or ():
             step: Transform = self.transforms[number]
-            for key in reversed(place_of[call]):
+            for key in reversed(keys):
                 step = OnItem(key, step)
             steps += flatten(step)
         self.pipeline = Compose(steps)
@@ -266,95 +352,45 @@ class CutSource(BaseSource):
         return len(self.dataset)
 
     def _record(self, id: int) -> Any:
-        for name, value in zip(self.names, self._values, strict=True):
-            if not is_same(value_at(self.dataset, name), value):
-                raise dataset_changed(
-                    f"the {name} of {type(self.dataset).__name__} was changed after the data set was given away: make "
-                    "a new loader (and CachedDataset) with the data set as it is now"
-                )
-        plan, tree, _ = self.recorded(id)
-        if self._flat is None:
-            return {json.dumps(plan, separators=(",", ":")): tree}
-        if plan != self.plan:
+        recorders = vars(_thread).setdefault("recorders", weakref.WeakKeyDictionary())
+        recorder = recorders.get(self) or recorders.setdefault(self, Recorder(self))
+        sample = recorder.make(id)
+        if self.plan is None:
+            plan, values = recorder.planned(sample)
+            return {json.dumps(plan, separators=(",", ":")): values}
+        flat_plan, record = recorder.flat(sample) or (None, None)
+        if flat_plan != self.plan:
             raise cut_refused(
                 f"for sample {id}, {type(self.dataset).__name__} calls its transforms in another way than for the "
                 f"samples that cut has compared: name it there, as in cut(dataset, {self.names[0]!r}, check=[{id}])"
             )
-        record = tree[0]
-        for place in self._flat:
-            args, kwargs = tree[1][place.calls[0]]
-            record = _put(record, place.keys, kwargs["image"] if place.argument == "image" else args[0])
         return record
-
-    def _where(self, id: int) -> str:
-        return ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set without its transforms, and the form of the records."""
-        return f"CutSource {_FORMAT} {fingerprint(self._without, self.names, self.plan and json.dumps(self.plan))}"
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "_local"}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._local = threading.local()
+        return f"CutSource {_FORMAT} {fingerprint(self.without, self.names, str(self.plan))}"
 
     def __repr__(self) -> str:
         return f"CutSource({type(self.dataset).__name__}, {len(self)} samples)"
 
 
-# --- copies with other values ---------------------------------------------------------------------------------------
-
-
-def value_at(dataset: Any, name: str) -> Any:
-    """Return the value of a dotted attribute such as `"inner.transform"` or `"datasets.0.transform"`.
-
-    Raises `AttributeError` or `LookupError` if there is none.
-    """
-    for part in name.split("."):
-        if isinstance(dataset, (list, tuple)):
-            dataset = dataset[_index(part)]
-        else:
-            dataset = dataset[part] if isinstance(dataset, dict) else getattr(dataset, part)
-    return dataset
-
-
 def with_values(dataset: Any, values: Mapping[str, Any]) -> Any:
     """Return a shallow copy of `dataset` with `values` at their dotted attributes. Objects on the way are copied too.
 
-    Raises `AttributeError`, `LookupError` or `TypeError` if an attribute does not exist or cannot be set.
+    Raises `AttributeError` if an attribute cannot be set.
     """
     copies: dict[str, Any] = {"": copy.copy(dataset)}
+
+    def put(name: str, value: Any) -> None:
+        path, _, last = name.rpartition(".")
+        if path not in copies:
+            copies[path] = copy.copy(value_at(dataset, path))
+            put(path, copies[path])
+        if isinstance(copies[path], list):
+            copies[path][int(last)] = value
+        else:
+            object.__setattr__(copies[path], last, value)  # of a frozen dataclass too
+
     for name, value in values.items():
-        above, (*path, last) = "", name.split(".")
-        for part in path:
-            here = f"{above}.{part}"
-            if here not in copies:
-                copies[here] = copy.copy(value_at(copies[above], part))
-                _set(copies[above], part, copies[here])
-            above = here
-        _set(copies[above], last, value)
+        put(name, value)
     return copies[""]
-
-
-def _index(part: str) -> int:
-    if not part.isdigit():
-        raise LookupError(f"{part!r} is no index of a list")
-    return int(part)
-
-
-def _set(thing: Any, part: str, value: Any) -> None:
-    if isinstance(thing, (list, dict)):
-        key: Any = part if isinstance(thing, dict) else _index(part)
-        thing[key] = value
-        return
-    try:
-        setattr(thing, part, value)
-    except AttributeError:  # of a frozen dataclass
-        object.__setattr__(thing, part, value)
-
-
-def is_same(value: Any, other: Any) -> bool:
-    """Return whether both are one object; each access to a bound method makes a new one."""
-    return value is other or (isinstance(value, MethodType) and bool(value == other))

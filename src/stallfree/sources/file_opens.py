@@ -15,8 +15,9 @@ other thread; before and after, they hold that function itself.
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import hashlib
-import importlib
 import io
 import os
 import stat
@@ -36,16 +37,16 @@ from stallfree.platform import at_fork
 MOST_BYTES = 64 << 20
 """Larger files are read from storage."""
 
-_SMALL = 1 << 20
-"""Local files up to this size are read whole when they are opened; larger ones after a sample read most of them."""
+SMALL = 1 << 20
+"""Local files up to this size are read whole; larger ones if the samples read most of their bytes."""
 
 _SECOND, TICK = 10**9, 2 * 10**7
 """Nanoseconds within which two changes of a file may have the same time, if the file system counts seconds or less."""
 
-_MODES = {"rb": "", "br": "", "r": "r", "rt": "r", "tr": "r"}
+_TEXT = ("encoding", "errors", "newline")
+_FSSPEC_OPTIONS = {"block_size", "cache_options", "compression"}
 _PYTHON = (os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib"))
 _NOT_DATA = tuple(os.fsencode(folder) for folder in ("/proc/", "/sys/", "/dev/", *_PYTHON))
-_FSSPEC_OPTIONS = {"block_size", "cache_options", "compression"}
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
 
 
@@ -98,97 +99,52 @@ class ServedFile(io.BytesIO):
     writelines = truncate = write
 
 
-class _LargeFile(io.FileIO):
-    """A large file, read from storage. It notes when most of it has been read."""
-
-    def __init__(self, key: bytes, size: int, files: Files) -> None:
-        super().__init__(key, "r")
-        self._key, self._size, self._files = key, size, files
-        self._taken, self._given = 0, False
-        self._content: bytes | None = None
-
-    def readinto(self, buffer: Any, /) -> int | None:
-        count = super().readinto(buffer)
-        self._taken += count or 0
-        return count
-
-    def readall(self) -> bytes:
-        start, data = self.tell(), super().readall()
-        self._taken += len(data)
-        self._content = None if start else data
-        return data
-
-    def fileno(self) -> int:
-        self._given = True
-        return super().fileno()
-
-    def close(self) -> None:
-        if not self.closed:
-            natively = self._given and os.lseek(super().fileno(), 0, os.SEEK_CUR) == self._size
-            if natively or 2 * self._taken >= self._size:
-                self._files.large[self._key] = self._content
-        super().close()
-
-
 class Files:
     """Opens the files of one sample.
 
     Args:
         table: contents of files by key. `get(key, stamp)` returns one, or None if it is not there or has changed, where
-            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it; `full`
-            is whether there is no room.
+            `stamp()` returns size and time in storage; `put(key, stamp, data)` stores one; `drop(key)` drops it.
+        most: bytes of the largest local file that is served. Larger ones are read from storage.
 
     Attributes:
-        large: large files that were read as a whole, and their content if known. They are stored after the sample.
         served: bytes of the files that were served.
+        larger: bytes of the files that were opened, and have more than `most` bytes.
     """
 
-    def __init__(self, table: Any) -> None:
-        self.table = table
-        self.large: dict[bytes, bytes | None] = {}
-        self.served = 0
+    def __init__(self, table: Any, most: int) -> None:
+        self.table, self.most, self.served, self.larger = table, most, 0, 0
         self._began = time.time_ns()
-
-    def written(self, path: Any) -> None:
-        """Drop the record of a file that the data set writes."""
-        key = _key(path)
-        if key is not None:
-            self.table.drop(key)
 
     def open(self, path: Any) -> Any:
         """Return a file open for reading bytes; None if it is not for this class, or cannot be read."""
         data = self.content(path)
-        if data is not None:
-            return ServedFile(data, path)
-        key = _key(path)
-        with contextlib.suppress(OSError):
-            status = None if key is None else os.stat(key)
-            if key and status and _SMALL < status.st_size <= MOST_BYTES and stat.S_ISREG(status.st_mode):
-                return io.BufferedReader(_LargeFile(key, status.st_size, self))
-        return None
+        return None if data is None else ServedFile(data, path)
 
-    def content(self, path: Any) -> bytes | None:
-        """Return the content of a local file, if it is cached or small."""
+    def content(self, path: Any, most: int = 0) -> bytes | None:
+        """Return the content of a local file of at most `most` bytes; for 0, of those that are served."""
         key = _key(path)
         if key is None:
             return None
         data: bytes | None = self.table.get(key, lambda: _stamp_of(os.stat(key)))
-        data = self.read(key, _SMALL) if data is None else data
+        if data is None:
+            data = self._read(key, most or self.most)
         self.served += len(data or b"")
         return data
 
-    def read(self, key: bytes, most: int, data: bytes | None = None) -> bytes | None:
-        """Read a whole local file of up to `most` bytes from storage, unless its `data` are given, and store it."""
+    def _read(self, key: bytes, most: int) -> bytes | None:
+        """Read a whole local file of up to `most` bytes from storage, and store it."""
         try:
             status = os.stat(key)
-            if not stat.S_ISREG(status.st_mode) or status.st_size > most:
+            is_regular = stat.S_ISREG(status.st_mode)
+            if not is_regular or status.st_size > most:
+                self.larger += status.st_size if is_regular else 0
                 return None
-            if data is None:
-                with _function_at("io", "open")(key, "rb", buffering=0) as file:
-                    status = os.fstat(file.fileno())
-                    data = bytes(file.read(status.st_size + 1))
-                    if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
-                        return None
+            with io.FileIO(key) as file:
+                status = os.fstat(file.fileno())
+                data = file.read(status.st_size + 1)
+                if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
+                    return None
         except OSError:
             return None
         if len(data) != status.st_size:
@@ -223,13 +179,19 @@ class Files:
         served.fs, served.path, served.size = fs, path, len(data)
         return served
 
+    def written(self, path: Any) -> None:
+        """Drop the record of a file that the data set writes."""
+        if (key := _key(path)) is not None:
+            self.table.drop(key)
+
 
 def _key(path: Any) -> bytes | None:
     """Return the absolute path of a local file; None for what no path is, and for files of the kernel and of Python."""
     try:
-        key = os.path.join(os.getcwdb(), os.fsencode(path))
+        key = os.fsencode(path)
     except (TypeError, ValueError):
         return None
+    key = key if key.startswith(b"/") else os.path.join(os.getcwdb(), key)
     special = key.startswith(_NOT_DATA) and not key.startswith(b"/dev/shm/")
     return None if special or b"\0" in key else key
 
@@ -241,64 +203,51 @@ def _stamp_of(status: os.stat_result) -> str:
 # --- the functions that open files ----------------------------------------------------------------------------------
 
 
-def _open(
-    files: Files,
-    real: Callable[..., Any],
-    file: Any,
-    mode: str = "r",
-    buffering: int = -1,
-    encoding: str | None = None,
-    errors: str | None = None,
-    newline: str | None = None,
-    closefd: bool = True,
-    opener: Any = None,
-) -> Any:
-    text = _MODES.get(mode) if isinstance(mode, str) else None
-    plain = text is not None and closefd and opener is None and type(file) is not int and (buffering or not text)
-    if plain and (text or (encoding, errors, newline) == (None, None, None)):
+def _open(files: Files, real: Any, file: Any, mode: Any = "r", buffering: int = -1, *text: Any, **named: Any) -> Any:
+    """Call `open(file, mode, buffering, encoding, errors, newline)`."""
+    is_text, options = mode in ("r", "rt", "tr"), dict(zip(_TEXT, text, strict=False)) | named
+    is_known = len(text) <= len(_TEXT) and options.keys() <= set(_TEXT)
+    if not is_text and mode not in ("rb", "br"):
+        files.written(file)
+    elif is_known and (buffering if is_text else not any(options.values())):
         served = files.open(file)
-        if served is not None and text:
-            served = io.TextIOWrapper(served, encoding, errors, newline, line_buffering=buffering == 1)
+        if served is not None and is_text:
+            served = io.TextIOWrapper(served, **options, line_buffering=buffering == 1)
             served.mode = mode  # type: ignore[misc]
         if served is not None:
             return served
-    if text is None:
-        files.written(file)
-    return real(file, mode, buffering, encoding, errors, newline, closefd, opener)
+    return real(file, mode, buffering, *text, **named)
 
 
-def _open_remote(
-    files: Files, real: Callable[..., Any], fs: Any, path: Any, mode: str = "rb", *more: Any, **kw: Any
-) -> Any:
-    plain = mode == "rb" and not more and set(kw) <= _FSSPEC_OPTIONS and kw.get("compression") is None
+def _open_remote(files: Files, real: Any, fs: Any, path: Any, mode: str = "rb", *more: Any, **options: Any) -> Any:
+    """Call `AbstractFileSystem.open`."""
+    plain = mode == "rb" and not more and options.keys() <= _FSSPEC_OPTIONS and options.get("compression") is None
     if plain and type(path) is str and not getattr(fs, "local_file", False):
         with serving(None), contextlib.suppress(Exception):  # the call below has the same error
-            served = files.open_remote(lambda: real(fs, path, mode, **kw), fs, fs._strip_protocol(path))
+            served = files.open_remote(lambda: real(fs, path, mode, **options), fs, fs._strip_protocol(path))
             if served is not None:
                 return served
-    return real(fs, path, mode, *more, **kw)
+    return real(fs, path, mode, *more, **options)
 
 
-def _imread(files: Files, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if args and len(args) + len(kwargs) <= 2 and set(kwargs) <= {"flags"}:
-        data = files.content(args[0])
-        flags = args[1:] or (kwargs.get("flags", 1),)
-        image = sys.modules["cv2"].imdecode(np.frombuffer(data, np.uint8), *flags) if data else None
-        if image is not None:
-            return image
-    return real(*args, **kwargs)
+def _imread(files: Files, real: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = len(args) + len(kwargs) <= 1 and kwargs.keys() <= {"flags"}
+    data = files.content(filename, MOST_BYTES) if plain else None
+    flags = args or (kwargs.get("flags", 1),)
+    image = sys.modules["cv2"].imdecode(np.frombuffer(data, np.uint8), *flags) if data else None
+    return real(filename, *args, **kwargs) if image is None else image
 
 
-def _read_file(files: Files, real: Callable[..., Any], path: Any) -> Any:
-    data = files.content(path)
-    return sys.modules["torch"].frombuffer(bytearray(data), dtype=sys.modules["torch"].uint8) if data else real(path)
+def _read_file(files: Files, real: Any, path: Any) -> Any:
+    data, torch = files.content(path, MOST_BYTES), sys.modules["torch"]
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else real(path)
 
 
-_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+_FUNCTIONS: dict[tuple[str, ...], Callable[..., Any]] = {
     ("builtins", "open"): _open,
     ("io", "open"): _open,
     ("bz2", "_builtin_open"): _open,
-    ("fsspec.spec", "AbstractFileSystem.open"): _open_remote,
+    ("fsspec.spec", "AbstractFileSystem", "open"): _open_remote,
     ("cv2", "imread"): _imread,
     ("torchvision.io", "read_file"): _read_file,
     ("torchvision.io.image", "read_file"): _read_file,
@@ -307,117 +256,80 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
 
 
 class Replacement:
-    """Stands for a function of a library in the thread that makes a sample; in all others it calls that function.
+    """Stands for a function of a library in the threads that make samples; in all others it calls that function.
 
-    It may be kept and pickled: it is loaded as the function itself.
+    It may be kept and pickled: then it is the function itself.
     """
 
-    def __init__(self, module: str, name: str) -> None:
-        self._place, self._instead = (module, name), _FUNCTIONS[module, name]
-        self._owner, self._attribute = _owner_of(module, name)
-        self.real: Any = None
-        self._stands = _replacements.get(("builtins", "open"), self) if self._instead is _open else self
-        self.__annotations__: dict[str, Any] = {}  # for `typing.get_type_hints`
+    def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
+        self.owner, self.name, self.instead, self.real = owner, name, instead, vars(owner)[name]
 
-    def install(self) -> None:
-        """Replace the function."""
-        current = vars(self._owner)[self._attribute]
-        if current is not self._stands:
+    def put(self, *, installed: bool) -> None:
+        """Replace the function, or put it back, unless something else has replaced it meanwhile."""
+        current = vars(self.owner).get(self.name)
+        if installed and current is not self:
             self.real = current
-            setattr(self._owner, self._attribute, self._stands)
-
-    def remove(self) -> None:
-        """Put the function back, unless something else has replaced it meanwhile."""
-        if vars(self._owner).get(self._attribute) is self._stands:
-            setattr(self._owner, self._attribute, self.real)
+            setattr(self.owner, self.name, self)
+        elif not installed and current is self:
+            setattr(self.owner, self.name, self.real)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         files = getattr(_thread, "files", None)
-        return self.real(*args, **kwargs) if files is None else self._instead(files, self.real, *args, **kwargs)
+        return self.real(*args, **kwargs) if files is None else self.instead(files, self.real, *args, **kwargs)
 
     def __get__(self, instance: Any, owner: Any = None) -> Any:  # a routine for `inspect`; bound only where it is one
-        return MethodType(self, instance) if instance is not None and isinstance(self._owner, type) else self
+        return MethodType(self, instance) if instance is not None and isinstance(self.owner, type) else self
 
     def __getattr__(self, name: str) -> Any:
         return getattr(vars(self)["real"], name)
 
-    def __repr__(self) -> str:
-        return repr(self.real)
-
     def __reduce__(self) -> Any:
-        return _function_at, self._place
-
-
-def _owner_of(module: str, name: str) -> tuple[Any, str]:
-    owner: Any = importlib.import_module(module)
-    *path, attribute = name.split(".")
-    for part in path:
-        owner = getattr(owner, part)
-    return owner, attribute
-
-
-def _function_at(module: str, name: str) -> Any:
-    owner, attribute = _owner_of(module, name)
-    function = vars(owner)[attribute]
-    return function.real if isinstance(function, Replacement) else function
+        return copy.copy, (self.real,)
 
 
 _thread = threading.local()
 _lock = threading.Lock()
-_serving: set[int] = set()
-_replacements: dict[tuple[str, str], Replacement] = {}
+_threads = 0
+"""Threads that make a sample."""
 _modules = 0
-
-
-def _install() -> None:
-    """Install the replacements of the modules that are imported."""
-    global _modules
-    if len(sys.modules) != _modules:
-        _modules = len(sys.modules)
-        for module, name in _FUNCTIONS:
-            if module in sys.modules and (module, name) not in _replacements:
-                with contextlib.suppress(AttributeError, KeyError):  # while another thread imports it
-                    _replacements[module, name] = Replacement(module, name)
-    for replacement in _replacements.values():
-        replacement.install()
-
-
-def _remove() -> None:
-    for replacement in _replacements.values():
-        replacement.remove()
-
-
-def _forget_threads() -> None:
-    """In a forked process, the threads that made samples do not exist."""
-    global _lock
-    _lock = threading.Lock()
-    _serving.clear()
-    _thread.files = None
-    _remove()
-
-
-at_fork(after_in_child=_forget_threads)
+"""How many modules were imported when the replacements were made."""
+_replacements: dict[tuple[str, str], Replacement] = {}
 
 
 @contextlib.contextmanager
 def serving(files: Files | None) -> Iterator[None]:
     """Context in which this thread opens its files by `files`; by the functions themselves if None."""
     before = getattr(_thread, "files", None)
+    _count_threads(1)
+    _thread.files = files
     try:
-        if before is None and files is not None:
-            with _lock:
-                _serving.add(threading.get_ident())
-                _install()
-        _thread.files = files
         yield
     finally:
         _thread.files = before
-        if before is None:
-            with _lock:
-                _serving.discard(threading.get_ident())
-                if not _serving:
-                    _remove()
-        if files is not None:
-            for key, data in files.large.items():
-                if not files.table.full:
-                    files.read(key, MOST_BYTES, data)
+        _count_threads(-1)
+
+
+def _count_threads(change: int) -> None:
+    """Install the replacements of the modules that are imported while threads make samples."""
+    global _modules, _threads
+    with _lock:
+        _threads += change
+        if len(sys.modules) != _modules:
+            _modules = len(sys.modules)
+            for (module, *path, name), instead in _FUNCTIONS.items():
+                if module in sys.modules and (module, name) not in _replacements:
+                    with contextlib.suppress(AttributeError, KeyError):  # while another thread imports it
+                        owner = functools.reduce(getattr, path, sys.modules[module])
+                        _replacements[module, name] = Replacement(owner, name, instead)
+        for replacement in _replacements.values():
+            replacement.put(installed=_threads > 0)
+
+
+def _forget_threads() -> None:
+    """Remove the replacements in a forked process, where the threads that made samples do not exist."""
+    global _lock, _threads
+    _lock, _threads, _thread.files = threading.Lock(), 0, None
+    _count_threads(0)
+
+
+at_fork(after_in_child=_forget_threads)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
 from typing import Any, TypeGuard
 
 import numpy as np
 
 from stallfree.errors import dataset_type, iterable_unsupported
-from stallfree.pipeline.compose import Compose
+from stallfree.notes import note_sample
+from stallfree.pipeline.compose import Compose, OnItem, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.objects import comes_from
 from stallfree.pipeline.protocol import Source
@@ -19,6 +20,8 @@ from stallfree.sources.base import BaseSource, require_samples
 
 _KNOWN = ("torchvision.datasets", "datasets")
 """Libraries whose data sets are cut into reading and transform."""
+
+_FOLDER = "torchvision.datasets.folder"
 
 
 class MapSource(BaseSource):
@@ -45,9 +48,6 @@ class MapSource(BaseSource):
 
     def _record(self, id: int) -> Any:
         return self.dataset[id]
-
-    def _where(self, id: int) -> str:
-        return ""
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set object: its class, its code and its attributes."""
@@ -95,23 +95,18 @@ class SubsetSource(BaseSource):
         self.pipeline = source.pipeline
         self.threads = getattr(source, "threads", True)
 
-    @property
-    def indices(self) -> Sequence[int]:
-        """The id in `source` of each sample here."""
-        return self.subset.indices  # type: ignore[no-any-return]
-
     def __len__(self) -> int:
-        return len(self.indices)
+        return len(self.subset.indices)
 
     def _record(self, id: int) -> Any:
-        return self.source.fetch(int(self.indices[id]))
+        return self.source.fetch(int(self.subset.indices[id]))
 
     def _where(self, id: int) -> str:
-        return self.source.where(int(self.indices[id]))
+        return self.source.where(int(self.subset.indices[id]))
 
     def fingerprint(self) -> str:
         """Changes with the fingerprint of the source and with the indices."""
-        indices = np.fromiter(map(operator.index, self.indices), np.int64, len(self))
+        indices = np.fromiter(map(operator.index, self.subset.indices), np.int64, len(self))
         return f"SubsetSource {self.source.fingerprint()} {fingerprint(indices)}"
 
     def __repr__(self) -> str:
@@ -136,9 +131,7 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset)
     if divide and any(comes_from(cls, library) for cls in type(dataset).__mro__ for library in _KNOWN):
-        from stallfree.sources.known import divided
-
-        return divided(dataset, MapSource) or MapSource(dataset)
+        return _known_source(dataset) or MapSource(dataset)
     return MapSource(dataset)
 
 
@@ -182,3 +175,97 @@ def _has_getitem(dataset: Any) -> bool:
     torch_data = sys.modules.get("torch.utils.data")
     inherited = None if torch_data is None else torch_data.Dataset.__getitem__
     return getattr(type(dataset), "__getitem__", None) not in (None, inherited) or not hasattr(dataset, "__getitems__")
+
+
+def samples_of(source: object, ids: Sequence[int], make: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
+    """Yield the samples of those `ids` that can be made. Raises the error of the first one if none can."""
+    problem, any_made = None, False
+    for id in ids:
+        try:
+            sample = make(id)
+        except Exception as error:
+            note_sample(error, source, id, "fetching")
+            problem = problem or error
+        else:
+            any_made = True
+            yield id, sample
+    if problem is not None and not any_made:
+        raise problem
+
+
+# --- data sets of torchvision and Hugging Face ----------------------------------------------------------------------
+
+
+def _known_source(dataset: Any) -> Source | None:
+    """Return an `ImageFolder` of torchvision, or a data set of Hugging Face with a transform, as a source.
+
+    Returns None if it is of another class, or marked. Classes are recognised by name and module, so neither library is
+    imported here.
+    """
+    cls = type(dataset)
+    if mark_of(dataset) is not None:
+        return None
+    if cls.__name__ == "Dataset" and comes_from(cls, "datasets.arrow_dataset"):
+        form = dataset.format
+        transform = form["format_kwargs"].get("transform")
+        if form["type"] != "custom" or transform is None or set(form["columns"]) != set(dataset.column_names):
+            return None
+        return RowSource(dataset, transform)
+    reads = getattr(cls.__getitem__, "__module__", "")  # a class of the user's may do anything with its transforms
+    if reads == _FOLDER and getattr(dataset.loader, "__module__", "") == _FOLDER and _decodes_with_pillow(dataset):
+        from stallfree.sources.decode import DecodeImage
+        from stallfree.sources.files import FileDataset
+
+        paths, labels = zip(*dataset.samples, strict=True)
+        files = FileDataset(paths, labels, decode=DecodeImage("pil"))
+        transforms = enumerate((dataset.transform, dataset.target_transform))
+        files.pipeline = Compose([*files.pipeline, *(OnItem(at, step) for at, step in transforms if step is not None)])
+        files.watched = _watched(dataset, "transform", "target_transform", "loader")
+        return files
+    return None
+
+
+def _decodes_with_pillow(dataset: Any) -> bool:
+    backend = getattr(sys.modules.get("torchvision"), "get_image_backend", None)
+    return dataset.loader.__name__ in ("default_loader", "pil_loader") and (backend is None or backend() == "PIL")
+
+
+def _watched(dataset: Any, *names: str) -> list[tuple[Any, str, Any]]:
+    return [(dataset, name, getattr(dataset, name)) for name in names if hasattr(dataset, name)]
+
+
+class RowSource(BaseSource):
+    """A data set of Hugging Face without its transform, which is in `pipeline`."""
+
+    threads = False
+
+    def __init__(self, dataset: Any, transform: Callable[[dict[str, Any]], Any]) -> None:
+        self._rows = dataset.with_format(None)
+        self.pipeline = Compose([OnRow(transform)])
+        self.watched = _watched(dataset, "_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def _record(self, id: int) -> Any:
+        return self._rows[id]
+
+    def fingerprint(self) -> str:
+        """The fingerprint of the data set without its transform."""
+        return f"RowSource {fingerprint(self._rows)}"
+
+    def __repr__(self) -> str:
+        return f"RowSource({len(self)} samples)"
+
+
+class OnRow:
+    """Calls `transform` with a batch of one row, as `datasets` does for the transform of `with_transform`."""
+
+    def __init__(self, transform: Callable[[dict[str, Any]], Any]) -> None:
+        self.transform = transform
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        return {name: column[0] for name, column in self.transform({key: [row[key]] for key in row}).items()}
+
+    def __repr__(self) -> str:
+        return f"OnRow({self.transform!r})"

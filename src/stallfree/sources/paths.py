@@ -6,10 +6,11 @@ of strings would end up copied into every worker; one buffer and one array of of
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -42,18 +43,12 @@ def canonical(path: str | os.PathLike[str]) -> str:
     return text if text.startswith("/") else os.path.abspath(text)
 
 
-def _common(first: bytes, last: bytes) -> bytes:
-    """The bytes that both begin with."""
-    length = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(len(first), len(last)))
-    return first[:length]
-
-
 class PathList(Sequence[str]):
     """Paths, kept as one buffer without their common beginning, and 8 bytes per path for where each begins."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         encoded = [os.fsencode(path) for path in paths]
-        self._prefix = _common(min(encoded), max(encoded)) if encoded else b""
+        self._prefix = os.path.commonprefix(encoded) or b""  # noqa: RUF071
         cut = len(self._prefix)
         self._offsets = np.zeros(len(encoded) + 1, np.int64)
         np.cumsum(np.fromiter((len(path) - cut for path in encoded), np.int64, len(encoded)), out=self._offsets[1:])
@@ -67,14 +62,6 @@ class PathList(Sequence[str]):
             return [self[i] for i in range(*index.indices(len(self)))]
         position = range(len(self))[index]
         return os.fsdecode(self._prefix + self._buffer[self._offsets[position] : self._offsets[position + 1]])
-
-    def __iter__(self) -> Iterator[str]:
-        return (self[index] for index in range(len(self)))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that the paths take."""
-        return len(self._prefix) + len(self._buffer) + int(self._offsets.nbytes)
 
     def fingerprint(self) -> str:
         """Changes with every change of a path, and with the size of any of 256 local files, evenly spread.
@@ -155,25 +142,21 @@ def read_file(path: str) -> bytes:
     if is_url(path):
         filesystem, inner = open_url(path)
         return bytes(filesystem.cat_file(inner))
-    fd = os.open(path, os.O_RDONLY | OPEN | _NO_WAIT)
-    try:
-        status = os.fstat(fd)
+    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | OPEN | _NO_WAIT)) as file:
+        status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"not a regular file: {path!r}")
-        return _read_all(fd, status.st_size, path)
-    finally:
-        os.close(fd)
+        return read_exactly(file, status.st_size)
 
 
-def _read_all(fd: int, size: int, path: str) -> bytes:
-    """`size` bytes from `fd`, in as many reads as the kernel makes of it."""
-    data = os.read(fd, size)
-    if len(data) == size:
-        return data
-    parts, missing = [data], size - len(data)
-    while missing and parts[-1]:
-        parts.append(os.read(fd, missing))
-        missing -= len(parts[-1])
-    if missing:
-        raise OSError(f"{path!r} shrank by {missing} bytes while it was read")
-    return b"".join(parts)
+def read_exactly(file: io.FileIO, size: int, start: int = 0) -> bytes:
+    """Return `size` bytes of a file, from `start`, in as many reads as the kernel makes of it."""
+    if start:
+        file.seek(start)
+    data = file.read(size)
+    while len(data) < size:
+        more = file.read(size - len(data))
+        if not more:
+            raise OSError(f"{file.name!r} ended {size - len(data)} bytes early: it was changed while it was read")
+        data += more
+    return data

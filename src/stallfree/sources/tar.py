@@ -19,10 +19,9 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import product
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,7 +33,7 @@ from stallfree.pipeline.compose import Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN
 from stallfree.sources.base import BaseSource, require_samples
-from stallfree.sources.paths import PathList, canonical, is_url, open_url
+from stallfree.sources.paths import PathList, canonical, is_url, open_url, read_exactly
 
 _KEY = "__key__"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -98,30 +97,30 @@ class TarDataset(BaseSource):
         self._shards = [canonical(name) for shard in names for name in _expand(shard)]
         if not self._shards:
             raise InputError("TarDataset was given no shards: give at least one path of a tar file")
-        self._keys = None if keys is None else _checked(keys)
-        folder = _user_folder() if index is None else Path(index).absolute()
+        texts = isinstance(keys, Collection) and not isinstance(keys, str) and all(isinstance(key, str) for key in keys)
+        if keys is not None and not (texts and keys):
+            raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
+        self._keys = None if keys is None else tuple(keys)
+        cache = os.environ.get("XDG_CACHE_HOME", "")
+        users = Path(cache) if os.path.isabs(cache) else Path.home() / ".cache"
+        folder = users / "stallfree" / "tar" if index is None else Path(index).absolute()
         with ThreadPoolExecutor(min(_THREADS, len(self._shards))) as pool:
-            indexes = list(pool.map(lambda shard: _index_of(shard, folder), self._shards))
-        self._join(indexes)
-        require_samples(len(self), f"TarDataset({self._shards[0]!r}, ...)", "Give shards that hold samples.")
-        self._wanted = None if self._keys is None else self._choose(self._keys)
-        self.pipeline = Compose(flatten(transform))
-
-    def _join(self, indexes: list[_Index]) -> None:
-        """Put the indexes of all shards behind each other."""
+            indexes = list(pool.map(partial(_index_of, folder=folder), self._shards))
         self._stamps = [index.stamp for index in indexes]
         self._digests = [index.digest for index in indexes]
         self._starts = np.cumsum([0, *(len(index.keys) for index in indexes)]).tolist()
         self._names = PathList(key for index in indexes for key in index.keys)
+        require_samples(len(self), f"TarDataset({self._shards[0]!r}, ...)", "Give shards that hold samples.")
         self._extensions = sorted({extension for index in indexes for extension in index.extensions})
-        rows = []
-        for index, start in zip(indexes, self._starts, strict=False):
-            numbers = np.array([self._extensions.index(extension) for extension in index.extensions], np.int64)
-            sample, extension, offset, size = index.rows.T
-            rows.append(np.stack([sample + start, numbers[extension], offset, size], 1))
-        sample, self._extension, self._offset, self._size = np.concatenate(rows).T.copy()
-        self._extension = self._extension.astype(np.int32)
-        self._first = np.searchsorted(sample, np.arange(len(self) + 1))
+        rows = np.concatenate([index.rows for index in indexes])
+        counts = [len(index.rows) for index in indexes]
+        numbers = [np.searchsorted(self._extensions, index.extensions)[index.rows[:, 1]] for index in indexes]
+        self._extension = np.concatenate(numbers).astype(np.int32)
+        samples = rows[:, 0] + np.repeat(self._starts[:-1], counts)
+        self._first = np.searchsorted(samples, np.arange(len(self) + 1))
+        self._offset, self._size = rows[:, 2].copy(), rows[:, 3].copy()
+        self._wanted = None if self._keys is None else self._choose(self._keys)
+        self.pipeline = Compose(flatten(transform))
 
     def _choose(self, keys: tuple[str, ...]) -> npt.NDArray[np.int64]:
         """Return for each sample the numbers of the files that `keys` stand for; -1 for its name."""
@@ -161,19 +160,17 @@ class TarDataset(BaseSource):
 
     def _read(self, id: int, members: list[int]) -> dict[int, bytes]:
         """Return the bytes of `members`, which are in rising order, by their numbers."""
-        spans: list[list[int]] = []
-        parts = []  # per member: number of its span, and its start and end there
-        for member in members:
-            start = int(self._offset[member])
-            end = start + int(self._size[member])
-            if not spans or start - spans[-1][1] > _NEAR:
-                spans.append([start, end])
-            spans[-1][1] = end
-            parts.append((len(spans) - 1, start - spans[-1][0], end - spans[-1][0]))
+        starts, sizes = self._offset[members].tolist(), self._size[members].tolist()
+        ends = [start + size for start, size in zip(starts, sizes, strict=True)]
         shard = bisect_right(self._starts, id) - 1
-        path = self._shards[shard]
-        pieces = _read_url(path, spans) if is_url(path) else _read_local(path, spans, self._stamps[shard])
-        return {member: pieces[span][start:end] for member, (span, start, end) in zip(members, parts, strict=True)}
+        path, stamp = self._shards[shard], self._stamps[shard]
+        read = partial(_read_url, path) if is_url(path) else partial(_read_local, path, stamp)
+        if members and ends[-1] - starts[0] - sum(sizes) <= _NEAR:
+            [data] = read([(starts[0], ends[-1])])
+            pieces = [data[start - starts[0] : end - starts[0]] for start, end in zip(starts, ends, strict=True)]
+        else:
+            pieces = read(list(zip(starts, ends, strict=True)))
+        return dict(zip(members, pieces, strict=True))
 
     def _where(self, id: int) -> str:
         return f"{self._shards[bisect_right(self._starts, id) - 1]}: {self._names[id]}"
@@ -189,49 +186,26 @@ class TarDataset(BaseSource):
         return f"TarDataset({len(self)} samples in {len(self._shards)} shards, first {self._shards[0]!r})"
 
 
-def _checked(keys: Any) -> tuple[str, ...]:
-    texts = isinstance(keys, Collection) and not isinstance(keys, str) and all(isinstance(key, str) for key in keys)
-    if not texts or not keys:
-        raise InputError(f'keys={keys!r}: give a tuple of extensions, such as ("jpg", "cls"), or None for all')
-    return tuple(keys)
-
-
 def _expand(shard: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
     """Return the names that `{000..146}` in a path stands for, as in a shell."""
-    if not isinstance(shard, str) or not _RANGE.search(shard):
+    braces = _RANGE.search(shard) if isinstance(shard, str) else None
+    if not isinstance(shard, str) or braces is None:
         return [shard]
-    texts = _RANGE.split(shard)  # text, first, last, text, first, last, text
-    ranges = []
-    for first, last in zip(texts[1::3], texts[2::3], strict=True):
-        if int(last) < int(first):
-            raise InputError(f"{shard!r}: {{{first}..{last}}} has no number in it, give the smaller one first")
-        ranges.append([f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)])
-    return [
-        "".join(text + number for text, number in zip(texts[::3], [*numbers, ""], strict=True))
-        for numbers in product(*ranges)
-    ]
+    first, last = braces.groups()
+    if int(last) < int(first):
+        raise InputError(f"{shard!r}: {braces[0]} has no number in it, give the smaller one first")
+    numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+    return [name for number in numbers for name in _expand(shard[: braces.start()] + number + shard[braces.end() :])]
 
 
-def _read_local(path: str, spans: list[list[int]], stamp: str) -> list[bytes]:
-    with open(path, "rb", buffering=0, opener=lambda name, flags: os.open(name, flags | OPEN)) as file:
+def _read_local(path: str, stamp: str, spans: list[tuple[int, int]]) -> list[bytes]:
+    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | OPEN)) as file:
         if _stamp_of(os.fstat(file.fileno())) != stamp:
             raise OSError(f"{path!r} was changed after its index was read: make a new TarDataset")
-        return [_read_at(file, start, end - start) for start, end in spans]
+        return [read_exactly(file, end - start, start) for start, end in spans]
 
 
-def _read_at(file: io.FileIO, offset: int, size: int) -> bytes:
-    """Return `size` bytes at `offset`, in as many reads as the kernel makes of it."""
-    file.seek(offset)
-    data = file.read(size)
-    while len(data) < size:
-        more = file.read(size - len(data))
-        if not more:
-            raise OSError(f"the shard ends {size - len(data)} bytes before the end of the sample")
-        data += more
-    return data
-
-
-def _read_url(url: str, spans: list[list[int]]) -> list[bytes]:
+def _read_url(url: str, spans: list[tuple[int, int]]) -> list[bytes]:
     filesystem, path = open_url(url)
     pieces = [bytes(filesystem.cat_file(path, start=start, end=end)) if start < end else b"" for start, end in spans]
     for piece, (start, end) in zip(pieces, spans, strict=True):
@@ -243,8 +217,7 @@ def _read_url(url: str, spans: list[list[int]]) -> list[bytes]:
 # --- the index of a shard -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Index:
+class _Index(NamedTuple):
     """The samples of one shard, in the order of the file.
 
     Attributes:
@@ -280,14 +253,24 @@ def _index_of(shard: str, folder: Path) -> _Index:
         raise _unreadable(shard, error) from error
     file = folder / f"{os.path.basename(shard)[:100]}-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:16]}.index"
     with contextlib.suppress(Exception):  # there is none, or it is damaged
-        return _loaded(file.read_bytes(), shard, stamp)
+        checksum, (head, rows) = file.read_bytes()[:16], file.read_bytes()[16:].split(b"\n", 1)
+        *what, digest, keys, extensions = json.loads(head)
+        if checksum == xxhash.xxh3_128_digest(head + b"\n" + rows) and what == [_VERSION, shard, stamp]:
+            return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))
     try:
         index = _read_headers(shard, stamp)
     except OSError as error:
         raise _unreadable(shard, error) from error
+    head = json.dumps([_VERSION, shard, *index[:-1]]).encode()
+    data = head + b"\n" + index.rows.tobytes()
+    new = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
     try:
-        _save(file, shard, index)
+        folder.mkdir(parents=True, exist_ok=True)
+        new.write_bytes(xxhash.xxh3_128_digest(data) + data)
+        os.replace(new, file)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            new.unlink()
         warnings.warn(
             f"the indexes of tar shards cannot be kept in {str(folder)!r} ({error.strerror or error}), so all headers "
             "are read again in each process: give another folder with index=",
@@ -301,15 +284,11 @@ def _stamp_of(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _user_folder() -> Path:
-    """Return the folder of indexes if the user names none: `$XDG_CACHE_HOME/stallfree/tar`, else in `~/.cache`."""
-    named = os.environ.get("XDG_CACHE_HOME", "")
-    return (Path(named) if os.path.isabs(named) else Path.home() / ".cache") / "stallfree" / "tar"
-
-
 def _read_headers(shard: str, stamp: str) -> _Index:
-    """Return the index from the headers of all files."""
-    with _opened(shard) as file:
+    """Return the index from all headers, without hidden files, names without extension, and `__...__`."""
+    digest, keys, extensions = xxhash.xxh3_128(), dict[str, int](), dict[str, int]()
+    rows, inside, key = list[tuple[int, int, int, int]](), set[str](), None
+    with contextlib.closing(_opened(shard)) as file:
         start = file.read(tarfile.BLOCKSIZE)
         for magic, name in _COMPRESSED.items():
             if start.startswith(magic):
@@ -318,56 +297,47 @@ def _read_headers(shard: str, stamp: str) -> _Index:
                     "decompress it (pictures in it are compressed anyhow)"
                 )
         file.seek(0)
-        index = _Index(stamp, "", [], [], np.empty((0, 4), np.int64))
         try:
             tar: Any
             with tarfile.open(fileobj=file, mode="r:") as tar:
-                index = _collected(shard, stamp, tar)
+                while (member := tar.next()) is not None:
+                    tar.members.clear()  # or a million of them would stay in memory
+                    parts = _NAME.fullmatch(member.name)
+                    if not member.isreg() or _META.match(member.name) or parts is None:
+                        continue
+                    if member.issparse():
+                        raise tar_samples(
+                            f"{member.name!r} in {shard!r} is stored sparse: write the tar without --sparse"
+                        )
+                    if parts[1] != key:
+                        key, inside = parts[1], set()
+                        if key in keys:
+                            raise tar_samples(
+                                f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files "
+                                "of a sample one after the other, and give each sample a name of its own"
+                            )
+                        keys[key] = len(keys)
+                    extension = parts[2].lower()
+                    if extension in inside:
+                        raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each its own name")
+                    inside.add(extension)
+                    digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
+                    number = extensions.setdefault(extension, len(extensions))
+                    rows.append((len(keys) - 1, number, member.offset_data, member.size))
                 end = tar.offset
+        except InputError:
+            raise
         except (tarfile.TarError, EOFError, ValueError, OSError) as error:
-            if isinstance(error, InputError):
-                raise
             raise _damaged(shard, str(error)) from error
         file.seek(end)  # a tar ends with zeros; `tarfile` also ends where a file is cut off, or where garbage begins
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise _damaged(shard, f"neither a file nor the end of the archive at byte {end}")
-    return index
+    return _Index(stamp, digest.hexdigest(), list(keys), list(extensions), np.array(rows, np.int64).reshape(-1, 4))
 
 
 def _opened(shard: str) -> Any:
-    if not is_url(shard):
-        return open(shard, "rb")
-    filesystem, path = open_url(shard)
-    return contextlib.closing(filesystem.open(path, "rb"))
-
-
-def _collected(shard: str, stamp: str, tar: Any) -> _Index:
-    """Return the samples of an open tar, without hidden files, names without extension, and `__...__`."""
-    digest, keys = xxhash.xxh3_128(), dict[str, int]()
-    numbers, rows, inside = dict[str, int](), list[tuple[int, int, int, int]](), set[str]()
-    key = None
-    while (member := tar.next()) is not None:
-        tar.members.clear()  # or a million of them would stay in memory
-        name = _NAME.fullmatch(member.name)
-        if not member.isreg() or _META.match(member.name) or name is None:
-            continue
-        if member.issparse():
-            raise tar_samples(f"{member.name!r} in {shard!r} is stored sparse: write the tar without --sparse")
-        if name[1] != key:
-            key, inside = name[1], set()
-            if key in keys:
-                raise tar_samples(
-                    f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files of a sample "
-                    "one after the other, and give each sample a name of its own"
-                )
-            keys[key] = len(keys)
-        extension = name[2].lower()
-        if extension in inside:
-            raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each a name of its own")
-        inside.add(extension)
-        digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
-        rows.append((len(keys) - 1, numbers.setdefault(extension, len(numbers)), member.offset_data, member.size))
-    return _Index(stamp, digest.hexdigest(), list(keys), list(numbers), np.array(rows, np.int64).reshape(-1, 4))
+    filesystem, path = open_url(shard) if is_url(shard) else (None, shard)
+    return open(path, "rb") if filesystem is None else filesystem.open(path, "rb")
 
 
 def _unreadable(shard: str, error: Exception) -> InputError:
@@ -376,27 +346,3 @@ def _unreadable(shard: str, error: Exception) -> InputError:
 
 def _damaged(shard: str, why: str) -> InputError:
     return tar_unreadable(f"the shard {shard!r} is damaged, cut off or no tar file ({why}): write or download it again")
-
-
-def _save(file: Path, shard: str, index: _Index) -> None:
-    """Write an index at once or not at all: a checksum, a line of JSON, and the rows."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    head = [_VERSION, shard, index.stamp, index.digest, index.keys, index.extensions]
-    data = json.dumps(head).encode() + b"\n" + index.rows.tobytes()
-    new = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
-    try:
-        new.write_bytes(xxhash.xxh3_128_digest(data) + data)
-        os.replace(new, file)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
-
-
-def _loaded(content: bytes, shard: str, stamp: str) -> _Index:
-    """Return the index in a file. Raises an exception if it is damaged, or of another shard or time."""
-    checksum, data = content[:16], content[16:]
-    head, _, rows = data.partition(b"\n")
-    *what, digest, keys, extensions = json.loads(head)
-    if checksum != xxhash.xxh3_128_digest(data) or what != [_VERSION, shard, stamp]:
-        raise ValueError("not the index of this shard")
-    return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))

@@ -1,9 +1,11 @@
-"""Sixteen idioms of data sets that augment: cut without being told where, with the batches of torch's loader."""
+"""Idioms of data sets that augment, by `cache="auto"` alone: cut where possible, with the batches of no cache."""
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,9 @@ COUNT = 24
 
 
 class Base(Dataset[Any]):
-    """Arrays and labels."""
+    """Arrays and labels from slow storage, which notes each read in a file."""
+
+    log = ""
 
     def __init__(self, transform: Any = None, other: Any = None) -> None:
         self.transform, self.target_transform = transform, other
@@ -29,6 +33,9 @@ class Base(Dataset[Any]):
         return self.count
 
     def read(self, id: int) -> Any:
+        time.sleep(0.002)
+        with open(self.log, "ab") as log:
+            log.write(b".")
         return torch.full((2, 3), float(id))
 
 
@@ -86,11 +93,6 @@ class ByName(Base):
     def __getitem__(self, id: int) -> Any:
         made = self.transform(image=self.read(id), mask=self.read(id) + 1)
         return made["image"], made["mask"], id
-
-
-class OnlyImage(Base):
-    def __getitem__(self, id: int) -> Any:
-        return self.transform(image=self.read(id), mask=self.read(id))["image"]
 
 
 class Rows(Base):
@@ -174,7 +176,6 @@ IDIOMS: dict[str, tuple[Callable[[], Any], str]] = {
     "two attributes": (lambda: Optional(noisy, negative), "cut at transform and target_transform"),
     "unpacked": (lambda: Pair(both), "cut at transform"),
     "by name": (lambda: ByName(named), "cut at transform"),
-    "one of the outputs": (lambda: OnlyImage(named), "cut at transform"),
     "a dict in, a dict out": (lambda: Rows(row), "cut at transform"),
     "in a dict": (lambda: Dictionary(noisy), "cut at transform"),
     "two views": (lambda: Views(noisy), "cut at transform"),
@@ -187,68 +188,84 @@ IDIOMS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ConcatDataset(short(Guarded(noisy), Optional(tripled))),
         "cut at datasets.0.transform and datasets.1.transform",
     ),
-    "joined, one transform": (
-        lambda: ConcatDataset(short(Guarded(noisy), Guarded(noisy))),
-        "cut at datasets.0.transform",
-    ),
+    "arithmetic on the output": (lambda: Divided(noisy), "__truediv__ was applied to its output"),
+    "draws of its own": (lambda: Drawing(noisy), "outside of the transform"),
 }
 
 
 @pytest.mark.parametrize("name", IDIOMS)
-def test_batches_are_torchs(name: str) -> None:
+def test_an_idiom(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make, words = IDIOMS[name]
-    source, said = cut_any(make())
-    assert source is not None, said
-    assert said == words
-    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 5}
-    with sf.DataLoader(make(), num_workers=1, **options) as loader:
-        plain = [list(loader) for _ in range(3)]
-    with sf.CachedDataset(source, capacity="4MiB") as data, sf.DataLoader(data, num_workers=0, **options) as loader:
-        found = [list(loader) for _ in range(3)]
-        assert data.stats().storage_reads == len(data)
-    assert same(found, plain)
-    assert not same(found[0], found[1])
-    torch.manual_seed(5), random.seed(5), np.random.seed(5)
-    torchs = list(torch.utils.data.DataLoader(make(), 4))
-    torch.manual_seed(5), random.seed(5), np.random.seed(5)
-    assert same(list(torch.utils.data.DataLoader(source, 4)), torchs)  # type: ignore[arg-type]
+    log = tmp_path / "log"
+    monkeypatch.setattr(Base, "log", str(log))
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 5, "num_workers": 1}
+    with sf.DataLoader(make(), **options) as loader:
+        plain = [list(loader) for _ in range(2)]
+    with sf.DataLoader(make(), cache="auto", capacity="4MiB", **options) as loader:
+        batches = [list(loader)]
+        read = log.stat().st_size
+        batches.append(list(loader))
+        assert words in loader.decision
+        assert (log.stat().st_size == read) is words.startswith("cut"), "a sample that is cut is read once"
+    assert same(batches, plain)
+    assert not same(batches[0], batches[1])
 
 
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (lambda: Divided(noisy), "__truediv__ was applied to its output"),
-        (lambda: Drawing(noisy), "outside of the transform"),
         (lambda: Guarded(), "no attribute of Guarded holds a transform"),
         (lambda: Guarded(lambda image: image + np.random.default_rng().random()), "differs each time"),
         (lambda: [torch.zeros(2)] * 9, "no attribute of list holds a transform"),
     ],
 )
-def test_the_reason_is_given(make: Callable[[], Any], why: str) -> None:
+def test_the_reason_is_given(
+    make: Callable[[], Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Base, "log", str(tmp_path / "log"))
     source, said = cut_any(make())
     assert source is None
     assert why in said
 
 
-def test_readers_are_no_transforms() -> None:
-    class Loaded(Base):
-        def __init__(self) -> None:
-            super().__init__(noisy)
-            self.loader = float
+class Loaded(Base):
+    def __init__(self) -> None:
+        super().__init__(noisy)
+        self.loader, self.calls = float, 0
 
-        def __getitem__(self, id: int) -> Any:
-            return self.transform(torch.tensor(self.loader(id))), id
-
-    assert cut_any(Loaded())[1] == "cut at transform"
+    def __getitem__(self, id: int) -> Any:
+        self.calls += 1
+        return self.transform(torch.tensor(self.loader(id))), id
 
 
-def test_the_training_process_makes_no_sample() -> None:
-    class Counting(Guarded):
-        calls = 0
+def test_readers_are_no_transforms_and_this_process_makes_no_sample() -> None:
+    data = Loaded()
+    assert cut_any(data)[1] == "cut at transform"
+    assert data.calls == 0
 
-        def __getitem__(self, id: int) -> Any:
-            type(self).calls += 1
-            return super().__getitem__(id)
 
-    assert cut_any(Counting(noisy))[0] is not None
-    assert Counting.calls == 0
+class Keyworded:
+    """Pictures that a composition of albumentations augments."""
+
+    def __init__(self, transform: Any) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def __getitem__(self, id: int) -> Any:
+        return self.transform(image=np.full((32, 32, 3), id, np.uint8))["image"], id
+
+
+@pytest.mark.filterwarnings("error::stallfree.StallfreeWarning")
+def test_a_composition_of_albumentations() -> None:
+    """A composition has a length and items, as a data set has; a step keeps the parameters of its last call."""
+    library = pytest.importorskip("albumentations")
+    data = Keyworded(library.Compose([library.Resize(24, 24), library.RandomCrop(16, 16), library.HorizontalFlip()]))
+    source, words = cut_any(data)
+    assert source is not None, words
+    with sf.CachedDataset(source, capacity="4MiB") as cached:
+        for _ in range(2):
+            data[0]
+            for images, ids in sf.DataLoader(cached, batch_size=8):
+                assert (images == ids[:, None, None, None]).all()
