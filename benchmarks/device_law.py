@@ -31,7 +31,7 @@ from benchmarks.harness import (
     scratch_folder,
 )
 from stallfree.device import prefetcher
-from stallfree.device.backend import Cuda
+from stallfree.device.copies import Cuda
 from stallfree.device.prefetcher import DevicePrefetcher
 
 NAME = "device_law"

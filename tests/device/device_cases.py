@@ -234,10 +234,10 @@ class Loop:
             self._streams.reverse()
         elif habit == "move":
             event = world.backend.new_event()
-            world.backend.record(event)
+            event.record(world.current)
             self._streams.reverse()
             with world.using(self._streams[0]):
-                world.backend.wait(event)
+                world.current.wait_event(event)
                 self._use(batch)
                 for leaf in leaves_of(batch["data"]):
                     world.backend.keep(leaf.content if isinstance(leaf, Parcel) else leaf)
@@ -258,9 +258,9 @@ class Loop:
         """Use the held batches once more, and drop them."""
         event = self.world.backend.new_event()
         with self.world.using(self._streams[0]):
-            self.world.backend.record(event)
+            event.record(self.world.current)
         with self.world.using(self.world.main):
-            self.world.backend.wait(event)
+            self.world.current.wait_event(event)
             for batch in self._held:
                 self._use(batch)
                 for leaf in leaves_of(batch["data"]):

@@ -59,18 +59,45 @@ class Stream(Agent):
         given, done: how many of it.
     """
 
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, world: World, name: str, number: int) -> None:
         super().__init__(name, number)
+        self.world = world
         self.work: deque[Callable[[], object]] = deque()
         self.given = self.done = 0
+
+    def wait_event(self, event: Event) -> None:
+        """Make later work wait for the event."""
+        with self.world.lock:
+            self.meet(self.world.here.stamp())
+            if event.stamp is not None:
+                self.meet(event.stamp)
+                self.world.queue(self, partial(self.world.run_behind, *event.behind))
 
 
 class Event:
     """A mark in a stream; without a stamp, it was never recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.stamp: Stamp | None = None
-        self.behind: tuple[Stream, int] | None = None
+        self.behind: Any = None
+
+    def record(self, stream: Stream) -> None:
+        with self.world.lock:
+            stream.meet(self.world.here.stamp())
+            self.stamp, self.behind = stream.stamp(), (stream, stream.given)
+
+    def synchronize(self) -> None:
+        with self.world.lock:
+            if self.stamp is not None:
+                self.world.run_behind(*self.behind)
+                self.world.here.meet(self.stamp)
+
+    def query(self) -> bool:
+        if self.stamp is not None and self.stamp[1] > self.world.here.time:
+            return False
+        self.synchronize()
+        return True
 
 
 @dataclass

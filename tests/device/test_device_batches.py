@@ -137,8 +137,7 @@ class Dictionary:
     ) -> None:
         self.content, self.device, self.streams = content, device, [] if streams is None else streams
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Dictionary:
-        assert non_blocking
+    def to(self, device: torch.device) -> Dictionary:
         return Dictionary({key: value.clone() for key, value in self.content.items()}, str(device), self.streams)
 
     def record_stream(self, stream: Any) -> None:

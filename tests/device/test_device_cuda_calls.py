@@ -20,8 +20,7 @@ from fakes import World
 from process_tools import PATIENCE
 
 import stallfree as sf
-from stallfree.device.backend import Cuda
-from stallfree.device.staging import Place
+from stallfree.device.copies import Cuda, Place
 
 REGISTERED_ALREADY = 712
 """`cudaErrorHostMemoryAlreadyRegistered`"""
@@ -158,7 +157,7 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     prefetcher = sf.DevicePrefetcher([], "cuda:0")
     event = Event(driver)
-    prefetcher.pin.places.append(Place(event, event))
+    prefetcher._places.append(Place(event, event))
     memory = np.zeros(4096, np.uint8)
     undo = prefetcher.pin(memory)
     assert in_child(undo)

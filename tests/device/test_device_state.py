@@ -125,7 +125,7 @@ def test_a_loader_that_knows_its_past_makes_a_state_only_when_it_is_asked_for(wo
 
 
 def test_on_a_cpu_the_state_is_the_loaders(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stallfree.device.prefetcher.find_backend", lambda device: None)
+    monkeypatch.setattr("stallfree.device.prefetcher.find_device", lambda device: (torch.device(device), None))
     prefetcher = DevicePrefetcher(Stateful(), "cpu")
     iterator = iter(prefetcher)
     next(iterator), next(iterator)

@@ -147,40 +147,28 @@ def _frame_size(body: bytes) -> tuple[int, int] | None:
 # -- on the device ----------------------------------------------------------------------------------------------------
 
 
-def _decoded(pictures: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return the pictures on `device`, uint8 (3, height, width)."""
-    if device.type != "cuda" or not pictures:
-        return [_decoded_here(picture, at, device) for at, picture in enumerate(pictures)]
-    # torchvision decodes in its own stream, into memory that the current stream may still read from the last batch.
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    event.synchronize()
-    try:
-        return _nvjpeg(pictures, device)
-    except RuntimeError:  # it names no picture
-        return [_decoded_alone(picture, at, device) for at, picture in enumerate(pictures)]
+def _decoded(pictures: list[torch.Tensor], device: torch.device, first: int = 0) -> list[torch.Tensor]:
+    """Return the pictures on `device`, uint8 (3, height, width). `first` is the number of the first one."""
+    if device.type == "cuda" and pictures:
+        from torchvision.io import ImageReadMode, decode_jpeg
 
-
-def _decoded_alone(picture: torch.Tensor, at: int, device: torch.device) -> torch.Tensor:
-    try:
-        return _nvjpeg([picture], device)[0]
-    except RuntimeError:
-        return _decoded_here(picture, at, device)
-
-
-def _nvjpeg(pictures: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    decoded: list[torch.Tensor] = decode_jpeg(pictures, ImageReadMode.RGB, device=device)
+        # torchvision decodes in its own stream, into memory that the current stream may still read from the last batch.
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+        try:
+            return decode_jpeg(pictures, ImageReadMode.RGB, device=device)  # type: ignore[no-any-return]
+        except RuntimeError:  # it names no picture
+            if len(pictures) > 1:
+                return [_decoded([picture], device, at)[0] for at, picture in enumerate(pictures)]
+    decoded = []
+    for at, picture in enumerate(pictures, first):
+        try:
+            pixels: Any = DecodeImage()(picture.numpy().tobytes())
+        except InputError as error:
+            raise image_unreadable(f"picture {at} of the batch cannot be decoded: {error}") from error
+        decoded.append(torch.from_numpy(pixels).to(device).permute(2, 0, 1))
     return decoded
-
-
-def _decoded_here(picture: torch.Tensor, at: int, device: torch.device) -> torch.Tensor:
-    try:
-        pixels: Any = DecodeImage()(picture.numpy().tobytes())
-    except InputError as error:
-        raise image_unreadable(f"picture {at} of the batch cannot be decoded: {error}") from error
-    return torch.from_numpy(pixels).to(device).permute(2, 0, 1)
 
 
 def _cropped(pictures: list[torch.Tensor], tasks: list[Task]) -> Iterator[torch.Tensor]:
