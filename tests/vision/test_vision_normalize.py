@@ -12,7 +12,7 @@ import torch
 from vision_data import photograph
 
 from stallfree.errors import InputError
-from stallfree.vision.normalize import Normalize
+from stallfree.vision import Normalize
 
 Pair = namedtuple("Pair", ["image", "label"])
 

@@ -176,7 +176,7 @@ class LoaderThread:
                 copier.backend.bind()
                 with copier.backend.using(copier.stream):
                     self._take_all(source)
-                copier.finish()
+                copier.drop_copied(wait=True)
         except BaseException as error:
             self._items.put(Item(error=error))
         del source

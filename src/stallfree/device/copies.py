@@ -299,17 +299,13 @@ class Copier:
             _warn_of_slow(type(leaf).__name__, device)
             sent.late.append(at)
 
-    def drop_copied(self) -> None:
-        """Drop the loader's batches whose copies are done."""
+    def drop_copied(self, *, wait: bool = False) -> None:
+        """Drop the loader's batches whose copies are done; with `wait`, all of them: they must stay alive until then."""
         for place in self.places:
+            if wait:
+                place.copied.synchronize()
             if place.held is not None and place.copied.query():
                 place.held = None
-
-    def finish(self) -> None:
-        """Wait for all copies: what they read must stay alive until they are done."""
-        for place in self.places:
-            place.copied.synchronize()
-            place.held = None
 
     # -- in the training loop ------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self._places: list[Place] = []  # of all iterations
         self.pin = partial(_pin, self._backend, self._owner, self._places)  # a loader may keep it
         self._lock = threading.Lock()  # held while the loader runs, in whichever iteration
-        self._latest: weakref.ref[_Iteration] | None = None
+        self._latest: Callable[[], _Iteration | None] = lambda: None
         self._threads: list[LoaderThread] = []
         self._unused: list[list[Place]] = []
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
@@ -95,9 +95,6 @@ class DevicePrefetcher(Generic[BatchT_co]):
     def __reduce__(self) -> Any:
         make = partial(type(self), transform_on_device=self.transform_on_device)
         return make, (self.loader, self.device, self.depth)
-
-    def __repr__(self) -> str:
-        return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
 
     def __len__(self) -> int:
         """Number of batches per epoch, as reported by the loader."""
@@ -181,11 +178,6 @@ class DevicePrefetcher(Generic[BatchT_co]):
                 f"the loader, a {type(self.loader).__name__}, has no {name}(): give one that has, such as DataLoader"
             )
 
-    def consumed(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
-        """Keep the state after what `iteration` has yielded, if it is the latest one."""
-        if self._latest is not None and self._latest() is iteration:
-            self._consumed = snapshot
-
     def close(self) -> None:
         """End all iterations and wait for their threads.
 
@@ -240,8 +232,9 @@ class _Iteration(Iterator[Any]):
         item = self.thread.take()
         self._taken = item
         self._count_wait(time.monotonic() - begun)
-        if item.snapshot is not None or item.end:
-            self._prefetcher.consumed(self, item.snapshot)
+        prefetcher = self._prefetcher
+        if prefetcher._latest() is self and (item.snapshot is not None or item.end):
+            prefetcher._consumed = item.snapshot
         if item.end:
             self.close()
             raise StopIteration

@@ -41,7 +41,7 @@ class Task(NamedTuple):
 
 
 class EncodedPicture(NamedTuple):
-    """A sample: a JPEG, or finished pixels (3, rows, columns), and the values of its `Task`."""
+    """A sample: a JPEG, or finished pixels (3, rows, columns) with an empty crop, and the values of its `Task`."""
 
     data: bytes
     task: npt.NDArray[np.int32]
@@ -101,14 +101,6 @@ def collate_encoded(pictures: Sequence[EncodedPicture], *, collate_fn_map: Any =
 
 
 default_collate_fn_map[EncodedPicture] = collate_encoded
-
-
-def encoded_picture(
-    data: bytes | Pixels, crop: Crop, mirror: bool, size: tuple[int, int], channels_first: bool
-) -> EncodedPicture:
-    """Return the sample: the bytes of a JPEG with its crop, or finished pixels (3, *size) with an empty crop."""
-    encoded = data if isinstance(data, bytes) else data.tobytes()
-    return EncodedPicture(encoded, np.array(Task(*crop, mirror, *size, channels_first), np.int32))
 
 
 def baseline_size(data: bytes) -> tuple[int, int] | None:
