@@ -300,7 +300,7 @@ class Copier:
             sent.late.append(at)
 
     def drop_copied(self, *, wait: bool = False) -> None:
-        """Drop the loader's batches whose copies are done; with `wait`, all of them: they must stay alive until then."""
+        """Drop the loader's batches whose copies are done; with `wait`, all of them, in the end."""
         for place in self.places:
             if wait:
                 place.copied.synchronize()

@@ -21,7 +21,7 @@ from stallfree.pytree import take_apart
 from stallfree.sources.decode import DecodeImage
 from stallfree.units import parse_whole
 from stallfree.vision import native
-from stallfree.vision.encoded import EncodedPicture, Task, baseline_size
+from stallfree.vision.encoded import EncodedPicture, baseline_size
 from stallfree.vision.native import Crop, Layout, Pixels
 
 _TRIES = 10
@@ -187,7 +187,7 @@ class DecodeRandomResizedCrop(RandomResizedCrop):
         else:
             data = replace(self, layout="CHW")._of_pixels(DecodeImage()(data), None).tobytes()
             crop, mirror = Crop(0, 0, 0, 0), False
-        return EncodedPicture(data, np.array(Task(*crop, mirror, *self.size, self.layout == "CHW"), np.int32))
+        return EncodedPicture(data, np.array([*crop, mirror, *self.size, self.layout == "CHW"], np.int32))
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop] | None:
         """Return decoding and the random crop as two steps; None with `on_device`.
