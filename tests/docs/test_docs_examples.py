@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import re
-from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -49,15 +48,13 @@ def test_each_has_an_example_of_few_lines() -> None:
 
 
 def test_arguments_are_described() -> None:
-    """In `Args:`, for a dataclass in `Attributes:`; or named in the text. What is described exists."""
+    """In `Args:` or `Attributes:`, or named in the text. What is described exists."""
     for name, value in _PUBLIC.items():
         text = inspect.getdoc(value) or ""
-        taken = inspect.get_annotations(value) if is_dataclass(value) else {}
         if _takes_arguments(value):
-            taken = taken or inspect.signature(value).parameters  # type: ignore[assignment]
-            for parameter in taken:
+            for parameter in inspect.signature(value).parameters:
                 mentioned = re.search(rf"(^ *|, ){parameter}(:|,)|`{parameter}`", text, re.MULTILINE)
-                assert mentioned or "Args: those of" in text or parameter == "_", f"{name}: {parameter}"
+                assert mentioned or "Args: those of" in text, f"{name}: {parameter}"
         section = re.search(r"^Args:\n((?:(?: .*)?\n)+)", text + "\n", re.MULTILINE)
         described = re.findall(r"^    ([a-z_]+(?:, [a-z_]+)*):", section[1] if section else "", re.MULTILINE)
         for parameter in ", ".join(described).split(", ") if described else ():

@@ -171,7 +171,9 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         self.close()
 
     def __reduce__(self) -> Any:
-        raise errors.prefetcher_process("a ProcessPrefetcher belongs to the process that made it: make one in each one")
+        raise errors.prefetcher_process(
+            "a ProcessPrefetcher belongs to the process that made it: make one in each process"
+        )
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
