@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from device_cases import Loader, Loop, Order
+from device_cases import Leaf, Loader, Loop, Order
 from device_clocks import Event, Stream
 from fakes import World
 from hypothesis import given, settings
@@ -26,16 +26,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:a Parcel is sent:RuntimeWarning"
 
 @dataclass(frozen=True)
 class Scene:
-    """A scenario: a simulated device, a loader and a training loop.
+    """A simulated device, a loader and a training loop.
 
-    Attributes:
-        epochs: the orders of the loader, and after how many batches the loop breaks off, for each epoch.
-        depth: of the prefetcher.
-        transform: whether batches are transformed on the device.
-        nested: whether the loader is a prefetcher, too.
-        habits: of the training loop.
-        copy, step: seconds that they take.
-        seed: for how late streams are.
+    `epochs` has the orders of the loader and after how many batches the loop breaks off; with `nested`, the loader is a
+    prefetcher, too; copies and steps take `copy` and `step` seconds; `seed` says how late streams are.
     """
 
     epochs: list[tuple[list[Order], int | None]] = field(default_factory=list)
@@ -88,10 +82,11 @@ class Scene:
 
 # -- ours is right ----------------------------------------------------------------------------------------------------
 
-LEAVES = st.tuples(
+LEAVES = st.builds(
+    Leaf,
     st.sampled_from(["plain", "plain", "lent", "lent", "scalar", "strided", "bytes", "parcel", "crate"]),
     st.sampled_from([1, 3, 60, 300, 1000]),
-) | st.just(("plain", 0))
+) | st.just(Leaf("plain", 0))
 STRUCTURES = st.recursive(
     LEAVES,
     lambda part: (
@@ -142,9 +137,9 @@ def test_thousands_of_scenes(scene: Scene) -> None:
 
 # -- and each guard is needed -----------------------------------------------------------------------------------------
 
-PLAIN = [([Order({"images": ("plain", 900), "labels": ("plain", 8)})] * 8, None)]
-LENT = [([Order([("lent", 900)])] * 8, None)]
-FAILING = [([Order([("plain", 900)], trouble="transform" if number == 3 else "") for number in range(8)], None)]
+PLAIN = [([Order({"images": Leaf("plain", 900), "labels": Leaf("plain", 8)})] * 8, None)]
+LENT = [([Order([Leaf("lent", 900)])] * 8, None)]
+FAILING = [([Order([Leaf("plain", 900)], trouble="transform" if number == 3 else "") for number in range(8)], None)]
 
 
 def without(name: str, caller: str, owner: Any = None) -> Callable[[pytest.MonkeyPatch, World], None]:
