@@ -312,26 +312,3 @@ def test_ctrl_c_ends_a_wait(world: World | None) -> None:
     except KeyboardInterrupt:
         go.set()
     assert list(iterator) == [0, 1, 2]
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("own", "given"), [(True, 0), (False, 1), (True, 3), (False, COUNT)])
-def test_a_state_counts_what_was_given_and_not_what_was_taken_ahead(own: bool, given: int) -> None:
-    def make() -> sf.DataLoader:
-        return sf.DataLoader(range(COUNT), shuffle=True, seed=2, device="cpu" if own else None)
-
-    with make() as loader:
-        prefetcher = loader if own else DevicePrefetcher(loader, "cpu")
-        iterator = iter(prefetcher)
-        before = [int(next(iterator)) for _ in range(given)]
-        state = loader.state_dict()
-        assert state == prefetcher.state_dict()
-        assert state["batches"] == given
-        after = [int(batch) for batch in iterator]
-        prefetcher.close()
-    with make() as other:
-        other.load_state_dict(state)
-        assert [int(batch) for batch in other] == after
-    assert sorted(before + after) == list(range(COUNT))
