@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ def test_arguments_are_described() -> None:
     for name, value in _PUBLIC.items():
         text = inspect.getdoc(value) or ""
         if _takes_arguments(value):
-            for parameter in inspect.signature(value).parameters:
+            own = inspect.get_annotations(value) if is_dataclass(value) else inspect.signature(value).parameters
+            for parameter in [name for name, kind in own.items() if name != "_" and "ClassVar" not in str(kind)]:
                 mentioned = re.search(rf"(^ *|, ){parameter}(:|,)|`{parameter}`", text, re.MULTILINE)
                 assert mentioned or "Args: those of" in text, f"{name}: {parameter}"
         section = re.search(r"^Args:\n((?:(?: .*)?\n)+)", text + "\n", re.MULTILINE)
