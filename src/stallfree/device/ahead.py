@@ -32,6 +32,8 @@ from stallfree.pytree import prepared_here
 Snapshot = Callable[[], Any]
 """Returns the state of a loader at the time of the snapshot."""
 
+TakeSnapshot = Callable[[], Snapshot]
+
 _WATCHED = 2
 """Number of batches used to detect a loader that draws random numbers."""
 
@@ -113,11 +115,7 @@ class LoaderThread:
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        snapshot: Callable[[], Snapshot] | None,
-        lock: threading.Lock,
-        copier: Copier | None,
+        self, source: Iterator[Any], snapshot: TakeSnapshot | None, lock: threading.Lock, copier: Copier | None
     ) -> None:
         self._snapshot, self._lock, self.copier = snapshot, lock, copier
         self._items = Items()

@@ -93,8 +93,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
 
     def __reduce__(self) -> Any:
-        make = partial(type(self), transform_on_device=self.transform_on_device)
-        return make, (self.loader, self.device, self.depth)
+        return partial(type(self), transform_on_device=self.transform_on_device), (self.loader, self.device, self.depth)
 
     def __len__(self) -> int:
         """Number of batches per epoch, as reported by the loader."""
