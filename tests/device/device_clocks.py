@@ -23,14 +23,7 @@ Stamp = tuple[Clock, float]
 
 
 class Agent:
-    """A thread, or a stream.
-
-    Attributes:
-        name: in messages.
-        number: its place in clocks.
-        clock: of each agent, the last thing that it did that came before now.
-        time: now, in seconds.
-    """
+    """A thread, or a stream. `clock` holds, of each agent, the last thing that it did that came before now."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.time = name, number, 0.0
@@ -52,12 +45,7 @@ class Agent:
 
 
 class Stream(Agent):
-    """Executes its work in order, at some later time.
-
-    Attributes:
-        work: given and not done.
-        given, done: how many of it.
-    """
+    """Executes its work in order, at some later time."""
 
     def __init__(self, world: World, name: str, number: int) -> None:
         super().__init__(name, number)
@@ -117,15 +105,9 @@ class Access:
 
 @dataclass
 class Piece:
-    """A piece of allocated memory.
+    """A piece of memory: "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned in place).
 
-    Attributes:
-        name: in messages.
-        kind: "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned where it was).
-        block: what it lies in.
-        owner: the stream for which it was made, of the device only.
-        keepers: streams that were named to `keep`.
-        accesses: to it, but those that a later write has covered.
+    The owner is the stream for which device memory was made; `accesses` lacks those that a later write has covered.
     """
 
     name: str
@@ -146,13 +128,10 @@ class ClockedQueue:
     def put(self, item: Any) -> None:
         self._items.put((item, self._world.stamp()))
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        item, stamp = self._items.get(block, timeout)
+    def get(self) -> Any:
+        item, stamp = self._items.get()
         self._world.meet(stamp)
         return item
-
-    def get_nowait(self) -> Any:
-        return self.get(False)
 
     def empty(self) -> bool:
         return self._items.empty()

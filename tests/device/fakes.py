@@ -35,17 +35,10 @@ FRESH, FREED = 0xA5, 0x5A
 
 
 class World:
-    """The device, its threads, and the observed faults.
-
-    Args:
-        seed: decides how late streams are.
-        copy_seconds: that a copy to the device takes.
+    """The device, its threads, and the observed faults. `seed` decides how late streams are.
 
     Attributes:
-        backend: to be used in the place of a GPU's.
-        faults: what nothing ordered, and what was wrong.
         reserved: bytes of device memory that were ever needed at once.
-        main: the stream that is current where no other is.
         registrations: 1 for each time that memory was pinned where it was, -1 for each time that this was undone.
         copies: in which stream each copy was made.
     """
