@@ -31,7 +31,7 @@ from benchmarks.harness import (
     scratch_folder,
 )
 from stallfree.device import prefetcher
-from stallfree.device.backend import Cuda
+from stallfree.device.copies import Cuda
 from stallfree.device.prefetcher import DevicePrefetcher
 
 NAME = "device_law"
@@ -163,6 +163,15 @@ class _Event:
 
     time = 0.0
 
+    def record(self, stream: _Stream) -> None:
+        self.time = stream.over
+
+    def synchronize(self) -> None:
+        _sleep_until(self.time)
+
+    def query(self) -> bool:
+        return self.time <= time.monotonic()
+
 
 class _Stream:
     """Work in order, of which the last ends at `over`."""
@@ -171,6 +180,9 @@ class _Stream:
 
     def give(self, seconds: float) -> None:
         self.over = max(self.over, time.monotonic()) + seconds
+
+    def wait_event(self, event: _Event) -> None:
+        self.over = max(self.over, event.time)
 
 
 class _Device(Cuda):
@@ -201,19 +213,6 @@ class _Device(Cuda):
     def new_event(self) -> _Event:
         return _Event()
 
-    def record(self, event: _Event) -> None:
-        event.time = self.current_stream().over
-
-    def wait(self, event: _Event) -> None:
-        stream = self.current_stream()
-        stream.over = max(stream.over, event.time)
-
-    def finish(self, event: _Event) -> None:
-        _sleep_until(event.time)
-
-    def reached(self, event: _Event) -> bool:
-        return event.time <= time.monotonic()
-
     def empty(self, size: int) -> torch.Tensor:
         return torch.empty(size, dtype=torch.uint8)
 
@@ -235,9 +234,7 @@ class _Device(Cuda):
 
     def synchronize(self) -> None:
         """Wait until the current stream has done all."""
-        event = self.new_event()
-        self.record(event)
-        self.finish(event)
+        _sleep_until(self.current_stream().over)
 
 
 def _loaded(workers: int, seconds: float, count: int) -> Iterator[torch.Tensor]:
@@ -259,7 +256,7 @@ def _train(params: Json) -> Json:
     """Steps that are waited for: batches per second in the second half, over whole rounds of the loaders."""
     device, workers = _Device(params["copy"]), params["workers"]
     patched: Any = prefetcher
-    patched.find_backend = lambda _: device
+    patched.find_device = lambda _: (device.device, device)
     batches: Any = _loaded(workers, params["load"], params["count"])
     prefetched = params["way"] == "prefetched"
     times = []
@@ -279,7 +276,7 @@ def _cost(count: int) -> Json:
     """Microseconds of the host per batch: of the training loop in `next()`, and of both threads together."""
     device = _Device(0.0)
     patched: Any = prefetcher
-    patched.find_backend = lambda _: device
+    patched.find_device = lambda _: (device.device, device)
     torch.set_num_threads(1)
     batch = {f"leaf {number}": torch.rand(SHAPE) for number in range(LEAVES)}
     begin = time.process_time()

@@ -35,11 +35,8 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "placement": ([*PREP, "placement"], 90),
     "copies": ([*PREP, "copies"], 80),
     "tests_fork": ([*TESTS, "tests/device/test_device_gpu.py", "-k", "garbage or pinned or ones_own or process"], 60),
-    "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 130),
-    "tests_everyday": (
-        [*TESTS, "tests/device/test_everyday_gpu.py", "tests/importance/test_importance_losses.py"],
-        150,
-    ),
+    "tests_device": ([*TESTS, "tests/device/test_device_gpu.py"], 260),
+    "tests_importance": ([*TESTS, "tests/importance/test_importance_losses.py"], 30),
 }
 """Command and longest time in seconds of each part."""
 
@@ -194,7 +191,7 @@ def table(out: Path) -> list[str]:
 def tests(out: Path) -> list[str]:
     """The last lines of the tests, and each test that failed."""
     lines = []
-    for name in ("tests_prep", "tests_fork", "tests_device", "tests_everyday"):
+    for name in ("tests_prep", "tests_fork", "tests_device", "tests_importance"):
         path = out / f"{name}.log"
         if path.exists():
             written = path.read_text().splitlines()

@@ -63,9 +63,9 @@ def warm_forkserver() -> None:
     those of "fork". Its processes are given all by pickle, as those of "spawn" are, of which each takes two seconds:
     that is tried every day by few tests and by the slow ones in all places.
     """
-    packages = ("analysis", "clara", "observe", "shared")  # which import all the others
+    modules = ("analysis.analyze", "clara", "device.process", "shared.shared_loader")  # which import all the others
     used_by_tests = ("hypothesis.stateful", "psutil", "pytest")
-    multiprocessing.set_forkserver_preload([*(f"stallfree.{package}" for package in packages), *used_by_tests])
+    multiprocessing.set_forkserver_preload([*(f"stallfree.{module}" for module in modules), *used_by_tests])
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 import stallfree as sf
-from stallfree.errors import PlatformError
 from stallfree.ipc import folders
 
 ROOT = Path(__file__).parents[1]
@@ -78,9 +77,6 @@ def test_type_checkers_and_users_see_the_same_names() -> None:
         assert everything[name] is getattr(sf, name)
         assert name in dir(sf)
     assert sf.__version__
-
-
-def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'stallfree' has no attribute 'DataLoadr'"):
         sf.DataLoadr  # type: ignore[attr-defined]  # noqa: B018
 
@@ -297,18 +293,9 @@ def test_on_other_systems_one_process_does_all(system: str, tmp_path: Path) -> N
     assert found["kept"] == list(range(24))
     assert len(found["warned"]) == 1
     assert "num_workers=2: worker processes need Linux" in found["warned"][0]
-    for message, instead in zip(
-        found["refused"],
-        [
-            "leave the cache out",
-            "leave the cache out",
-            "DataLoader",
-            "store='memory'",
-            "DataLoader",
-            "DevicePrefetcher",
-        ],
-        strict=True,
-    ):
+    without = "leave the cache out"
+    instead_of = [without, without, "DataLoader", "store='memory'", "DataLoader", "DevicePrefetcher"]
+    for message, instead in zip(found["refused"], instead_of, strict=True):
         assert f"needs Linux, and this is {system}" in message
         assert instead in message.partition(": ")[2]
     assert found["libraries"] == []
@@ -322,12 +309,6 @@ class _Data:
 
     def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
         return torch.full((3, 5), id, dtype=torch.uint8), id
-
-
-def test_what_needs_linux_says_so_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(PlatformError, match="SharedLoader needs Linux, and this is win32: use DataLoader"):
-        sf.SharedLoader(_Data(), group="any")
 
 
 # -- wheel and sdist ---------------------------------------------------------------------------------------------------
@@ -352,16 +333,8 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
         venv.create(place, with_pip=True, system_site_packages=False)
         python, here = str(place / "bin/python"), Path(torch.__file__).parents[1]
         (next(place.glob("lib/python*/site-packages")) / "others.pth").write_text(str(here))
-        install = [
-            python,
-            "-m",
-            "pip",
-            "install",
-            "--no-deps",
-            "--no-index",
-            "--no-build-isolation",
-            "--ignore-installed",
-        ]
+        options = ["--no-deps", "--no-index", "--no-build-isolation", "--ignore-installed"]
+        install = [python, "-m", "pip", "install", *options]
         subprocess.run([*install, str(package)], check=True, capture_output=True, cwd=tmp_path)
         where = subprocess.run(
             [python, "-c", "import stallfree; print(stallfree.__file__)"],

@@ -1,21 +1,19 @@
-"""Stamped batches, loaders with faults, and a training loop that checks each batch."""
+"""Loaders of stamped batches with faults, and a training loop that checks each batch."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from device_clocks import Event
 from fakes import World
-
-Stamped = tuple[Any, list[torch.Tensor]]
-"""A batch, and what its tensors should be."""
 
 
 class Trouble(Exception):
-    """Return the stamp of batch `number`."""
+    """An error in the place of batch `number`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -28,33 +26,26 @@ class Parcel:
     def __init__(self, world: World, content: torch.Tensor) -> None:
         self.world, self.content = world, content
 
-    def to(self, device: torch.device) -> Parcel:
-        return Parcel(self.world, send(self.world, self.content))
+    def to(self, device: torch.device) -> Any:
+        backend, content = self.world.backend, self.content
+        pinned = backend.empty_pinned(content.nbytes).view(content.dtype)
+        backend.stage([pinned], [content])
+        sent = backend.empty(content.nbytes).view(content.dtype)
+        backend.copy(sent, pinned)
+        self.world.synchronize()  # as a copy out of memory that is not pinned
+        return type(self)(self.world, sent)
 
 
 class Crate(Parcel):
     """Like a parcel, but its memory can be kept like that of tensors: it is sent in the copy stream."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Crate:
-        return Crate(self.world, send(self.world, self.content))
 
     def record_stream(self, stream: object) -> None:
         assert stream is self.world.current
         self.world.backend.keep(self.content)
 
 
-def send(world: World, content: torch.Tensor) -> torch.Tensor:
-    """Return a copy on the device, made in the current stream."""
-    pinned = world.backend.empty_pinned(content.nbytes).view(content.dtype)
-    world.backend.stage([pinned], [content])
-    sent = world.backend.empty(content.nbytes).view(content.dtype)
-    world.backend.copy(sent, pinned)
-    world.synchronize()  # as a copy out of memory that is not pinned
-    return sent
-
-
 def make_leaf(world: World, kind: str, length: int, stamp: int) -> tuple[Any, torch.Tensor]:
-    """A batch of a loader, and its expected values."""
+    """Return a leaf of a batch, and its expected values."""
     value = torch.arange(length, dtype=torch.int32) * 1009 + stamp
     if kind == "scalar":
         value = torch.tensor(float(stamp))
@@ -64,48 +55,29 @@ def make_leaf(world: World, kind: str, length: int, stamp: int) -> tuple[Any, to
         value = value.to(torch.uint8)
     if kind == "lent" and length:
         return world.lend(value), value.clone()
-    if kind == "parcel":
-        return Parcel(world, value), value.clone()
-    if kind == "crate":
-        return Crate(world, value), value.clone()
-    return value, value.clone()
-
-
-def make(world: World, structure: Any, scale: int, stamp: int) -> Stamped:
-    """Return a batch of a structure: nested dicts, lists and tuples of (kind of leaf, length)."""
-    expected: list[torch.Tensor] = []
-
-    def walk(part: Any) -> Any:
-        if isinstance(part, dict):
-            return {key: walk(value) for key, value in part.items()}
-        if isinstance(part, list):
-            return [walk(value) for value in part]
-        if isinstance(part, tuple) and not (part and isinstance(part[0], str)):
-            return tuple(walk(value) for value in part)
-        kind, length = part
-        leaf, value = make_leaf(world, kind, length * scale, stamp * 97 + len(expected))
-        expected.append(value)
-        return leaf
-
-    return walk(structure), expected
+    kinds: dict[str, Any] = {"parcel": Parcel, "crate": Crate}
+    return kinds[kind](world, value) if kind in kinds else value, value.clone()
 
 
 def leaves_of(batch: Any) -> list[Any]:
-    """Return the leaves that `walk` put into a batch, in order."""
+    """Return the leaves of nested dicts, lists and tuples, in order. A named tuple is one."""
     if isinstance(batch, dict):
         batch = list(batch.values())
-    if isinstance(batch, list | tuple):
+    if type(batch) in (list, tuple):
         return [leaf for part in batch for leaf in leaves_of(part)]
     return [batch]
 
 
+class Leaf(NamedTuple):
+    kind: str
+    length: int
+
+
 @dataclass(frozen=True)
 class Order:
-    """A batch that a loader must deliver.
+    """A batch that a loader must deliver: nested dicts, lists and tuples of `Leaf`.
 
-    Attributes:
-        structure, scale: as `make` takes them.
-        trouble: "" or where it ends: "loader", "transform", or "memory" (the next piece of memory is refused).
+    `trouble` is "" or where it ends: "loader", "transform", or "memory" (the next piece of memory is refused).
     """
 
     structure: Any
@@ -114,11 +86,7 @@ class Order:
 
 
 class Loader:
-    """Delivers the batches of its orders, and continues after its errors.
-
-    Attributes:
-        made: what each batch should be, by its stamp.
-    """
+    """Delivers the batches of its orders, and continues after its errors; `made` has the expected values by stamp."""
 
     def __init__(self, world: World, orders: Sequence[Order]) -> None:
         self.world, self.orders = world, orders
@@ -126,20 +94,26 @@ class Loader:
         self._refused = threading.local()
         self._plain = world.backend.empty
 
-    def __len__(self) -> int:
-        return len(self.orders)
-
-    def __iter__(self) -> Iterator[Any]:
-        return _Pass(self)
+    def __iter__(self) -> Any:
+        return map(self.give, range(len(self.orders)))  # goes on after an error
 
     def give(self, number: int) -> Any:
-        order = self.orders[number]
+        order, stamp = self.orders[number], len(self.made)
         self._refused.number = number if order.trouble == "memory" else None
         if order.trouble == "loader":
             raise Trouble(number)
-        stamp = len(self.made)
-        batch, self.made[stamp] = make(self.world, order.structure, order.scale, stamp)
-        return {"number": number, "stamp": stamp, "data": batch}
+        expected = self.made[stamp] = []
+
+        def walk(part: Any) -> Any:
+            if isinstance(part, dict):
+                return {key: walk(value) for key, value in part.items()}
+            if not isinstance(part, Leaf):
+                return type(part)(map(walk, part))
+            leaf, value = make_leaf(self.world, part.kind, part.length * order.scale, stamp * 97 + len(expected))
+            expected.append(value)
+            return leaf
+
+        return {"number": number, "stamp": stamp, "data": walk(order.structure)}
 
     def empty(self, size: int) -> torch.Tensor:
         """Replaces the method of the backend."""
@@ -149,7 +123,7 @@ class Loader:
         return self._plain(size)
 
     def transform(self, batch: Any) -> Any:
-        """A transform on the device: doubles each number, in new memory; `doubled` gives the expected values."""
+        """A transform on the device: doubles each number, in new memory."""
         if self.orders[batch["number"]].trouble == "transform":
             raise Trouble(batch["number"])
         data = [
@@ -157,20 +131,6 @@ class Loader:
             for leaf in leaves_of(batch["data"])
         ]
         return batch | {"data": data}
-
-
-class _Pass:
-    def __init__(self, loader: Loader) -> None:
-        self._loader, self._number = loader, -1
-
-    def __iter__(self) -> _Pass:
-        return self
-
-    def __next__(self) -> Any:
-        self._number += 1
-        if self._number >= len(self._loader):
-            raise StopIteration
-        return self._loader.give(self._number)
 
 
 def doubled(tensor: torch.Tensor) -> torch.Tensor:
@@ -182,15 +142,10 @@ class Loop:
     """A training loop.
 
     Args:
-        world: in which it runs.
-        loader: whose batches are expected.
-        habits: what it does with a batch, in turn: "" only to use it, "wait" for the step as well, "leave" for
-            another stream, "move" there with the batch, "hold" the batch and use it again when all is over.
+        habits: what it does with a batch, in turn: "" only to use it, "wait" for the step as well, "move" to another
+            stream with the batch, "hold" the batch and use it again when all is over.
         changed: whether `Loader.transform` was called.
         seconds: that a step takes.
-
-    Attributes:
-        seen: numbers of the batches, and the errors.
     """
 
     world: World
@@ -218,35 +173,22 @@ class Loop:
                     self.seen.append(("error", error.number))
                     continue
                 self.seen.append(batch["number"])
-                self._do(batch, self.habits[len(self.seen) % len(self.habits)])
+                habit = self.habits[len(self.seen) % len(self.habits)]
+                self._use(batch)
+                if habit == "hold":
+                    self._held.append(batch)
+                elif habit == "wait":
+                    self.world.synchronize()
+                elif habit == "move":
+                    self._streams.reverse()
+                    self._use_again(batch, self._streams[1], self._streams[0])
                 del batch
         with self.world.using(self._streams[0]):
             del iterator  # which gives its last batch back in the stream that is current here
 
-    def _do(self, batch: Any, habit: str) -> None:
-        world = self.world
-        self._use(batch)
-        if habit == "hold":
-            self._held.append(batch)
-        elif habit == "wait":
-            world.synchronize()
-        elif habit == "leave":
-            self._streams.reverse()
-        elif habit == "move":
-            event = world.backend.new_event()
-            world.backend.record(event)
-            self._streams.reverse()
-            with world.using(self._streams[0]):
-                world.backend.wait(event)
-                self._use(batch)
-                for leaf in leaves_of(batch["data"]):
-                    world.backend.keep(leaf.content if isinstance(leaf, Parcel) else leaf)
-
     def _use(self, batch: Any) -> None:
-        expected = self.loader.made[batch["stamp"]]
-        found = leaves_of(batch["data"])
-        assert len(found) == len(expected)
-        for leaf, value in zip(found, expected, strict=True):
+        leaves, expected = leaves_of(batch["data"]), self.loader.made[batch["stamp"]]
+        for leaf, value in zip(leaves, expected, strict=True):
             if isinstance(leaf, Parcel):
                 leaf = leaf.content
             elif self.changed and value.numel():
@@ -254,15 +196,17 @@ class Loop:
             assert (leaf.dtype, leaf.shape) == (value.dtype, value.shape)
             self.world.use(leaf, value, self.seconds)
 
+    def _use_again(self, batch: Any, before: Any, stream: Any) -> None:
+        """Use a batch in a stream, after what another stream has done."""
+        event = Event(self.world)
+        event.record(before)
+        with self.world.using(stream):
+            stream.wait_event(event)
+            self._use(batch)
+            for leaf in leaves_of(batch["data"]):
+                self.world.backend.keep(leaf.content if isinstance(leaf, Parcel) else leaf)
+
     def end(self) -> None:
         """Use the held batches once more, and drop them."""
-        event = self.world.backend.new_event()
-        with self.world.using(self._streams[0]):
-            self.world.backend.record(event)
-        with self.world.using(self.world.main):
-            self.world.backend.wait(event)
-            for batch in self._held:
-                self._use(batch)
-                for leaf in leaves_of(batch["data"]):
-                    self.world.backend.keep(leaf.content if isinstance(leaf, Parcel) else leaf)
-        self._held.clear()
+        while self._held:
+            self._use_again(self._held.pop(0), self._streams[0], self.world.main)

@@ -23,14 +23,7 @@ Stamp = tuple[Clock, float]
 
 
 class Agent:
-    """A thread, or a stream.
-
-    Attributes:
-        name: in messages.
-        number: its place in clocks.
-        clock: of each agent, the last thing that it did that came before now.
-        time: now, in seconds.
-    """
+    """A thread, or a stream. `clock` holds, of each agent, the last thing that it did that came before now."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name, self.number, self.time = name, number, 0.0
@@ -52,25 +45,47 @@ class Agent:
 
 
 class Stream(Agent):
-    """Executes its work in order, at some later time.
+    """Executes its work in order, at some later time."""
 
-    Attributes:
-        work: given and not done.
-        given, done: how many of it.
-    """
-
-    def __init__(self, name: str, number: int) -> None:
+    def __init__(self, world: World, name: str, number: int) -> None:
         super().__init__(name, number)
+        self.world = world
         self.work: deque[Callable[[], object]] = deque()
         self.given = self.done = 0
+
+    def wait_event(self, event: Event) -> None:
+        """Make later work wait for the event."""
+        with self.world.lock:
+            self.meet(self.world.here.stamp())
+            if event.stamp is not None:
+                self.meet(event.stamp)
+                self.world.queue(self, partial(self.world.run_behind, *event.behind))
 
 
 class Event:
     """A mark in a stream; without a stamp, it was never recorded."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
+        self.world = world
         self.stamp: Stamp | None = None
-        self.behind: tuple[Stream, int] | None = None
+        self.behind: Any = None
+
+    def record(self, stream: Stream) -> None:
+        with self.world.lock:
+            stream.meet(self.world.here.stamp())
+            self.stamp, self.behind = stream.stamp(), (stream, stream.given)
+
+    def synchronize(self) -> None:
+        with self.world.lock:
+            if self.stamp is not None:
+                self.world.run_behind(*self.behind)
+                self.world.here.meet(self.stamp)
+
+    def query(self) -> bool:
+        if self.stamp is not None and self.stamp[1] > self.world.here.time:
+            return False
+        self.synchronize()
+        return True
 
 
 @dataclass
@@ -90,15 +105,9 @@ class Access:
 
 @dataclass
 class Piece:
-    """A piece of allocated memory.
+    """A piece of memory: "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned in place).
 
-    Attributes:
-        name: in messages.
-        kind: "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned where it was).
-        block: what it lies in.
-        owner: the stream for which it was made, of the device only.
-        keepers: streams that were named to `keep`.
-        accesses: to it, but those that a later write has covered.
+    The owner is the stream for which device memory was made; `accesses` lacks those that a later write has covered.
     """
 
     name: str
@@ -119,13 +128,10 @@ class ClockedQueue:
     def put(self, item: Any) -> None:
         self._items.put((item, self._world.stamp()))
 
-    def get(self, block: bool = True, timeout: float | None = None) -> Any:
-        item, stamp = self._items.get(block, timeout)
+    def get(self) -> Any:
+        item, stamp = self._items.get()
         self._world.meet(stamp)
         return item
-
-    def get_nowait(self) -> Any:
-        return self.get(False)
 
     def empty(self) -> bool:
         return self._items.empty()

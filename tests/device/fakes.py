@@ -28,24 +28,17 @@ import pytest
 import torch
 from device_clocks import Access, Agent, ClockedItems, ClockedQueue, ClockedThreading, Event, Piece, Stamp, Stream
 
-from stallfree.device import ahead, prefetcher, staging
-from stallfree.device.backend import Cuda
+from stallfree.device import ahead, copies, prefetcher
+from stallfree.device.copies import Cuda
 
 FRESH, FREED = 0xA5, 0x5A
 
 
 class World:
-    """The device, its threads, and the observed faults.
-
-    Args:
-        seed: decides how late streams are.
-        copy_seconds: that a copy to the device takes.
+    """The device, its threads, and the observed faults. `seed` decides how late streams are.
 
     Attributes:
-        backend: to be used in the place of a GPU's.
-        faults: what nothing ordered, and what was wrong.
         reserved: bytes of device memory that were ever needed at once.
-        main: the stream that is current where no other is.
         registrations: 1 for each time that memory was pinned where it was, -1 for each time that this was undone.
         copies: in which stream each copy was made.
     """
@@ -74,7 +67,7 @@ class World:
     def stream(self, name: str) -> Stream:
         with self.lock:
             self._agents += 1
-            self.streams.append(Stream(name, self._agents))
+            self.streams.append(Stream(self, name, self._agents))
             return self.streams[-1]
 
     @property
@@ -309,9 +302,9 @@ class World:
 
     def synchronize(self) -> None:
         """Wait in this thread until the current stream has done all its work."""
-        event = Event()
-        self.backend.record(event)
-        self.backend.finish(event)
+        event = Event(self)
+        event.record(self.current)
+        event.synchronize()
 
     def check(self) -> None:
         """Execute the work of all streams; fails if there were faults."""
@@ -323,14 +316,15 @@ class World:
     @contextlib.contextmanager
     def installed(self) -> Iterator[pytest.MonkeyPatch]:
         """In this context, every new prefetcher uses this device."""
-        plain = staging.is_plain
+        plain = copies.is_plain
+        copies._warn_of_slow.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prefetcher, "find_backend", lambda device: self.backend)
+            patch.setattr(prefetcher, "find_device", lambda device: (self.backend.device, self.backend))
             patch.setattr(ahead, "SimpleQueue", partial(ClockedQueue, self))
             patch.setattr(ahead, "Items", partial(ClockedItems, self))
             patch.setattr(ahead, "threading", ClockedThreading(self))
-            patch.setattr(staging, "is_plain", lambda leaf: plain(leaf) and not self.on_device(leaf))
-            patch.setattr(staging, "SMALL", 1024)
+            patch.setattr(copies, "is_plain", lambda leaf: plain(leaf) and not self.on_device(leaf))
+            patch.setattr(copies, "SMALL", 1024)
             yield patch
 
     def on_device(self, tensor: torch.Tensor) -> bool:
@@ -358,35 +352,7 @@ class FakeBackend(Cuda):
         return self._world.using(stream)
 
     def new_event(self) -> Event:
-        return Event()
-
-    def record(self, event: Event) -> None:
-        world = self._world
-        with world.lock:
-            stream = world.current
-            stream.meet(world.here.stamp())
-            event.stamp, event.behind = stream.stamp(), (stream, stream.given)
-
-    def wait(self, event: Event) -> None:
-        world = self._world
-        with world.lock:
-            world.current.meet(world.here.stamp())
-            if event.stamp is not None and event.behind is not None:
-                world.current.meet(event.stamp)
-                world.queue(world.current, partial(world.run_behind, *event.behind))
-
-    def finish(self, event: Event) -> None:
-        world = self._world
-        with world.lock:
-            if event.stamp is not None and event.behind is not None:
-                world.run_behind(*event.behind)
-                world.here.meet(event.stamp)
-
-    def reached(self, event: Event) -> bool:
-        if event.stamp is not None and event.stamp[1] > self._world.here.time:
-            return False
-        self.finish(event)
-        return True
+        return Event(self._world)
 
     def empty(self, size: int) -> torch.Tensor:
         return self._world.hand_out("device", size)

@@ -1,72 +1,49 @@
-"""Loaders with stamped batches for the tests of `ProcessPrefetcher`.
+"""A loader of stamped batches for the tests of `ProcessPrefetcher`, which follows a script in a file.
 
-The behaviour of a loader in its next epoch is written to a file, the `Script`, so that one process serves many tests.
-The file also counts the batches that were requested and returned.
+So one process serves many tests. The file of counts says which batches were asked for.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import mmap
-import os
-import struct
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import psutil
 import pytest
 import torch
 
 PATIENCE = 60.0  # seconds until what does not happen is taken for hung
-_COUNTS = struct.Struct("<8q")
-ASKED, EPOCHS = 0, 1
-"""Numbers in the file of counts: batches that the loader was asked for, and epochs that it began."""
 
 
-def stamp(epoch: int, number: int) -> int:
-    """Return the value of all elements of a batch."""
-    return epoch * 1000 + number + 1
-
-
-def stamped(epoch: int, number: int, rows: int = 4) -> dict[str, torch.Tensor]:
-    """Return a batch with a small tensor and one that is copied separately."""
-    value = stamp(epoch, number)
-    return {"where": torch.tensor([epoch, number]), "pixels": torch.full((rows, 20_000), value, dtype=torch.int32)}
-
-
-def read_stamp(batch: dict[str, torch.Tensor], rows: int = 4) -> tuple[int, int]:
+def read_stamp(batch: dict[str, torch.Tensor]) -> tuple[int, int]:
     """Return (epoch, number) of a batch, which must be complete."""
     epoch, number = batch["where"].tolist()
-    assert batch["pixels"].shape == (rows, 20_000)
-    pixels = batch["pixels"].numpy()  # threads of torch would not be there in a forked process
-    whole = (pixels == stamp(epoch, number)).all()
-    assert whole, f"batch {number} of epoch {epoch} has {np.unique(pixels).tolist()}"
+    assert batch["pixels"].shape == (4, 20_000)
+    complete = (batch["pixels"].numpy() == epoch * 1000 + number).all()  # a forked process has no threads of torch
+    assert complete, f"batch {number} of epoch {epoch}"
     return epoch, number
 
 
 class Script:
-    """Controls the loader from its next epoch on, and holds the counts. Picklable."""
+    """Controls the loader from its next epoch on. Called by a `ProcessPrefetcher`, it returns the loader."""
 
     def __init__(self, folder: Path) -> None:
         self.file, self.counts = folder / "script", folder / "counts"
-        self.counts.write_bytes(bytes(_COUNTS.size))
+        self.counts.write_bytes(bytes(8))
         self.write()
 
     def write(self, **values: Any) -> None:
-        """`batches`, `rows` (of the last batch too, if `last` does not say else), `errors` (numbers in whose place an
-        error is), `ends` (whether such an error ends the epoch), `hang` (the number before which it waits until
-        `release`)."""
+        """`batches`, `errors` (numbers in whose place an error is), `ends` (whether such an error ends the epoch),
+        `hang` (the number before which it waits until `release`)."""
         new = self.file.with_suffix(".new")
-        new.write_text(json.dumps(values))
+        new.write_text(json.dumps({"batches": 5, "errors": [], "ends": False, "hang": -1} | values))
         new.replace(self.file)
 
     def read(self) -> dict[str, Any]:
-        """Return the script that was written."""
         values: dict[str, Any] = json.loads(self.file.read_text())
         return values
 
@@ -75,55 +52,40 @@ class Script:
         self.file.with_suffix(".go").touch()
 
     def map(self) -> memoryview:
-        """Return the counts."""
+        """Return the number of batches that the loader was asked for, as a list of one."""
         with self.counts.open("r+b") as file:
             return memoryview(mmap.mmap(file.fileno(), 0)).cast("q")
 
-    def make(self) -> Callable[[], Scripted]:
-        """Return the `make_loader` of a `ProcessPrefetcher`."""
-        return partial(Scripted, self)
+    def __call__(self) -> Scripted:
+        return Scripted(self)
 
 
 class Scripted:
-    """A loader that follows its script."""
+    """A loader that follows its script. Its iterators continue after an error."""
 
     def __init__(self, script: Script) -> None:
         self.script, self.epoch, self.counts = script, -1, script.map()
 
     def __len__(self) -> int:
-        return int(self.script.read().get("batches", 5))
+        return int(self.script.read()["batches"])
 
     def __iter__(self) -> Iterator[Any]:
-        self.epoch += 1
-        self.counts[EPOCHS] += 1
-        return Epoch(self.script, self.epoch, self.counts)
-
-
-class Epoch:
-    """An iterator that may continue after an error."""
-
-    def __init__(self, script: Script, epoch: int, counts: memoryview) -> None:
-        self.script, self.epoch, self.counts, self.number = script, epoch, counts, -1
-        self.told = script.read()
-
-    def __iter__(self) -> Epoch:
+        self.epoch, self.number, self.told = self.epoch + 1, -1, self.script.read()
         return self
 
     def __next__(self) -> Any:
         self.number += 1
         told, number = self.told, self.number
-        if number >= told.get("batches", 5):
+        if number >= told["batches"]:
             raise StopIteration
-        self.counts[ASKED] += 1
-        if number == told.get("hang", -1):
-            while not self.script.file.with_suffix(".go").exists():
-                time.sleep(0.001)
-        if number in told.get("errors", ()):
-            if told.get("ends"):
-                self.number = 10**9
+        self.counts[0] += 1
+        while number == told["hang"] and not self.script.file.with_suffix(".go").exists():
+            time.sleep(0.001)
+        if number in told["errors"]:
+            self.number = 10**9 if told["ends"] else number
             raise FileNotFoundError(2, f"no picture for batch {number}")
-        last = number == told.get("batches", 5) - 1
-        return stamped(self.epoch, number, told["last"] if last and "last" in told else told.get("rows", 4))
+        pixels = torch.full((4, 20_000), self.epoch * 1000 + number, dtype=torch.int32)
+        return {"where": torch.tensor([self.epoch, number]), "pixels": pixels}
 
 
 def wait_for(what: Callable[[], bool], name: str) -> None:
@@ -141,14 +103,3 @@ def gone(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
-
-
-def started() -> set[int]:
-    """Return the processes started as separate programs, and their forks, including orphans."""
-    mark = f"STALLFREE_ROOT={os.environ['STALLFREE_ROOT']}".encode()
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (process / "environ").read_bytes().split(b"\0"):
-                found.add(int(process.name))
-    return found

@@ -18,7 +18,6 @@ import torch
 from fakes import World
 
 import stallfree as sf
-from children import Child
 from stallfree.device.ahead import Items, LoaderThread
 from stallfree.device.prefetcher import DevicePrefetcher
 
@@ -28,18 +27,6 @@ COUNT = 6
 
 def prefetching() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "stallfree-prefetch"]
-
-
-@pytest.fixture(params=["host", "device"])
-def world(request: pytest.FixtureRequest) -> Iterator[World | None]:
-    """A simulated device that every prefetcher uses, or None: the prefetchers of a CPU."""
-    if request.param == "host":
-        yield None
-        return
-    world = World()
-    with world.installed():
-        yield world
-    world.check()
 
 
 class Noted:
@@ -151,14 +138,6 @@ def test_batches_pass_as_they_are_and_the_transform_runs_in_the_training_loop() 
     assert list(where) == [threading.get_ident()] * 2
 
 
-def test_batches_are_memory_of_their_own() -> None:
-    """The batches lie in slots, which are reused once a batch is unreferenced."""
-    with sf.DataLoader(Noted(), num_workers=1, device="cpu", shuffle=True, seed=1) as loader:
-        kept = list(loader)
-        list(loader)
-        assert sorted(map(int, kept)) == list(range(COUNT))
-
-
 # -- random numbers ---------------------------------------------------------------------------------------------------
 
 
@@ -172,8 +151,12 @@ class Drawing:
         return torch.rand(3) + random.random() + np.random.random()
 
 
-def by_itself() -> Iterator[torch.Tensor]:
-    return (Drawing()[id] for id in range(COUNT))
+class Iterable:
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.dataset[id] for id in range(len(self.dataset)))
 
 
 class Slow(Noted):
@@ -182,11 +165,6 @@ class Slow(Noted):
     def __getitem__(self, id: int) -> torch.Tensor:
         threading.Event().wait(0.005)
         return super().__getitem__(id)
-
-
-class ByItself:
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        return by_itself()
 
 
 def cached(dataset: Any, transform: Any = None) -> sf.CachedDataset:
@@ -199,7 +177,7 @@ def noisy(sample: torch.Tensor) -> torch.Tensor:
 
 
 DRAWN: dict[str, Callable[[], Any]] = {
-    "an iterable": ByItself,
+    "an iterable": lambda: Iterable(Drawing()),
     "torch's loader": lambda: torch.utils.data.DataLoader(Drawing(), batch_size=2),  # type: ignore[arg-type]
     "torch's loader, shuffled": lambda: torch.utils.data.DataLoader(Drawing(), shuffle=True),  # type: ignore[arg-type]
     "stallfree's": lambda: sf.DataLoader(cached(Noted(), noisy), seed=1),
@@ -281,66 +259,6 @@ def test_what_draws_does_not_run_during_a_step(world: World | None) -> None:
 # -- errors and ends --------------------------------------------------------------------------------------------------
 
 
-class Failing:
-    """Raises in place of a batch, and continues."""
-
-    def __init__(self) -> None:
-        self.at = -1
-
-    def __iter__(self) -> Failing:
-        return self
-
-    def __next__(self) -> int:
-        self.at += 1
-        if self.at == 2:
-            raise OSError("unreadable")
-        if self.at == COUNT:
-            raise StopIteration
-        return self.at
-
-
-def test_an_error_comes_in_its_place() -> None:
-    iterator = iter(DevicePrefetcher(Failing(), "cpu"))
-    assert [next(iterator), next(iterator)] == [0, 1]
-    with pytest.raises(OSError, match="unreadable"):
-        next(iterator)
-    assert list(iterator) == [3, 4, 5]
-    assert list(iterator) == []
-
-
-def test_a_transform_that_ends_the_loop_is_an_error() -> None:
-    def transform(_: int) -> int:
-        raise StopIteration
-
-    with pytest.raises(sf.errors.StallfreeError, match=r"transform_on_device or .to\(\) raised StopIteration"):
-        list(DevicePrefetcher([1, 2], "cpu", transform_on_device=transform))
-
-
-def test_closing_early_leaves_no_thread_and_closes_the_generator() -> None:
-    closed = []
-
-    class Loader:
-        def __iter__(self) -> Iterator[int]:
-            try:
-                yield from range(5)
-            finally:
-                closed.append(True)
-
-    prefetcher = DevicePrefetcher(Loader(), "cpu")
-    for _ in prefetcher:
-        break
-    prefetcher.close()
-    assert not prefetching()
-    assert closed == [True]
-    for _ in DevicePrefetcher(Loader(), "cpu"):
-        break
-    gc.collect()
-    for thread in prefetching():
-        thread.join(PATIENCE)
-        assert not thread.is_alive()
-    assert closed == [True, True]
-
-
 def test_ctrl_c_at_any_point_of_the_wait(world: World | None) -> None:
     """The loop may continue, and ends."""
     main, interrupts = threading.get_ident(), [0]
@@ -394,41 +312,3 @@ def test_ctrl_c_ends_a_wait(world: World | None) -> None:
     except KeyboardInterrupt:
         go.set()
     assert list(iterator) == [0, 1, 2]
-
-
-def test_in_a_forked_child() -> None:
-    prefetcher = DevicePrefetcher(Noted(), "cpu")
-    iterator = iter(prefetcher)
-    next(iterator)
-
-    def run() -> None:
-        with pytest.raises(sf.errors.StallfreeError, match="begun in the parent process"):
-            next(iterator)
-        assert [int(batch) for batch in prefetcher] == list(range(COUNT))
-        prefetcher.close()
-
-    assert Child(run).wait() == 0
-    assert [int(batch) for batch in iterator] == list(range(1, COUNT))
-
-
-# -- state ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("own", "given"), [(True, 0), (False, 1), (True, 3), (False, COUNT)])
-def test_a_state_counts_what_was_given_and_not_what_was_taken_ahead(own: bool, given: int) -> None:
-    def make() -> sf.DataLoader:
-        return sf.DataLoader(range(COUNT), shuffle=True, seed=2, device="cpu" if own else None)
-
-    with make() as loader:
-        prefetcher = loader if own else DevicePrefetcher(loader, "cpu")
-        iterator = iter(prefetcher)
-        before = [int(next(iterator)) for _ in range(given)]
-        state = loader.state_dict()
-        assert state == prefetcher.state_dict()
-        assert state["batches"] == given
-        after = [int(batch) for batch in iterator]
-        prefetcher.close()
-    with make() as other:
-        other.load_state_dict(state)
-        assert [int(batch) for batch in other] == after
-    assert sorted(before + after) == list(range(COUNT))

@@ -5,36 +5,31 @@ from __future__ import annotations
 import gc
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from device_cases import Loader, Loop, Order
+from device_cases import Leaf, Loader, Loop, Order
+from device_clocks import Event, Stream
 from fakes import World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.device import ahead
+from stallfree.device import copies
+from stallfree.device.copies import Copier, Place, Sent
 from stallfree.device.prefetcher import DevicePrefetcher
-from stallfree.device.staging import Place, Sent, Stager
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Parcel is sent:RuntimeWarning")
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A scenario: a simulated device, a loader and a training loop.
+    """A simulated device, a loader and a training loop.
 
-    Attributes:
-        epochs: the orders of the loader, and after how many batches the loop breaks off, for each epoch.
-        depth: of the prefetcher.
-        transform: whether batches are transformed on the device.
-        nested: whether the loader is a prefetcher, too.
-        habits: of the training loop.
-        copy, step: seconds that they take.
-        seed: for how late streams are.
+    `epochs` has the orders of the loader and after how many batches the loop breaks off; with `nested`, the loader is a
+    prefetcher, too; copies and steps take `copy` and `step` seconds; `seed` says how late streams are.
     """
 
     epochs: list[tuple[list[Order], int | None]] = field(default_factory=list)
@@ -87,10 +82,11 @@ class Scene:
 
 # -- ours is right ----------------------------------------------------------------------------------------------------
 
-LEAVES = st.tuples(
+LEAVES = st.builds(
+    Leaf,
     st.sampled_from(["plain", "plain", "lent", "lent", "scalar", "strided", "bytes", "parcel", "crate"]),
     st.sampled_from([1, 3, 60, 300, 1000]),
-) | st.just(("plain", 0))
+) | st.just(Leaf("plain", 0))
 STRUCTURES = st.recursive(
     LEAVES,
     lambda part: (
@@ -141,23 +137,23 @@ def test_thousands_of_scenes(scene: Scene) -> None:
 
 # -- and each guard is needed -----------------------------------------------------------------------------------------
 
-PLAIN = [([Order({"images": ("plain", 900), "labels": ("plain", 8)})] * 8, None)]
-LENT = [([Order([("lent", 900)])] * 8, None)]
-FAILING = [([Order([("plain", 900)], trouble="transform" if number == 3 else "") for number in range(8)], None)]
+PLAIN = [([Order({"images": Leaf("plain", 900), "labels": Leaf("plain", 8)})] * 8, None)]
+LENT = [([Order([Leaf("lent", 900)])] * 8, None)]
+FAILING = [([Order([Leaf("plain", 900)], trouble="transform" if number == 3 else "") for number in range(8)], None)]
 
 
-def without(name: str, caller: str) -> Callable[[pytest.MonkeyPatch, World], None]:
-    """Omit the calls of the backend's method `name` by the function `caller`."""
+def without(name: str, caller: str, owner: Any = None) -> Callable[[pytest.MonkeyPatch, World], None]:
+    """Omit the calls of the method `name` of the owner, by default the backend, by the function `caller`."""
 
     def change(patch: pytest.MonkeyPatch, world: World) -> None:
-        plain = getattr(world.backend, name)
+        plain = getattr(owner or world.backend, name)
 
         def skip(*arguments: Any) -> Any:
             if sys._getframe(1).f_code.co_name != caller:
                 return plain(*arguments)
             return nullcontext()
 
-        patch.setattr(world.backend, name, skip)
+        patch.setattr(owner or world.backend, name, skip)
 
     return change
 
@@ -169,26 +165,26 @@ def hold_nothing(patch: pytest.MonkeyPatch, world: World) -> None:
 
 def forget_copies_of_failures(patch: pytest.MonkeyPatch, world: World) -> None:
     """Do not record `copied` if an error occurred."""
-    plain = world.backend.record
-    patch.setattr(world.backend, "record", lambda event: None if sys.exc_info()[0] else plain(event))
+    plain = Event.record
+    patch.setattr(Event, "record", lambda event, stream: None if sys.exc_info()[0] else plain(event, stream))
 
 
 def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
     """Record `copied` when the copies are submitted, not after the transform."""
-    plain, record = Stager.send, world.backend.record
+    plain, record = Copier._send, Event.record
 
-    def send(stager: Stager, place: Place, leaves: Sequence[Any]) -> Sent:
-        sent = plain(stager, place, leaves)
-        record(place.copied)
+    def send(copier: Copier, place: Place, *parts: Any) -> Sent:
+        sent = plain(copier, place, *parts)
+        record(place.copied, world.current)
         return sent
 
-    patch.setattr(Stager, "send", send)
-    without("record", "send")(patch, world)
+    patch.setattr(Copier, "_send", send)
+    without("record", "send", Event)(patch, world)
 
 
 def forget_what_was_transformed(patch: pytest.MonkeyPatch, world: World) -> None:
     """Keep only the copies for the consumer's stream, not the outputs of the transform."""
-    patch.setattr(ahead, "memory_of", lambda leaf: [])
+    patch.setattr(copies, "memory_of", lambda leaf: [])
 
 
 STAGED_TWICE = r"nothing orders the read .* \(a copy\) and the write .* \(staging\)"
@@ -197,13 +193,13 @@ DEVICE_FREED = r"^device memory .* is freed too early: nothing orders the read .
 LENT_FREED = r"^lent memory .* is freed too early: nothing orders the read .* \(a copy\)"
 GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]] = {
     "the host waits for the copies before it fills pinned memory": (
-        Scene(PLAIN), without("finish", "send"), STAGED_TWICE,
+        Scene(PLAIN), without("synchronize", "_send", Event), STAGED_TWICE,
     ),
     "the training waits for the copies": (
-        Scene(PLAIN), without("wait", "_deliver"), READ_TOO_SOON,
+        Scene(PLAIN), without("wait_event", "deliver", Stream), READ_TOO_SOON,
     ),
     "a batch is kept for the training": (
-        Scene(PLAIN), without("keep", "_deliver"), DEVICE_FREED,
+        Scene(PLAIN), without("keep", "deliver"), DEVICE_FREED,
     ),
     "what the loader gave stays until it is copied": (
         Scene(LENT), hold_nothing, LENT_FREED,

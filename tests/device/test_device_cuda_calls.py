@@ -1,46 +1,29 @@
-"""The calls of CUDA by the prefetchers, without a GPU.
-
-A fake of torch's functions implements CUDA's rules for threads, forked children and errors. Tests that need a GPU are
-in `test_device_gpu.py`."""
+"""The calls of CUDA by the prefetchers, by a fake of torch's functions. See `test_device_gpu.py` for a GPU's own."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from fakes import World
-from process_tools import PATIENCE
 
 import stallfree as sf
-from stallfree.device.backend import Cuda
-from stallfree.device.staging import Place
+from children import Child
+from stallfree.device.copies import Cuda, Place
 
-REGISTERED_ALREADY = 712
-"""`cudaErrorHostMemoryAlreadyRegistered`"""
-
-NOT_REGISTERED = 713
-
-
-class Result:
-    """Like torch's result: not a number, but convertible to one."""
-
-    def __init__(self, code: int) -> None:
-        self._code = code
-
-    def __int__(self) -> int:
-        return self._code
+REGISTERED_ALREADY, NOT_REGISTERED = 712, 713
 
 
 class Driver:
-    """A fake of torch's CUDA functions.
+    """CUDA's rules for threads, forked children and errors.
 
     Attributes:
         registered: addresses, with the size, the flags and the device that was current.
@@ -49,7 +32,7 @@ class Driver:
     def __init__(self) -> None:
         self.registered: dict[int, tuple[int, int, int]] = {}
         self._owner = os.getpid()
-        self._thread = threading.local()  # the device and the last error of each thread
+        self.thread = threading.local()  # the device and the last error of each thread
 
     def cudart(self) -> Driver:
         """Raises like any other call of CUDA in a forked child."""
@@ -57,33 +40,29 @@ class Driver:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return self
 
-    @property
-    def current(self) -> int:
-        return int(getattr(self._thread, "device", 0))
-
-    @contextlib.contextmanager
-    def device(self, device: torch.device) -> Iterator[None]:
-        before, self._thread.device = self.current, device.index
+    @contextmanager
+    def device(self, device: torch.device) -> Any:
+        before, self.thread.device = getattr(self.thread, "device", 0), device.index
         yield
-        self._thread.device = before
+        self.thread.device = before
 
-    def _result(self, code: int) -> Result:
+    def _result(self, code: int) -> np.int64:
         if code:
-            self._thread.error = code
-        return Result(code)
+            self.thread.error = code
+        return np.int64(code)
 
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> Result:
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> np.int64:
         if address in self.registered:
             return self._result(REGISTERED_ALREADY)
-        self.registered[address] = size, flags, self.current
+        self.registered[address] = size, flags, getattr(self.thread, "device", 0)
         return self._result(0)
 
-    def cudaHostUnregister(self, address: int) -> Result:
+    def cudaHostUnregister(self, address: int) -> np.int64:
         return self._result(0 if self.registered.pop(address, None) else NOT_REGISTERED)
 
     def launch(self, *_: Any, **__: Any) -> None:
         """A kernel launch: torch then checks the last error of the thread, which clears it."""
-        error, self._thread.error = getattr(self._thread, "error", 0), 0
+        error, self.thread.error = getattr(self.thread, "error", 0), 0
         if error:
             raise RuntimeError(f"CUDA error: {error}")
 
@@ -91,12 +70,9 @@ class Driver:
 class Event:
     """A recorded event."""
 
-    def __init__(self, driver: Driver) -> None:
-        self._driver = driver
-        self.waits = 0
+    waits = 0
 
     def synchronize(self) -> None:
-        self._driver.cudart()
         self.waits += 1
 
 
@@ -113,23 +89,11 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def in_thread(function: Callable[[], Any]) -> Any:
     """Return the result in a thread that has chosen no device."""
-    found: list[Any] = []
-    thread = threading.Thread(target=lambda: found.append(function()))
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(function()))
     thread.start()
-    thread.join(PATIENCE)
-    return found[0]
-
-
-def in_child(function: Callable[[], Any]) -> bool:
-    """Return whether it raises nothing in a forked child."""
-    child = os.fork()
-    if not child:
-        try:
-            function()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    return os.waitpid(child, 0)[1] == 0
+    thread.join()
+    return results[0]
 
 
 def test_memory_is_pinned_for_all_devices_in_the_context_of_the_prefetchers_own(driver: Driver) -> None:
@@ -137,16 +101,16 @@ def test_memory_is_pinned_for_all_devices_in_the_context_of_the_prefetchers_own(
     undo = in_thread(lambda: sf.DevicePrefetcher([], "cuda:1").pin(memory))
     portable = 1
     assert driver.registered == {memory.ctypes.data: (memory.nbytes, portable, 1)}
-    assert driver.current == 0
+    assert getattr(driver.thread, "device", 0) == 0
     in_thread(undo)
     assert not driver.registered
+    with pytest.raises(sf.InputError, match="there are 2 GPUs here, counted from 0"):
+        sf.DevicePrefetcher([], "cuda:2")
 
 
 def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Driver) -> None:
     memory = np.zeros(4096, np.uint8)
-    first, second = Cuda(torch.device("cuda:1")), Cuda(torch.device("cuda:1"))
-    undo = first.pin(memory)
-    undo_nothing = second.pin(memory)
+    undo, undo_nothing = (Cuda(torch.device("cuda:1")).pin(memory) for _ in range(2))
     driver.launch()
     undo_nothing()
     assert driver.registered, "what was not pinned was unpinned"
@@ -156,13 +120,11 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 
 
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
-    prefetcher = sf.DevicePrefetcher([], "cuda:0")
-    event = Event(driver)
-    prefetcher.pin.places.append(Place(event, event))
-    memory = np.zeros(4096, np.uint8)
+    prefetcher, event, memory = sf.DevicePrefetcher([], "cuda:0"), Event(), np.zeros(4096, np.uint8)
+    prefetcher._places.append(Place(event, event))
     undo = prefetcher.pin(memory)
-    assert in_child(undo)
-    assert in_child(lambda: prefetcher.pin(np.zeros(4096, np.uint8))())
+    assert Child(undo).wait() == 0
+    assert Child(lambda: prefetcher.pin(np.zeros(4096, np.uint8))()).wait() == 0
     assert driver.registered
     undo()
     assert event.waits == 1, "memory was unpinned under a copy"
@@ -179,45 +141,28 @@ class Numbers:
         return torch.full((4096,), id)
 
 
-def test_forked_workers_fill_slots_that_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forked_workers_fill_slots_that_are_pinned(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forked workers inherit the slots of the process that pins them, and have no device."""
-    driver = Driver()
-    world = World()
-    pin = world.backend.pin
-    monkeypatch.setattr(world.backend, "pin", lambda memory: driver.cudart() and pin(memory))
+    driver, pin = Driver(), device.backend.pin
+    monkeypatch.setattr(device.backend, "pin", lambda memory: driver.cudart() and pin(memory))
     options: Any = {"batch_size": 4, "num_workers": 2, "device": "cuda", "multiprocessing_context": "fork"}
-    with world.installed(), sf.DataLoader(Numbers(), **options) as loader:
-        seen = [batch[:, 0].tolist() for batch in loader if world.synchronize() is None]
+    with sf.DataLoader(Numbers(), **options) as loader:
+        seen = [batch[:, 0].tolist() for batch in loader if device.synchronize() is None]
     assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert world.registrations
-    world.check()
+    assert device.registrations
 
 
-def test_what_a_transform_leaves_on_the_host_is_not_kept_for_a_stream(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_not_on_the_device_is_not_kept_and_waits_sleep(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
     stream = object()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: blocking)
     streams: list[object] = []
-
-    class OnDevice:
-        record_stream = streams.append
-
     backend: Any = Cuda(torch.device("cuda:0"))
     backend.keep(torch.zeros(3))
-    backend.keep(OnDevice())
+    backend.keep(type("OnDevice", (), {"record_stream": streams.append}))
     assert streams == [stream]
-
-
-def test_who_waits_for_an_event_sleeps(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
-
-    class Recorded:
-        def __init__(self, blocking: bool = False) -> None:
-            self.blocking = blocking
-
-    monkeypatch.setattr(torch.cuda, "Event", Recorded)
-    assert Cuda(torch.device("cuda:0")).new_event().blocking
+    assert backend.new_event() is True
 
 
 def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) -> None:
@@ -232,7 +177,7 @@ def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) 
     prefetcher: Any = sf.DevicePrefetcher([], "cuda:0")
     prefetcher.itself, prefetcher.fatal = prefetcher, Fatal()  # freed by the garbage collector
     del prefetcher
-    assert in_child(gc.collect)
+    assert Child(gc.collect).wait() == 0
     gc.collect()
 
 

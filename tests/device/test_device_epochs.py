@@ -1,72 +1,119 @@
-"""Epochs of a prefetcher: their ends, errors, remaining resources, and states."""
+"""Epochs of a prefetcher: their ends, errors, states, remaining resources, several at once, and copies of it."""
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.data as tud
 from fakes import World
 
 import stallfree as sf
+from children import Child
 from stallfree.device.prefetcher import DevicePrefetcher
 
+COUNT = 8
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    """A device used by every prefetcher of the test."""
-    made = World()
-    with made.installed():
-        yield made
-    made.check()
+
+class Numbers:
+    """A loader of tensors of their number, which raises in place of some, and continues.
+
+    Its state is its epoch and its position in it.
+    """
+
+    def __init__(self, count: int = COUNT, errors: dict[int, BaseException] | None = None) -> None:
+        self.count, self.errors, self.epoch, self.at, self.closed = count, errors or {}, 0, 0, 0
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.at == self.count:
+            self.epoch, self.at = self.epoch + 1, 0
+            raise StopIteration
+        self.at += 1
+        if self.at - 1 in self.errors:
+            raise self.errors[self.at - 1]
+        return torch.tensor([100 * self.epoch + self.at - 1])
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+class Positioned(Numbers):
+    """A loader that can return its state at an earlier position."""
+
+    made = 0
+
+    @property
+    def position(self) -> tuple[int, int]:
+        return self.epoch, self.at
+
+    def state_at(self, position: tuple[int, int]) -> dict[str, int]:
+        self.made += 1
+        return {"epoch": position[0], "at": position[1]}
 
 
 def batches(count: int) -> list[torch.Tensor]:
     return [torch.tensor([number, number]) for number in range(count)]
 
 
-def numbers(world: World, prefetcher: Any, end: int | None = None) -> list[int]:
-    """Return the batches of an epoch, or the first `end` of them."""
-    found: list[int] = []
-    for batch in prefetcher:
-        world.synchronize()
-        found.append(int(batch[0]))
-        if len(found) == end:
+def take(world: World | None, iterator: Iterable[Any], count: int = 50) -> list[Any]:
+    """Return the numbers of the next batches, and the errors, at most `count`."""
+    outcomes: list[Any] = []
+    iterator = iter(iterator)
+    while len(outcomes) < count:
+        try:
+            batch = next(iterator)
+        except StopIteration:
             break
-    return found
+        except BaseException as error:
+            outcomes.append(error)
+            continue
+        if world is not None:
+            world.synchronize()
+        outcomes.append(int(batch[0]))
+    return outcomes
 
 
-def prefetching() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if "prefetch" in thread.name]
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
 
 
 # -- epochs -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("count", "depth"), [(0, 2), (1, 1), (2, 5), (9, 1), (9, 2)])
-def test_every_epoch_gives_every_batch_in_order(world: World, count: int, depth: int) -> None:
+def test_every_epoch_gives_every_batch_in_order_by_one_stream(device: World, count: int, depth: int) -> None:
     prefetcher = DevicePrefetcher(batches(count), "cuda", depth)
     for _ in range(3):
-        assert numbers(world, prefetcher) == list(range(count))
+        assert take(device, prefetcher) == list(range(count))
+    kept = [(batch, device.synchronize())[0] for batch in prefetcher]
     assert len(prefetcher) == count
     prefetcher.close()
+    assert [int(batch[0]) for batch in kept] == list(range(count))
+    assert len(device.streams) == 2
+    assert len(set(device.copies)) <= 1
 
 
-def test_one_stream_serves_all_epochs(world: World) -> None:
-    prefetcher = DevicePrefetcher(batches(3), "cuda")
-    for _ in range(4):
-        numbers(world, prefetcher)
-    prefetcher.close()
-    assert len(world.streams) == 2
-    assert len(set(world.copies)) == 1
-
-
-def test_close_ends_the_epoch_and_may_be_called_again(world: World) -> None:
-    prefetcher = DevicePrefetcher(batches(5), "cuda")
+def test_close_ends_the_epoch_and_may_be_called_again(world: World | None) -> None:
+    prefetcher = DevicePrefetcher(batches(5), "cpu")
     prefetcher.close()
     iterator = iter(prefetcher)
     next(iterator)
@@ -76,114 +123,68 @@ def test_close_ends_the_epoch_and_may_be_called_again(world: World) -> None:
         assert not prefetching()
     with pytest.raises(StopIteration):
         next(iterator)
-    assert numbers(world, prefetcher) == [0, 1, 2, 3, 4]
+    assert take(world, prefetcher) == [0, 1, 2, 3, 4]
     prefetcher.close()
 
 
-@pytest.mark.parametrize("end", [None, 2])
-def test_a_generator_is_closed_and_the_thread_ends_when_nobody_asks_any_more(world: World, end: int | None) -> None:
+@pytest.mark.parametrize("end", [50, 2])
+def test_a_generator_is_closed_and_the_thread_ends_with_the_iteration(world: World | None, end: int) -> None:
     closed = threading.Event()
-
-    def generate() -> Iterator[torch.Tensor]:
-        try:
-            yield from batches(50)
-        finally:
-            closed.set()
 
     class Loader:
         def __iter__(self) -> Iterator[torch.Tensor]:
-            return generate()
+            try:
+                yield from batches(20)
+            finally:
+                closed.set()
 
-    prefetcher = DevicePrefetcher(Loader(), "cuda")
+    prefetcher = DevicePrefetcher(Loader(), "cpu")
     gone = weakref.ref(prefetcher)
-    numbers(world, prefetcher, end)
-    del prefetcher  # nobody closes it
+    take(world, prefetcher, end)
+    del prefetcher  # nothing closes it
     assert closed.wait(60)
     gc.collect()
     assert gone() is None
 
 
-def test_a_batch_may_be_kept(world: World) -> None:
-    prefetcher = DevicePrefetcher(batches(4), "cuda")
-    held = [(batch, world.synchronize())[0] for batch in prefetcher]
-    prefetcher.close()
-    assert [int(batch[0]) for batch in held] == [0, 1, 2, 3]
+def test_where_there_are_no_streams_batches_are_sent_when_they_are_asked_for() -> None:
+    sent = list(DevicePrefetcher([{"x": torch.ones(3), "n": 5}], "meta", transform_on_device=lambda b: b | {"m": 1}))
+    assert [(batch["x"].device.type, batch["n"], batch["m"]) for batch in sent] == [("meta", 5, 1)]
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
 
 
-class Faulty:
-    """A loader that raises in place of some batches, and continues."""
-
-    def __init__(self, count: int, wrong: dict[int, BaseException]) -> None:
-        self.count, self.wrong = count, wrong
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        self.number = -1
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        self.number += 1
-        if self.number in self.wrong:
-            raise self.wrong[self.number]
-        if self.number == self.count:
-            raise StopIteration
-        return torch.tensor([self.number])
-
-
-def outcomes(world: World, prefetcher: Any, most: int = 50) -> list[Any]:
-    """Return the numbers of the batches of one epoch, and its errors."""
-    found: list[Any] = []
-    iterator = iter(prefetcher)
-    while len(found) < most:
-        try:
-            batch = next(iterator)
-        except StopIteration:
-            break
-        except BaseException as error:
-            found.append(error)
-        else:
-            world.synchronize()
-            found.append(int(batch[0]))
-    return found
-
-
-def test_an_error_says_where_in_the_loader_it_came_from(world: World) -> None:
-    def generate() -> Iterator[torch.Tensor]:
-        yield torch.tensor([0])
-        raise ValueError("of the loader")
-
-    prefetcher = DevicePrefetcher(generate(), "cuda")
-    iterator = iter(prefetcher)
-    next(iterator)
-    with pytest.raises(ValueError, match="of the loader") as caught:
-        next(iterator)
-    assert "generate" in [frame.name for frame in caught.traceback]
-    with pytest.raises(StopIteration):  # as the generator ended
-        next(iterator)
-    prefetcher.close()
+def test_an_error_of_the_loader_comes_in_its_place_with_its_traceback(world: World | None) -> None:
+    iterator = iter(DevicePrefetcher(Numbers(6, {2: OSError("unreadable")}), "cpu"))
+    outcomes = take(world, iterator)
+    assert outcomes[:2] + outcomes[3:] == [0, 1, 3, 4, 5]
+    assert isinstance(outcomes[2], OSError)
+    traceback, names = outcomes[2].__traceback__, []
+    while traceback is not None:
+        names.append(traceback.tb_frame.f_code.co_name)
+        traceback = traceback.tb_next
+    assert names[-1] == "__next__"
+    assert list(iterator) == []
+    del outcomes, traceback
 
 
 @pytest.mark.parametrize("kind", [ValueError, StopIteration, KeyboardInterrupt])
-def test_an_error_of_the_transform_costs_one_batch(world: World, kind: type[BaseException]) -> None:
+def test_an_error_of_the_transform_costs_one_batch(world: World | None, kind: type[BaseException]) -> None:
     def transform(batch: torch.Tensor) -> torch.Tensor:
         if counter.pop(0):
             raise kind("of the transform")
         return batch
 
     counter = [False, True, True, True, True, False]
-    prefetcher = DevicePrefetcher(batches(6), "cuda", transform_on_device=transform)
-    found = outcomes(world, prefetcher)
-    prefetcher.close()
-    assert found[0] == 0
-    assert found[5] == 5
-    for error in found[1:5]:
+    outcomes = take(world, DevicePrefetcher(batches(6), "cpu", transform_on_device=transform))
+    assert (outcomes[0], outcomes[5]) == (0, 5)
+    for error in outcomes[1:5]:
         assert isinstance(error, sf.StallfreeError if kind is StopIteration else kind)
 
 
 @pytest.mark.parametrize("where", ["loader", "transform"])
-def test_an_error_that_is_let_go_of_holds_nothing(world: World, where: str) -> None:
+def test_an_error_that_is_let_go_of_holds_nothing(device: World, where: str) -> None:
     class Wrong(Exception):
         pass
 
@@ -195,13 +196,15 @@ def test_an_error_that_is_let_go_of_holds_nothing(world: World, where: str) -> N
         raise Wrong
 
     def first_error() -> weakref.ref[Wrong]:
-        iterator = iter(prefetcher)
         try:
-            while next(iterator) is not None:
-                pass
+            deque_all(prefetcher)
         except Wrong as error:
             return weakref.ref(error)
         raise AssertionError("there was none")
+
+    def deque_all(iterable: Iterable[Any]) -> None:
+        for _ in iterable:
+            pass
 
     prefetcher = DevicePrefetcher(generate(), "cuda", transform_on_device=transform if where == "transform" else None)
     gc.disable()
@@ -209,79 +212,243 @@ def test_an_error_that_is_let_go_of_holds_nothing(world: World, where: str) -> N
         gone = first_error()
         prefetcher.close()
         assert gone() is None
-        assert world.in_use("device") == 0
+        assert device.in_use("device") == 0
     finally:
         gc.enable()
 
 
-def test_an_error_of_the_state_is_no_hang(world: World) -> None:
-    class Loader(Faulty):
-        def state_dict(self) -> int:
-            if self.number == 2:
-                raise LookupError("no state")
-            return 0
+def test_other_errors_are_no_hang(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    class NoState(Numbers):
+        def state_dict(self) -> Any:
+            return self.at if self.at != 3 else {}["no state"]
 
-    loader = Loader(4, {})
-    loader.number = -1
-    prefetcher = DevicePrefetcher(loader, "cuda")
-    found = outcomes(world, prefetcher)
-    prefetcher.close()
-    assert [found[0], found[1], found[3]] == [0, 1, 3]
-    assert isinstance(found[2], LookupError)
+    outcomes = take(device, DevicePrefetcher(NoState(4), "cuda"))
+    assert outcomes[:2] + outcomes[3:] == [0, 1, 3]
+    assert isinstance(outcomes[2], KeyError)
 
+    class Loader:
+        def __iter__(self) -> Any:
+            raise LookupError("no data")
 
-def test_an_error_of_the_device_at_the_begin_is_no_hang(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LookupError, match="no data"):
+        iter(DevicePrefetcher(Loader(), "cuda"))
+
     def bind() -> None:
         raise RuntimeError("no such device any more")
 
-    monkeypatch.setattr(world.backend, "bind", bind)
-    prefetcher = DevicePrefetcher(batches(3), "cuda")
+    monkeypatch.setattr(device.backend, "bind", bind)
     with pytest.raises(RuntimeError, match="any more"):
-        next(iter(prefetcher))
-    prefetcher.close()
-
-
-def test_an_error_of_the_loader_at_the_begin_is_raised_by_iter(world: World) -> None:
-    class Loader:
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            raise LookupError("no data")
-
-    prefetcher = DevicePrefetcher(Loader(), "cuda")
-    with pytest.raises(LookupError, match="no data"):
-        iter(prefetcher)
+        next(iter(DevicePrefetcher(batches(3), "cuda")))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"depth": 0}, "depth=0: give"),
     ({"depth": True}, "depth=True: give"),
-    ({"depth": 1.5}, r"depth=1\.5: give"),
+    ({"depth": 0}, "depth=0: give"),
     ({"transform_on_device": 3}, "transform_on_device=3: give"),
     ({"loader": 3}, "the loader is a int, which cannot be iterated: give"),
     ({"device": "gpu"}, "device='gpu' is no device: give"),
-    ({"device": None}, "device=None is no device: give"),
+    ({"device": "cuda"}, r"no GPU here\. Give device='cpu'"),
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[message.partition(":")[0] for _, message in BAD])
-def test_bad_arguments_are_one_clear_error(arguments: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("arguments", "message"), BAD)
+def test_bad_arguments_are_one_clear_error(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(sf.errors.InputError, match=message):
         DevicePrefetcher(**({"loader": [], "device": "cpu"} | arguments))
 
 
-def test_a_gpu_that_is_not_there_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(sf.errors.InputError, match=r"no GPU here\. Give device='cpu'"):
-        DevicePrefetcher([], "cuda")
+# -- state ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_loader_without_a_length_has_none() -> None:
+def nested(loader: Any, device: str, depth: int) -> Any:
+    return DevicePrefetcher(DevicePrefetcher(loader, device, 1), device, depth)
+
+
+@pytest.mark.parametrize(
+    ("loader", "make", "close"),
+    [(Numbers, DevicePrefetcher, True), (Numbers, nested, False), (Positioned, nested, True),
+     (Positioned, DevicePrefetcher, False)],
+)  # fmt: skip
+def test_a_state_of_any_moment_leaves_exactly_what_was_not_given(
+    world: World | None, loader: type[Numbers], make: Callable[..., Any], close: bool
+) -> None:
+    for given in range(COUNT + 2):
+        prefetcher = make(loader(), "cpu", 2)
+        iterator = iter(prefetcher)
+        assert take(world, iterator, given) == list(range(min(COUNT, given)))
+        if close:
+            prefetcher.close()
+        state = prefetcher.state_dict()
+        prefetcher.close()
+        other = make(loader(), "cpu", 3)
+        other.load_state_dict(state)
+        expected = [100 + id for id in range(COUNT)] if given > COUNT else list(range(given, COUNT))
+        assert take(world, other) == expected
+        other.close()
+
+
+def test_a_loader_that_knows_its_past_makes_a_state_only_when_it_is_asked_for(device: World) -> None:
+    loader = Positioned()
+    prefetcher = DevicePrefetcher(loader, "cuda")
+    iterator = iter(prefetcher)
+    take(device, iterator, 5)
+    assert loader.made == 0
+    assert prefetcher.state_dict() == {"epoch": 0, "at": 5}
+    assert loader.made == 1
+    prefetcher.load_state_dict({"epoch": 3, "at": 6})
+    assert prefetcher.state_dict() == {"epoch": 3, "at": 6}
+    assert take(device, prefetcher) == [306, 307]
+
+
+def test_a_loader_without_a_state_is_one_clear_error() -> None:
+    prefetcher = DevicePrefetcher(DevicePrefetcher(iter([]), "cpu"), "cpu")
+    for use in (prefetcher.state_dict, partial(prefetcher.loader.load_state_dict, {})):  # type: ignore[attr-defined]
+        with pytest.raises(sf.errors.InputError, match=r"a list_iterator, has no (load_)?state_dict\(\)"):
+            use()
     with pytest.raises(TypeError):
-        len(DevicePrefetcher(iter([]), "cpu"))
+        len(prefetcher)
 
 
-# -- other devices ----------------------------------------------------------------------------------------------------
+def test_the_state_is_that_of_the_last_iteration_begun() -> None:
+    data = list(range(12))
+    with sf.DataLoader(data, 1, device="cpu") as loader, sf.DataLoader(data, 1, device="cpu") as resumed:
+        first, second = iter(loader), iter(loader)
+        take(None, first, 3)
+        take(None, second, 1)
+        resumed.load_state_dict(loader.state_dict())
+        assert [take(None, each) for each in (resumed, first, second)] == [data[1:], data[3:], data[1:]]
 
 
-def test_where_there_are_no_streams_batches_are_sent_when_they_are_asked_for() -> None:
-    found = list(DevicePrefetcher([{"x": torch.ones(3), "n": 5}], "meta", transform_on_device=lambda b: b | {"m": 1}))
-    assert [(batch["x"].device.type, batch["n"], batch["m"]) for batch in found] == [("meta", 5, 1)]
+# -- several iterations, temporary loaders, copies ---------------------------------------------------------------------
+
+DATA, BATCH = list(range(12)), 4
+Make = Callable[[], Any]
+
+
+def plain(**options: Any) -> tud.DataLoader[Any]:
+    return tud.DataLoader(DATA, BATCH, **options)  # type: ignore[arg-type]
+
+
+LOADERS: dict[str, Make] = {
+    "list": lambda: sf.DevicePrefetcher([batch.clone() for batch in torch.tensor(DATA).split(BATCH)], "cpu"),
+    "torch, a worker": lambda: sf.DevicePrefetcher(plain(num_workers=1), "cpu"),
+    "stallfree": lambda: sf.DataLoader(DATA, BATCH, device="cpu"),
+    "stallfree, a worker": lambda: sf.DataLoader(DATA, BATCH, num_workers=1, device="cpu"),
+    "prefetcher of a prefetcher": lambda: sf.DevicePrefetcher(sf.DevicePrefetcher(plain(), "cpu"), "cpu"),
+}
+
+
+def late(loader: Any) -> list[Any]:
+    """A second iteration begins in the middle of the first, which ends before it."""
+    first = iter(loader)
+    taken = [next(first).tolist()]
+    second = iter(loader)
+    taken += [next(second).tolist(), *(batch.tolist() for batch in first)]
+    return taken + [batch.tolist() for batch in second]
+
+
+USES: dict[str, Callable[[Any], list[Any]]] = {
+    "zip": lambda loader: [(one.tolist(), other.tolist()) for one, other in zip(loader, loader, strict=True)],
+    "nested": lambda loader: [(one.tolist(), other.tolist()) for one in loader for other in islice(iter(loader), 2)],
+    "late": late,
+}
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_iterations_do_not_end_each_other(name: str) -> None:
+    loader = LOADERS[name]()
+    for use in USES.values():
+        assert use(loader) == use(plain())
+    getattr(loader, "close", int)()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_iterations_share_a_device(device: World, use: str) -> None:
+    made = sf.DevicePrefetcher(plain(), "cuda")
+
+    class Synchronized:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (batch for batch in made if device.synchronize() is None)
+
+    for _ in range(2):
+        assert USES[use](Synchronized()) == USES[use](plain())
+    made.close()
+
+
+def test_a_data_set_is_used_by_one_thread_at_a_time_and_draws_what_torch_draws() -> None:
+    users = threading.Semaphore()
+
+    class OneUser:
+        def __len__(self) -> int:
+            return 16
+
+        def __getitem__(self, id: int) -> torch.Tensor:
+            assert users.acquire(blocking=False), "two threads in the data set"
+            time.sleep(0.001)
+            users.release()
+            return id + torch.rand(())
+
+    def run(wrap: Callable[[Iterable[Any]], Any]) -> tuple[list[Any], float]:
+        torch.manual_seed(3)
+        loader = wrap(tud.DataLoader(OneUser(), 4, shuffle=True))  # type: ignore[arg-type]
+        return USES["zip"](loader), torch.rand(()).item()
+
+    assert run(lambda loader: sf.DevicePrefetcher(loader, "cpu")) == run(lambda loader: loader)
+
+
+def test_an_ended_iteration_leaves_no_thread() -> None:
+    loader = sf.DevicePrefetcher(plain(), "cpu")
+    held = [iterator for _ in range(5) for iterator in [iter(loader)] if list(iterator)]
+    next(iter(loader))
+    assert len(held) == 5
+    assert len(prefetching()) <= 1
+    loader.close()
+    assert not prefetching()
+
+
+def test_a_child_forked_in_the_middle_of_an_iteration_begins_its_own() -> None:
+    loader = sf.DevicePrefetcher(plain(), "cpu")
+    first = iter(loader)
+    next(first)
+
+    def run() -> None:
+        with pytest.raises(sf.errors.StallfreeError, match="begun in the parent process"):
+            next(first)
+        assert USES["zip"](loader) == USES["zip"](plain())
+        loader.close()
+
+    assert Child(run).wait() == 0
+    assert len(list(first)) == 2
+    loader.close()
+
+
+def test_persistent_workers_serve_one_iteration_and_say_so() -> None:
+    with sf.DataLoader(DATA, BATCH, num_workers=1, persistent_workers=True, device="cpu") as loader:
+        with pytest.raises(sf.StallfreeError, match="iterated again"):
+            USES["zip"](loader)
+        assert len(list(loader)) == 3
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_a_temporary_loader_lives_as_long_as_its_iterator(name: str) -> None:
+    expected = [DATA[:4], DATA[4:8], DATA[8:]]
+    assert [batch.tolist() for batch in LOADERS[name]()] == expected
+    assert [batch.tolist() for batch in iter(LOADERS[name]()) if gc.collect() >= 0] == expected
+
+
+COPIES = [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
+
+
+@pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
+def test_a_prefetcher_can_be_copied_as_torchs_loader(copied: Callable[[Any], Any]) -> None:
+    for taken in (0, 1, 3):
+        loader = sf.DevicePrefetcher(plain(), "cpu", 3, transform_on_device=torch.neg)
+        iterator = iter(loader)
+        list(islice(iterator, taken))
+        other = copied(loader)
+        assert (other.depth, other.device) == (loader.depth, loader.device)
+        assert [batch.tolist() for batch in other] == [batch.neg().tolist() for batch in plain()]
+        assert len(list(iterator)) == 3 - taken, "and it is independent of its copy"

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fakes import World
-from torch.utils.data import SequentialSampler
 
 import stallfree as sf
 from stallfree.events import read_events
@@ -113,77 +111,6 @@ def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World) -> Non
         every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
         for end in (1, 3, None):
             assert labels(world, iter(loader), end) == every[:end]
-
-
-def test_a_loader_that_nobody_refers_to_goes_on_and_ends(world: World) -> None:
-    for pictures, label in loader_of(shuffle=False):
-        world.synchronize()
-        assert torch.equal(pictures[:, 0, 0], label.to(torch.uint8))
-        if int(label[0]) >= 12:
-            break
-    del pictures, label
-
-
-ORDERS: dict[str, dict[str, Any]] = {
-    "own": {},
-    "sampler": {"shuffle": False, "sampler": SequentialSampler(range(SAMPLES))},
-}
-
-
-@pytest.mark.parametrize(("order", "given"), [("own", 4), ("sampler", 1), ("own", 0), ("sampler", 10)])
-def test_a_state_leaves_exactly_the_samples_that_were_not_given(world: World, order: str, given: int) -> None:
-    options = ORDERS[order] | {"num_workers": int(given > 1)}
-    with loader_of(**options) as loader:
-        iterator = iter(loader)
-        before = labels(world, iterator, given) if given else []
-        state = loader.state_dict()
-        after = labels(world, iterator)
-    with loader_of(**options) as other:
-        other.load_state_dict(state)
-        assert labels(world, iter(other)) == after
-        second = labels(world, iter(other))
-    assert sorted(np.concatenate(before + after)) == list(range(SAMPLES))
-    assert sorted(np.concatenate(second)) == list(range(SAMPLES))
-
-
-def test_a_state_of_a_window_leaves_exactly_the_samples_that_were_not_given(world: World) -> None:
-    def make() -> Any:
-        return sf.SmartCacheDataset(Pictures(), None, cache_num=20, replace_rate=0.5, seed=1)
-
-    dataset = make()
-    with loader_of(dataset, num_workers=0) as loader:
-        labels(world, iter(loader))
-        iterator = iter(loader)
-        before = labels(world, iterator, 2)
-        state = loader.state_dict()
-        after = labels(world, iterator)
-    dataset.close()
-    dataset = make()
-    with loader_of(dataset, num_workers=0) as other:
-        other.load_state_dict(state)
-        assert labels(world, iter(other)) == after
-        assert len(labels(world, iter(other))) == 5
-    dataset.close()
-    assert len(before) + len(after) == 5
-
-
-class Broken(Pictures):
-    """One of them cannot be read."""
-
-    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
-        if id == 13:
-            raise OSError("unreadable")
-        return super().__getitem__(id)
-
-
-def test_an_error_of_a_sample_arrives_with_its_number_and_the_epoch_goes_on(world: World) -> None:
-    with loader_of(Broken(), shuffle=False) as loader:
-        iterator = iter(loader)
-        assert labels(world, iterator, 3) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-        with pytest.raises(OSError, match=r"unreadable\n.*sample 13") as caught:
-            next(iterator)
-        assert labels(world, iterator)[0] == [16, 17, 18, 19]
-        del caught
 
 
 def test_the_wait_that_counts_is_that_of_the_training_loop(

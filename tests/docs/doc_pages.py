@@ -18,28 +18,13 @@ _INLINE = re.compile(r"`(stallfree [a-z][^`]*)`")
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code.
-
-    Attributes:
-        page: the file it is in, relative to the root.
-        line: of its first line of code, from 1.
-        language: such as "python".
-        title: what stands above it on the page; may be empty.
-        not_run: why it cannot be run; empty for one that can.
-        text: the code.
-    """
+    """A block of code on a page, relative to the root, from a line; `not_run` is why it cannot be run, or empty."""
 
     page: str
     line: int
-    language: str
     title: str
     not_run: str
     text: str
-
-    @property
-    def place(self) -> str:
-        """Where it is, for messages."""
-        return f"{self.page}:{self.line}"
 
 
 def name_of(page: Path) -> str:
@@ -49,37 +34,25 @@ def name_of(page: Path) -> str:
 
 def blocks(page: Path, language: str) -> list[Block]:
     """The fenced blocks of a language on a page, in order."""
-    text = page.read_text(encoding="utf-8")
-    found = []
+    text, parts = page.read_text(encoding="utf-8"), []
     for match in _FENCE.finditer(text):
         info = match["info"].strip()
-        if info.split(" ")[0] != language:
-            continue
-        title, reason = _TITLE.search(info), _NOT_RUN.search(text[: match.start()])
-        line = text.count("\n", 0, match.start("text")) + 1
-        found.append(
-            Block(
-                name_of(page),
-                line,
-                language,
-                title["title"] if title else "",
-                reason["reason"] if reason else "",
-                match["text"],
-            )
-        )
-    return found
+        if info.split(" ")[0] == language:
+            title, reason = _TITLE.search(info), _NOT_RUN.search(text[: match.start()])
+            line = text.count("\n", 0, match.start("text")) + 1
+            named = title["title"] if title else ""
+            parts.append(Block(name_of(page), line, named, reason["reason"] if reason else "", match["text"]))
+    return parts
 
 
 def commands(page: Path) -> Iterator[tuple[str, str]]:
     """(place, command line) of everything on a page that begins with `stallfree` and is to be typed into a shell."""
-    text = page.read_text(encoding="utf-8")
     for block in blocks(page, "console"):
         for number, line in enumerate(block.text.splitlines(), block.line):
             if line.startswith("$ stallfree "):
                 yield f"{block.page}:{number}", line[2:]
-    plain = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), text)
+    plain = _FENCE.sub(lambda match: "\n" * match[0].count("\n"), page.read_text(encoding="utf-8"))
     for number, line in enumerate(plain.splitlines(), 1):
-        if line.startswith("    stallfree "):
-            yield f"{name_of(page)}:{number}", line.strip()
-        for match in _INLINE.finditer(line):
-            yield f"{name_of(page)}:{number}", match[1]
+        indented = [line.strip()] if line.startswith("    stallfree ") else []
+        for command in indented + _INLINE.findall(line):
+            yield f"{name_of(page)}:{number}", command

@@ -1,9 +1,10 @@
-"""The code of the documentation runs, and the commands it shows are those of the command line."""
+"""The code of the documentation and the notebooks runs, and its commands are those of the command line."""
 
 from __future__ import annotations
 
 import ast
 import inspect
+import json
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +12,17 @@ from typing import Any
 
 import pytest
 import typer
-from doc_pages import PAGES, Block, blocks, commands, name_of
+from doc_names import named
+from doc_pages import PAGES, ROOT, blocks, commands, name_of
 from doc_runs import Part, tracebacks
 from doc_setups import SETUPS, Setup
 
-import stallfree as sf
 from stallfree.cli import app
 from warm import Interpreter
 
 _CODE = [page for page in PAGES if blocks(page, "python")]
-_SHOWN = [(place, command) for page in PAGES for place, command in commands(page)]
+_COMMAND: Any = typer.main.get_command(app)
+_NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 
 def _parts(page: Path) -> list[Part]:
@@ -46,21 +48,28 @@ def test_blocks_of_a_page_run(page: Path, came: dict[str, str]) -> None:
     assert name_of(page) not in came, came[name_of(page)]
 
 
-@pytest.mark.parametrize(
-    "block", [block for page in _CODE for block in blocks(page, "python")], ids=lambda block: block.place
-)
-def test_names_of_the_package_exist(block: Block) -> None:
+@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_keeps_no_output(path: Path, interpreter: Interpreter, store_root: Path) -> None:
+    shrink = SETUPS[f"examples/{path.name}"].shrink
+    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
+    parts = [Part(f"{path.name}[{at}]", 1, "", shrink("".join(cell["source"]))) for at, cell in enumerate(cells, 1)]
+    failed = tracebacks(interpreter, store_root, {path.name: parts})
+    assert not failed, failed[path.name]
+    assert not any(cell["outputs"] or cell["execution_count"] is not None for cell in cells)
+
+
+@pytest.mark.parametrize("page", _CODE, ids=name_of)
+def test_names_of_the_package_exist(page: Path) -> None:
     """Also in blocks that cannot be run: what they take from the package is there, with these arguments."""
-    tree = ast.parse(block.text, block.place)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and _path(node):
-            _found(node)
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _path(node.func):
-            called = _found(node.func)
-            taken = inspect.signature(called).parameters
-            free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
-            wrong = {given.arg for given in node.keywords if given.arg} - set(taken)
-            assert free or not wrong, f"{block.place}: {ast.unparse(node.func)} takes no {wrong}"
+    for block in blocks(page, "python"):
+        for node in ast.walk(ast.parse(block.text, block.page)):
+            if isinstance(node, ast.Attribute) and _path(node):
+                named(".".join(_path(node)))
+            if isinstance(node, ast.Call) and _path(node.func):
+                taken = inspect.signature(named(".".join(_path(node.func)))).parameters
+                free = any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken.values())
+                wrong = {keyword.arg for keyword in node.keywords if keyword.arg} - set(taken)
+                assert free or not wrong, f"{block.page}:{block.line}: {ast.unparse(node.func)} takes no {wrong}"
 
 
 def _path(node: ast.expr) -> list[str]:
@@ -72,24 +81,16 @@ def _path(node: ast.expr) -> list[str]:
     return names if isinstance(node, ast.Name) and node.id == "sf" else []
 
 
-def _found(node: ast.Attribute) -> Any:
-    """What `sf.a.b` is; raises `AttributeError` where it is nothing."""
-    value: Any = sf
-    for name in _path(node):
-        value = getattr(value, name)
-    return value
-
-
-@pytest.mark.parametrize(("place", "command"), _SHOWN, ids=[place for place, _ in _SHOWN])
-def test_shown_commands_exist(place: str, command: str) -> None:
-    words = shlex.split(command, comments=True)[1:]
-    known: Any = typer.main.get_command(app)
-    for word in _own(words):
-        if hasattr(known, "commands") and not word.startswith("-"):
-            assert word in known.commands, f"{place}: there is no command {word!r}"
-            known = known.commands[word]
-        elif word.startswith("-"):
-            assert word.split("=")[0] in _options(known), f"{place}: {command.split(' -')[0]!r} takes no {word}"
+@pytest.mark.parametrize("page", [page for page in PAGES if [*commands(page)]], ids=name_of)
+def test_shown_commands_exist(page: Path) -> None:
+    for place, command in commands(page):
+        known: Any = _COMMAND
+        for word in _own(shlex.split(command, comments=True)[1:]):
+            if hasattr(known, "commands") and not word.startswith("-"):
+                assert word in known.commands, f"{place}: there is no command {word!r}"
+                known = known.commands[word]
+            elif word.startswith("-"):
+                assert word.split("=")[0] in _options(known), f"{place}: {command.split(' -')[0]!r} takes no {word}"
 
 
 def _own(words: list[str]) -> Iterator[str]:
@@ -111,7 +112,7 @@ def _options(command: Any) -> set[str]:
 def test_every_command_and_option_is_in_the_reference() -> None:
     text = next(page for page in PAGES if page.name == "cli.md").read_text()
     missing = []
-    for name, command in _all_commands(typer.main.get_command(app), "stallfree"):
+    for name, command in _all_commands(_COMMAND, "stallfree"):
         part = text.split(f"## {' '.join(name.split()[:2])}\n")[-1].split("\n## ")[0]
         missing += [
             f"{name} {option}" for option in _options(command) if option.startswith("--") and option not in part

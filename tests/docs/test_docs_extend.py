@@ -167,7 +167,7 @@ def came(tmp_path_factory: pytest.TempPathFactory, store_root: Path) -> dict[str
         input=json.dumps(PROGRAMS),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -13,7 +13,6 @@ import selectors
 import socket
 import struct
 import threading
-import weakref
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
@@ -229,53 +228,6 @@ class InGlobal(Rows):
         return _file
 
 
-class InClassAttribute(Rows):
-    file: Any = None
-
-    def handle(self) -> Any:
-        if InClassAttribute.file is None:
-            InClassAttribute.file = Handle(self.path)
-        return InClassAttribute.file
-
-
-class Slots:
-    __slots__ = ("file",)
-
-    def __init__(self) -> None:
-        self.file: Any = None
-
-
-class InSlots(Rows):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.slots = Slots()
-
-    def handle(self) -> Any:
-        if self.slots.file is None:
-            self.slots.file = Handle(self.path)
-        return self.slots.file
-
-
-class ReadRow:
-    """A transform that makes a record of a sample's id."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.reader = Reader(path)
-
-    def __call__(self, ids: Any) -> Any:
-        return np.frombuffer(self.reader.get().read(int(ids[0])), np.int64).copy()
-
-
-class InTransform(Rows):
-    def __init__(self, path: Path, count: int, calls: Calls) -> None:
-        super().__init__(path, count, calls, ReadRow(str(path)))
-
-    def __getitem__(self, id: int) -> Any:
-        self.calls.add()
-        return id, self.transform(np.array([id]))
-
-
 _local = threading.local()
 
 
@@ -284,19 +236,6 @@ class InThreadLocal(Rows):
         if getattr(_local, "file", None) is None:
             _local.file = Handle(self.path)
         return _local.file
-
-
-_weak: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-_kept: list[Any] = []
-
-
-class BehindWeakReference(Rows):
-    def handle(self) -> Any:
-        file = _weak.get(self.path)
-        if file is None:
-            file = _weak[self.path] = Handle(self.path)
-            _kept.append(file)
-        return file
 
 
 class InGenerator(Rows):
@@ -339,8 +278,7 @@ class OverSocket(Rows):
 
 
 PLACES: tuple[type[Rows], ...] = (
-    *(InAttribute, BehindFlag, InReader, InDict, InLruCache, InGlobal, InClassAttribute, InSlots, InTransform),
-    *(InThreadLocal, BehindWeakReference, InGenerator, OverSocket),
+    *(InAttribute, BehindFlag, InReader, InDict, InLruCache, InGlobal, InThreadLocal, InGenerator, OverSocket),
 )
 
 
@@ -361,9 +299,8 @@ def lazy_rows(place: type[Rows], folder: Path, count: int) -> Iterator[Rows]:
 def _forget() -> None:
     """Nothing is open any more in what belongs to the module."""
     global _file
-    for file in (_file, InClassAttribute.file, getattr(_local, "file", None), *_kept):
+    for file in (_file, getattr(_local, "file", None)):
         if file is not None:
             file.close()
-    _file = InClassAttribute.file = _local.file = None
-    _kept.clear()
+    _file = _local.file = None
     opened.cache_clear()

@@ -100,25 +100,6 @@ class Drawn(IterableDataset[float]):
         return (torch.rand(()).item() for _ in range(9))
 
 
-class Range(IterableDataset[int]):
-    """The numbers from `start` to `end`; `divide` gives each worker its part, as in torch's documentation."""
-
-    def __init__(self, start: int, end: int) -> None:
-        self.start, self.end = start, end
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(self.start, self.end))
-
-
-def divide(number: int) -> None:
-    info = get_worker_info()
-    assert info is not None
-    assert info.id == number
-    data: Any = info.dataset
-    size = -(-(data.end - data.start) // info.num_workers)
-    data.start, data.end = data.start + number * size, min(data.end, data.start + (number + 1) * size)
-
-
 class Held(IterableDataset[int]):
     """Endless, and calls `end` when its iterator ends."""
 

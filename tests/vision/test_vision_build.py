@@ -68,15 +68,14 @@ def test_without_a_compiler_the_wheel_is_for_everyone_and_the_user_is_told(
         pass
 
 
-def test_not_wished(build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_not_wished_and_in_a_source_distribution_it_is_not_compiled(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with run_hook(build, "sdist") as result:
+        assert result == ({"force_include": {}}, [])
     monkeypatch.setenv("STALLFREE_NATIVE", "0")
     assert build.compile_native(tmp_path / "x.so") == "STALLFREE_NATIVE=0"
     assert not list(tmp_path.iterdir())
-
-
-def test_a_source_distribution_has_none(build: ModuleType) -> None:
-    with run_hook(build, "sdist") as found:
-        assert found == ({"force_include": {}}, [])
 
 
 def test_compiled_it_is_in_the_wheel_which_is_for_this_platform(build: ModuleType) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from PIL import Image
 from torch.nn.functional import interpolate
 from vision_data import distance, encode, photograph
 
@@ -89,17 +90,6 @@ def test_parts_are_distributed_as_torchvision_says(height: int, width: int, scal
     theirs = figures(list(model(count, height, width, scale, ratio)), height, width)
     for name, values in ours.items():
         assert gap(values, theirs[name]) < 1.95 * math.sqrt(2 / count), name  # equal ones exceed it once in 1,000
-
-
-def test_parts_are_distributed_as_those_of_torchvision() -> None:
-    transforms = pytest.importorskip("torchvision.transforms")
-    count, picture = 2000, torch.zeros(3, 333, 500)
-    torch.manual_seed(0)
-    get = transforms.RandomResizedCrop.get_params
-    theirs = [Crop(*get(picture, [0.08, 1.0], [3 / 4, 4 / 3])) for _ in range(count)]
-    ours = figures(drawn(RandomResizedCrop(224), count, 333, 500), 333, 500)
-    for name, values in figures(theirs, 333, 500).items():
-        assert gap(values, ours[name]) < 1.95 * math.sqrt(2 / count), name
 
 
 @pytest.mark.parametrize(
@@ -216,24 +206,18 @@ def test_damage_is_treated_as_by_the_decoder_of_whole_pictures(engine: str) -> N
     assert refused < 15
 
 
-def test_bytes_of_other_kinds(engine: str) -> None:
-    step = sf.DecodeRandomResizedCrop(16)
-    for data in (bytearray(JPEG), memoryview(JPEG)):
-        random.seed(3)
-        found = step(data)  # type: ignore[arg-type]
-        random.seed(3)
-        np.testing.assert_array_equal(found, step(JPEG))
-
-
-def test_pictures_of_other_kinds(engine: str) -> None:
-    from PIL import Image
-
+def test_bytes_and_pictures_of_other_kinds(engine: str) -> None:
     pixels = photograph()
-    random.seed(1)
-    expected = RandomResizedCrop(16)(pixels)
-    for picture in (Image.fromarray(pixels), torch.from_numpy(pixels)):
-        random.seed(1)
-        np.testing.assert_array_equal(RandomResizedCrop(16)(picture), expected)
+    pairs: list[tuple[Any, list[Any]]] = [
+        (sf.DecodeRandomResizedCrop(16), [JPEG, bytearray(JPEG), memoryview(JPEG)]),
+        (RandomResizedCrop(16), [pixels, Image.fromarray(pixels), torch.from_numpy(pixels)]),
+    ]
+    for step, values in pairs:
+        results = []
+        for value in values:
+            random.seed(3)
+            results.append(step(value))
+        assert all((each == results[0]).all() for each in results)
 
 
 @pytest.mark.parametrize(

@@ -142,27 +142,3 @@ def test_batches_are_right_under_jitter_and_memory_is_flat(workers: int) -> None
             reserved.append(torch.cuda.memory_reserved())
     assert bad.item() == 0
     assert max(reserved) - reserved[2] <= 20 << 20
-
-
-def test_a_loader_gives_the_same_crops_with_either_placement() -> None:
-    data = [encode(photograph(60 + id, 80, id) // 4 + 90, quality=92) for id in range(24)]
-
-    class Photographs(torch.utils.data.Dataset[Any]):
-        def __init__(self, step: Any) -> None:
-            self.step = step
-
-        def __len__(self) -> int:
-            return len(data)
-
-        def __getitem__(self, id: int) -> Any:
-            return self.step(data[id]), id
-
-    batches: list[list[Any]] = []
-    for on_device in (False, True):
-        with sf.DataLoader(
-            Photographs(step(on_device=on_device)), 7, shuffle=True, seed=3, num_workers=2, device="cuda"
-        ) as loader:
-            batches.append([(pictures.cpu(), ids.tolist()) for _ in range(2) for pictures, ids in loader])
-    for (pixels, ids), (others, same) in zip(*batches, strict=True):
-        assert ids == same
-        assert distance(pixels, others).mean() < CLOSE

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -24,14 +25,14 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
-from stallfree.device.backend import Cuda, Stream
-from stallfree.device.staging import Place, Sent, Stager, memory_of
+from stallfree.device.copies import Copier
 from stallfree.pipeline.randomness import States, before_drawing
-from stallfree.pytree import Rebuild, prepared_here, take_apart
+from stallfree.pytree import prepared_here
 
-Transform = Callable[[Any], Any]
 Snapshot = Callable[[], Any]
 """Returns the state of a loader at the time of the snapshot."""
+
+TakeSnapshot = Callable[[], Snapshot]
 
 _WATCHED = 2
 """Number of batches used to detect a loader that draws random numbers."""
@@ -44,8 +45,7 @@ class Item:
     """An item from the loader: a batch, an error in its place, or the end.
 
     Attributes:
-        batch: the batch for a device without streams.
-        sent, rebuild, place: the leaves of a batch on a device with streams, what rebuilds it, and its place.
+        batch: the batch; on a device with streams, what `Copier.send` returned for it.
         error: raised by the loader, or while the batch was being sent.
         end: whether the loader has ended.
         snapshot: state of the loader after this item; None if it has no state.
@@ -53,9 +53,6 @@ class Item:
     """
 
     batch: Any = None
-    sent: Sent | None = None
-    rebuild: Rebuild | None = None
-    place: Place | None = None
     error: BaseException | None = None
     end: bool = False
     snapshot: Snapshot | None = None
@@ -100,51 +97,6 @@ class _Stopped(BaseException):
     """Ends the thread. Raised inside the loader if the thread is running it."""
 
 
-@dataclass
-class Copier:
-    """Sends batches to a device with streams, in its copy stream.
-
-    Attributes:
-        backend, stream, stager: the device, the stream of the copies, and what submits them.
-        places: one for each batch in flight.
-        transform: called with each batch on the device, or None.
-    """
-
-    backend: Cuda
-    stream: Stream
-    stager: Stager
-    places: list[Place]
-    transform: Transform | None
-    _number: int = 0
-
-    def send(self, batch: Any) -> Item:
-        """Submit the copies of a batch to the current stream. It is held until they are done."""
-        place = self.places[self._number % len(self.places)]
-        leaves, rebuild = take_apart(batch)
-        try:
-            sent = self.stager.send(place, leaves)
-            if self.transform is not None and not sent.late:
-                leaves, rebuild = take_apart(self.transform(rebuild(sent.leaves)))
-                memory = [part for leaf in leaves for part in memory_of(leaf)]
-                sent = Sent(leaves, sent.memory + memory)
-        finally:
-            self.backend.record(place.copied)
-        self._number += 1
-        return Item(sent=sent, rebuild=rebuild, place=place)
-
-    def drop_copied(self) -> None:
-        """Drop the loader's batches whose copies are done."""
-        for place in self.places:
-            if place.held is not None and self.backend.reached(place.copied):
-                place.held = None
-
-    def finish(self) -> None:
-        """Wait for all copies."""
-        for place in self.places:
-            self.backend.finish(place.copied)
-            place.held = None
-
-
 class LoaderThread:
     """Takes batches from `source` until it ends or `stop` is called.
 
@@ -158,22 +110,19 @@ class LoaderThread:
         copier: sends the batches to the device; None to pass them on.
 
     Attributes:
+        copier: as given.
         stopped: whether the thread ends, or has ended.
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        snapshot: Callable[[], Snapshot] | None,
-        lock: threading.Lock,
-        copier: Copier | None,
+        self, source: Iterator[Any], snapshot: TakeSnapshot | None, lock: threading.Lock, copier: Copier | None
     ) -> None:
-        self._snapshot, self._lock, self._copier = snapshot, lock, copier
+        self._snapshot, self._lock, self.copier = snapshot, lock, copier
         self._items = Items()
         self._waiting = False  # whether the training loop waits for an item; False before it marks one as taken
         self.stopped = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
-        self._draws, self._overlaps, self._batches = States(), False, 0
+        self._draws, self._overlaps = States(), False  # whether the loader was seen to draw nothing
         self._thread = threading.Thread(target=self._run, args=(source,), name="stallfree-prefetch", daemon=True)
         _alive.add(self)
         self._thread.start()
@@ -194,6 +143,8 @@ class LoaderThread:
 
     def remove(self, item: Item) -> None:
         """Remove the item that was taken last: work submitted from now on does not use it. Idempotent."""
+        if self.copier is not None:
+            self.copier.release()
         self._items.remove(item)
         self._wake()
 
@@ -215,14 +166,15 @@ class LoaderThread:
 
     def _run(self, source: Iterator[Any]) -> None:
         """Drops `source` before it delivers the end, so that the loader can be reused."""
+        copier = self.copier
         try:
-            if self._copier is None:
+            if copier is None:
                 self._take_all(source)
             else:
-                self._copier.backend.bind()
-                with self._copier.backend.using(self._copier.stream):
+                copier.backend.bind()
+                with copier.backend.using(copier.stream):
                     self._take_all(source)
-                self._copier.finish()  # sources must stay alive until the copies are done
+                copier.drop_copied(wait=True)
         except BaseException as error:
             self._items.put(Item(error=error))
         del source
@@ -230,36 +182,27 @@ class LoaderThread:
 
     def _take_all(self, source: Iterator[Any]) -> None:
         with before_drawing(self._let_draw), contextlib.suppress(_Stopped):
-            while True:
+            for number in itertools.count():
                 self._wait_until(self._has_capacity)
-                if self._copier is not None:
-                    self._copier.drop_copied()
+                if self.copier is not None:
+                    self.copier.drop_copied()
+                watched = not self._overlaps and number < _WATCHED
+                if not self._overlaps:
+                    self._let_loop_wait()
+                if watched:
+                    self._draws.moved()
                 item = self._next(source)
                 if item.end:
                     break
+                self._overlaps = self._overlaps or (watched and not self._draws.moved())
                 self._items.put(item)
                 del item  # or the thread keeps the batch alive while it waits
 
     def _has_capacity(self) -> bool:
-        return self._items.all_taken if self._copier is None else self._items.has_capacity(len(self._copier.places))
+        return self._items.all_taken if self.copier is None else self._items.has_capacity(len(self.copier.places))
 
     def _next(self, source: Iterator[Any]) -> Item:
-        """Return the next item. Waits until the loop waits for it, unless the loader was seen to draw nothing."""
-        if not self._overlaps:
-            self._let_loop_wait()
-        watched = not self._overlaps and self._batches < _WATCHED
-        if watched:
-            self._draws.moved()
-        item = self._take_from(source)
-        try:
-            if not item.end:
-                self._overlaps = self._overlaps or (watched and not self._draws.moved())
-                self._batches += 1
-            return item
-        finally:
-            del item  # see `_take_from`
-
-    def _take_from(self, source: Iterator[Any]) -> Item:
+        """Return the next item of the loader, whose batch is sent to the device."""
         item = batch = None
         try:
             try:
@@ -273,7 +216,7 @@ class LoaderThread:
                 item = Item(error=error)
             try:
                 if item is None:
-                    item = Item(prepared_here(batch)) if self._copier is None else self._copier.send(batch)
+                    item = Item(prepared_here(batch) if self.copier is None else self.copier.send(batch))
                 if self._snapshot is not None:
                     with self._lock:
                         item.snapshot = self._snapshot()

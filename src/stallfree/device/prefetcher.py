@@ -12,13 +12,13 @@ from typing import Any, Generic, overload
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.device.ahead import Copier, Item, LoaderThread, Snapshot, Transform
-from stallfree.device.backend import Cuda, Device, Stream, find_backend, parse_device
-from stallfree.device.staging import Place, Stager, send_itself
+from stallfree.device.ahead import Item, LoaderThread, Snapshot
+from stallfree.device.copies import Copier, Cuda, Device, Place, Stream, Transform, find_device
 from stallfree.errors import InputError, iteration_over, stop_iteration
 from stallfree.ipc.forked import Owner
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
+from stallfree.units import parse_whole
 
 
 class DevicePrefetcher(Generic[BatchT_co]):
@@ -71,33 +71,29 @@ class DevicePrefetcher(Generic[BatchT_co]):
     def __init__(
         self, loader: Iterable[Any], device: Device, depth: int = 2, *, transform_on_device: Transform | None = None
     ) -> None:
-        _check(loader, depth, transform_on_device)
+        parse_whole(depth, "depth", 1)
+        if transform_on_device is not None and not callable(transform_on_device):
+            raise InputError(f"transform_on_device={transform_on_device!r:.80}: give a function of a batch, or None")
+        if not hasattr(loader, "__iter__"):
+            raise InputError(f"the loader is a {type(loader).__name__}, which cannot be iterated: give a data loader")
         self.loader, self.depth, self.transform_on_device = loader, depth, transform_on_device
-        self.device = parse_device(device)
-        self._backend = find_backend(self.device)
-        if self._backend is not None:
-            self.device = self._backend.device
-            self._stager = Stager(self._backend)
+        self.device, self._backend = find_device(device)
         self._stream: Stream | None = None
         self._begin_here()
 
     def _begin_here(self) -> None:
         """Set what belongs to this process: a forked child inherits no threads."""
         self._owner = Owner()
-        self.pin = Pin(self._backend)
+        self._places: list[Place] = []  # of all iterations
+        self.pin = partial(_pin, self._backend, self._owner, self._places)  # a loader may keep it
         self._lock = threading.Lock()  # held while the loader runs, in whichever iteration
-        self._iterations: weakref.WeakSet[_Iteration] = weakref.WeakSet()
-        self._latest: weakref.ref[_Iteration] | None = None
-        self._threads: list[tuple[LoaderThread, list[Place]]] = []  # with the places that they use
+        self._latest: Callable[[], _Iteration | None] = lambda: None
+        self._threads: list[LoaderThread] = []
         self._unused: list[list[Place]] = []
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
 
     def __reduce__(self) -> Any:
-        make = partial(type(self), transform_on_device=self.transform_on_device)
-        return make, (self.loader, self.device, self.depth)
-
-    def __repr__(self) -> str:
-        return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
+        return partial(type(self), transform_on_device=self.transform_on_device), (self.loader, self.device, self.depth)
 
     def __len__(self) -> int:
         """Number of batches per epoch, as reported by the loader."""
@@ -110,13 +106,11 @@ class DevicePrefetcher(Generic[BatchT_co]):
         loader: Any = self.loader
         with self._lock:
             source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
-            snapshot = _snapshots(loader)
+            snapshot = partial(_snapshot, loader) if hasattr(loader, "state_dict") else None
             self._consumed = None if snapshot is None else snapshot()
-        copier = self._copier()
-        thread = LoaderThread(source, snapshot, self._lock, copier)
-        self._threads.append((thread, [] if copier is None else copier.places))
+        thread = LoaderThread(source, snapshot, self._lock, self._copier())
+        self._threads.append(thread)
         iteration = _Iteration(self, thread)
-        self._iterations.add(iteration)
         self._latest = weakref.ref(iteration)
         return iteration
 
@@ -129,16 +123,16 @@ class DevicePrefetcher(Generic[BatchT_co]):
             self._stream = backend.new_stream()
         if not self._unused:
             self._unused.append([Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)])
-            self.pin.places += self._unused[-1]
-        return Copier(backend, self._stream, self._stager, self._unused.pop(), self.transform_on_device)
+            self._places += self._unused[-1]
+        return Copier(backend, self._stream, self._unused.pop(), self.transform_on_device)
 
     def _join_stopped(self) -> None:
         """Wait for the threads of ended iterations, whose places serve the next one."""
-        for thread, places in [each for each in self._threads if each[0].stopped]:
+        for thread in [thread for thread in self._threads if thread.stopped]:
             thread.join()
-            self._threads.remove((thread, places))
-            if places:
-                self._unused.append(places)
+            self._threads.remove(thread)
+            if thread.copier is not None:
+                self._unused.append(thread.copier.places)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -147,23 +141,25 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
         Raises `InputError` if the loader has no state.
         """
-        self._need("state_dict")
-        loader: Any = self.loader
-        return loader.state_dict() if self._consumed is None else self._state_of(self._consumed)
+        return self.state_at(self._consumed)
 
     @property
     def ahead(self) -> bool:
         """Whether the loader may have delivered batches that have not been yielded here."""
         return self._consumed is not None
 
-    def _snapshot(self) -> Snapshot:
-        """Return a snapshot of the current state, to be evaluated later."""
-        consumed = self._consumed
-        return _made(self.state_dict()) if consumed is None else partial(self._state_of, consumed)
+    @property
+    def position(self) -> Snapshot | None:
+        """The position of the latest iteration, for `state_at`."""
+        return self._consumed
 
-    def _state_of(self, consumed: Snapshot) -> Any:
+    def state_at(self, position: Snapshot | None) -> Any:
+        """Return the loader's state at a position."""
+        if position is None:
+            self._need("state_dict")
+            return self.loader.state_dict()  # type: ignore[attr-defined]
         with self._lock:
-            return consumed()
+            return position()
 
     def load_state_dict(self, state: Any) -> None:
         """Make the next iteration resume from `state`.
@@ -181,50 +177,36 @@ class DevicePrefetcher(Generic[BatchT_co]):
                 f"the loader, a {type(self.loader).__name__}, has no {name}(): give one that has, such as DataLoader"
             )
 
-    def consumed(self, iteration: _Iteration, snapshot: Snapshot | None) -> None:
-        """Keep the state after what `iteration` has yielded, if it is the latest one."""
-        if self._latest is not None and self._latest() is iteration:
-            self._consumed = snapshot
-
     def close(self) -> None:
         """End all iterations and wait for their threads.
 
         The prefetcher can be iterated again.
         """
         if self._owner.is_here:
-            for iteration in list(self._iterations):
-                iteration.close()
+            for thread in self._threads:
+                thread.stop()
             self._join_stopped()
 
 
-class Pin:
-    """Pins host memory, so that the device copies from it directly. A loader may keep it: it does not refer to one.
+def _pin(
+    backend: Cuda | None, owner: Owner, places: list[Place], memory: npt.NDArray[np.uint8]
+) -> Callable[[], object]:
+    """Pin host memory, so that the device copies from it directly.
 
-    Attributes:
-        places: whose copies may read that memory.
+    Returns the function that unpins it once the copies of all `places` are done. In a forked child, which has no
+    device, both do nothing.
     """
+    if backend is None or not owner.is_here:
+        return _do_nothing
+    undo = backend.pin(memory)
 
-    def __init__(self, backend: Cuda | None) -> None:
-        self._backend, self._owner = backend, Owner()
-        self.places: list[Place] = []
+    def finish_and_undo() -> None:
+        if owner.is_here:
+            for place in places:
+                place.copied.synchronize()
+            undo()
 
-    def __call__(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
-        """Pin memory; returns the function that unpins it, once the copies are done.
-
-        In a forked child, which has no device, both do nothing.
-        """
-        backend = self._backend
-        if backend is None or not self._owner.is_here:
-            return _do_nothing
-        undo = backend.pin(memory)
-
-        def finish_and_undo() -> None:
-            if self._owner.is_here:
-                for place in self.places:
-                    backend.finish(place.copied)
-                undo()
-
-        return finish_and_undo
+    return finish_and_undo
 
 
 class _Iteration(Iterator[Any]):
@@ -233,12 +215,11 @@ class _Iteration(Iterator[Any]):
     def __init__(self, prefetcher: DevicePrefetcher[Any], thread: LoaderThread) -> None:
         self._prefetcher, self.thread = prefetcher, thread
         self._owner = Owner()
-        self._ended = False
         self._taken: Item | None = None  # the last item
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
 
     def __next__(self) -> Any:
-        if self._ended:
+        if self.thread.stopped:
             raise StopIteration
         if not self._owner.is_here:
             raise iteration_over(
@@ -250,8 +231,9 @@ class _Iteration(Iterator[Any]):
         item = self.thread.take()
         self._taken = item
         self._count_wait(time.monotonic() - begun)
-        if item.snapshot is not None or item.end:
-            self._prefetcher.consumed(self, item.snapshot)
+        prefetcher = self._prefetcher
+        if prefetcher._latest() is self and (item.snapshot is not None or item.end):
+            prefetcher._consumed = item.snapshot
         if item.end:
             self.close()
             raise StopIteration
@@ -270,39 +252,23 @@ class _Iteration(Iterator[Any]):
 
     def _deliver(self, item: Item) -> Any:
         """Return the batch of an item, which keeps no reference to it."""
-        prefetcher, backend = self._prefetcher, self._prefetcher._backend
-        transform = prefetcher.transform_on_device
-        if backend is None:
-            batch, item.batch = item.batch, None
-            if prefetcher.device.type != "cpu":
-                leaves, rebuild = take_apart(batch)
-                batch = rebuild([send_itself(leaf, prefetcher.device) for leaf in leaves])
-            return batch if transform is None else transform(batch)
-        sent, item.sent = item.sent, None
-        assert sent is not None
-        assert item.rebuild is not None
-        assert item.place is not None
-        backend.wait(item.place.copied)
-        for memory in sent.memory:
-            backend.keep(memory)
-        for at in sent.late:
-            sent.leaves[at] = send_itself(sent.leaves[at], backend.device)
-        batch = item.rebuild(sent.leaves)
-        return transform(batch) if sent.late and transform is not None else batch
+        batch, item.batch = item.batch, None
+        if self.thread.copier is not None:
+            return self.thread.copier.deliver(batch)
+        device, transform = self._prefetcher.device, self._prefetcher.transform_on_device
+        if device.type != "cpu":
+            leaves, rebuild = take_apart(batch)
+            batch = rebuild([leaf.to(device) for leaf in leaves])
+        return batch if transform is None else transform(batch)
 
     def _release_batch(self) -> None:
         """Release the batch yielded last: work submitted to the device from now on does not use it."""
-        item, backend = self._taken, self._prefetcher._backend
-        if item is None:
-            return
-        if backend is not None and item.place is not None:
-            backend.record(item.place.used)
-        self.thread.remove(item)
-        self._taken = None
+        if self._taken is not None:
+            self.thread.remove(self._taken)
+            self._taken = None
 
     def close(self) -> None:
         """End this pass. Idempotent."""
-        self._ended = True
         if self._owner.is_here:
             self._release_batch()
         self.thread.stop()
@@ -315,29 +281,13 @@ def _do_nothing(*_: object) -> None:
     pass
 
 
-def _snapshots(loader: Any) -> Callable[[], Snapshot] | None:
-    """Return the function that takes a loader's state after a batch; None if the loader has no state.
+def _snapshot(loader: Any) -> Snapshot:
+    """Return a function that returns the present state of `loader` later.
 
     A loader that can return an earlier state (`state_at`, with the `position` of that time) need not build one per
     batch.
     """
-    if isinstance(loader, DevicePrefetcher):
-        return None if _snapshots(loader.loader) is None else loader._snapshot
     if hasattr(loader, "state_at"):
-        return lambda: partial(loader.state_at, loader.position)
-    if hasattr(loader, "state_dict"):
-        return lambda: _made(loader.state_dict())
-    return None
-
-
-def _made(state: Any) -> Snapshot:
+        return partial(loader.state_at, loader.position)
+    state = loader.state_dict()
     return lambda: state
-
-
-def _check(loader: Any, depth: Any, transform: Any) -> None:
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise InputError(f"depth={depth!r}: give the number of batches to copy ahead, 1 or more")
-    if transform is not None and not callable(transform):
-        raise InputError(f"transform_on_device={transform!r:.80}: give a function of a batch, or None")
-    if not hasattr(loader, "__iter__"):
-        raise InputError(f"the loader is a {type(loader).__name__}, which cannot be iterated: give a data loader")

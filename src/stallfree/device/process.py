@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import select
 import struct
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
@@ -27,30 +26,21 @@ from typing import Any, Generic, Self
 import torch
 import torch.multiprocessing  # registers how tensors are sent
 
-from stallfree.device.backend import Cuda, Device, Event, Stream, find_backend, parse_device
+from stallfree import errors
+from stallfree.device.copies import Cuda, Device, Event, Stream, find_device, is_plain
 from stallfree.device.prefetcher import DevicePrefetcher
-from stallfree.device.staging import is_plain
-from stallfree.errors import (
-    InputError,
-    ProducerError,
-    batch_timeout,
-    device_unknown,
-    iteration_over,
-    not_picklable,
-    prefetcher_process,
-    text_of,
-)
 from stallfree.ipc.forked import Owner
-from stallfree.ipc.process import Child, Parent
+from stallfree.ipc.process import Child, Parent, end_all
 from stallfree.ipc.remote import pack_error, unpack_error
 from stallfree.notes import raisable
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co
+from stallfree.units import parse_whole
 
 _START_METHOD = "spawn"  # a fork would inherit locked locks and an unusable device
-_END_SECONDS = 5.0  # for the loader to return when the process must end
+_END_SECONDS = 6.0  # for the loader to return when the process must end
 _ANSWER_SECONDS = 1.0
 
 _HEAD = struct.Struct("<BQ")
@@ -69,7 +59,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
     the one before.
 
     The process ends with `close`, with the process that created it, or when the prefetcher is freed. It is killed if
-    its loader does not return within 5 s.
+    its loader does not return within 6 s.
 
     Args:
         make_loader: called without arguments in the new process; returns any iterable. It must be picklable: a function
@@ -77,6 +67,9 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         device: device such as "cuda", "cuda:1" or "cpu".
         depth: batches that are ready, besides the one in use. At least 1.
         timeout: seconds to wait for a batch before `WaitError`. The first wait includes the start of the process.
+
+    Attributes:
+        pid: PID of the loading process.
 
     An exception of the loader is raised at its position in the order, with the traceback of the loading process as its
     cause; `next` then continues if the loader does. An exception of `make_loader` is raised in each epoch. Raises
@@ -100,44 +93,62 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         self, make_loader: Callable[[], Iterable[BatchT_co]], device: Device, depth: int = 2, *, timeout: float = 300.0
     ) -> None:
         need_linux("ProcessPrefetcher", "use DevicePrefetcher")
-        self.device, self.depth, self.timeout = _check(make_loader, device, depth, timeout), depth, timeout
-        self._backend = find_backend(self.device)
-        if self._backend is not None:
-            self.device = self._backend.device
+        if not callable(make_loader):
+            raise errors.InputError(
+                f"make_loader={make_loader!r:.80}: give a function without arguments that returns the loader; the new "
+                "process calls it"
+            )
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise errors.InputError(f"timeout={timeout!r}: give the seconds to wait for a batch, more than 0")
+        self.depth, self.timeout = parse_whole(depth, "depth", 1), timeout
+        self.device, self._backend = find_device(device)
+        if self.device.type not in ("cuda", "cpu"):
+            raise errors.device_unknown(
+                f"device={device!r}: processes share memory of 'cuda' and 'cpu' only. Use DevicePrefetcher"
+            )
         self._owner = Owner()
-        self._child = _start(_LazyFactory(make_loader), self.device, depth)
+        try:
+            self._child = Child(
+                *(_produce, _Factory(make_loader), self.device, self.depth),
+                context=get_context(_START_METHOD),
+                name="stallfree-prefetch",
+                leads=True,
+            )
+        except (OSError, errors.StallfreeError):
+            raise  # no process can be started here
+        except Exception as error:
+            raise errors.not_picklable(
+                f"make_loader cannot be sent to a new process: {errors.text_of(error)}. Define it at the top level of "
+                "a module (no lambda, no function within a function), and pass its arguments by functools.partial"
+            ) from error
+        self.pid = self._child.pid
         self._inbox: deque[tuple[int, memoryview]] = deque()  # of the iteration of number `_passes`
         self._lengths: deque[memoryview] = deque()
         self._passes = 0
         self._pass: weakref.ref[_Pass] | None = None
         # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
-        self._end = Finalize(self, _end, (self._child,), exitpriority=100)
+        self._end = Finalize(self, end_all, ([self._child], _END_SECONDS), exitpriority=100)
 
     def __iter__(self) -> Iterator[BatchT_co]:
         self._check_process()
-        self._end_pass(replaced=True)
+        self._end_pass()
         self._passes += 1
         for _, body in self._inbox:
             _drop(body)
         self._inbox.clear()
-        self._send(_BEGIN)
-        started = _Pass(self)
+        self._send(_BEGIN, self._passes)
+        started = _Pass(self, self._passes)
         self._pass = weakref.ref(started)
         return started
 
     def __len__(self) -> int:
         """Number of batches per epoch, as reported by the loader. Waits until the loader exists."""
         self._check_process()
-        self._send(_LENGTH)
+        self._send(_LENGTH, self._passes)
         body = self._receive(self._lengths, "the length of the loader")
         if len(body) > 8:
             raise raisable(unpack_error(body))
         return int.from_bytes(body, "little")
-
-    @property
-    def pid(self) -> int:
-        """PID of the loading process."""
-        return self._child.pid
 
     def close(self) -> None:
         """End the process and wait for its exit. Idempotent.
@@ -148,10 +159,10 @@ class ProcessPrefetcher(Generic[BatchT_co]):
             self._end_pass()
             self._end()
 
-    def _end_pass(self, *, replaced: bool = False) -> None:
+    def _end_pass(self) -> None:
         last = None if self._pass is None else self._pass()
         if last is not None:
-            last.close(replaced=replaced)
+            last.close()
 
     def __enter__(self) -> Self:
         return self
@@ -160,59 +171,51 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         self.close()
 
     def __reduce__(self) -> Any:
-        raise prefetcher_process("a ProcessPrefetcher belongs to the process that made it: make one in each process")
+        raise errors.prefetcher_process(
+            "a ProcessPrefetcher belongs to the process that made it: make one in each process"
+        )
 
     # -- messages -----------------------------------------------------------------------------------------------------
 
     def _check_process(self) -> None:
         if not self._owner.is_here:
-            raise prefetcher_process(
+            raise errors.prefetcher_process(
                 f"this ProcessPrefetcher belongs to process {self._owner.pid}, and this process is a child of it: "
                 "make one here"
             )
         if not self._end.still_active():
             raise self._end_error()
 
-    def _send(self, kind: int) -> None:
-        self._child.send(_HEAD.pack(kind, self._passes))
+    def _send(self, kind: int, number: int) -> None:
+        self._child.send(_HEAD.pack(kind, number))
 
     def _receive(self, queue: deque[Any], what: str) -> Any:
         """Return the next item of `_inbox` or `_lengths`. Raises `ProducerError` and `WaitError`."""
         deadline = time.monotonic() + self.timeout
         while not queue:
             try:
-                message = self._child.receive()
+                message = self._child.receive_by(deadline)
             except EOFError:
                 raise self._end_error() from None
-            if message is not None:
-                self._sort(memoryview(message))
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise batch_timeout(
+            if message is None:
+                raise errors.batch_timeout(
                     f"the ProcessPrefetcher has waited {self.timeout:g} s for {what}. Give a larger timeout if it "
                     "takes so long"
                 )
-            poller = select.poll()
-            poller.register(self._child.fileno(), self._child.events)
-            poller.poll(1000 * left)
-            self._child.flush()
+            kind, number = _HEAD.unpack_from(message)
+            body = memoryview(message)[_HEAD.size :]
+            if kind == _LENGTH:
+                self._lengths.append(body)
+            elif number == self._passes:
+                self._inbox.append((kind, body))
+            elif kind == _BATCH:
+                _drop(body)
         return queue.popleft()
 
-    def _sort(self, message: memoryview) -> None:
-        kind, number = _HEAD.unpack_from(message)
-        body = message[_HEAD.size :]
-        if kind == _LENGTH:
-            self._lengths.append(body)
-        elif number == self._passes:
-            self._inbox.append((kind, body))
-        elif kind == _BATCH:
-            _drop(body)
-
-    def _end_error(self) -> ProducerError:
+    def _end_error(self) -> errors.ProducerError:
         code = self._child.join(_ANSWER_SECONDS)
         how = "" if code is None else f" by signal {-code}" if code < 0 else f" with exit code {code}"
-        return ProducerError(
+        return errors.ProducerError(
             f"the loading process (process {self.pid}) has ended{how}, or was closed: make a new ProcessPrefetcher. "
             "Its output shows the cause; a script that makes one needs `if __name__ == '__main__':`"
         )
@@ -225,32 +228,33 @@ class _Pass(Iterator[Any]):
     loop that wait, the leaves of a batch are kept until the work on them is done, and dropped in a stream without work.
     """
 
-    def __init__(self, prefetcher: ProcessPrefetcher[Any]) -> None:
-        self._prefetcher, self._backend = prefetcher, prefetcher._backend
-        self._ended = self._replaced = False
+    def __init__(self, prefetcher: ProcessPrefetcher[Any], serial: int) -> None:
+        self._prefetcher, self._backend, self._serial = prefetcher, prefetcher._backend, serial
+        self._closed = self._exhausted = False
         self._number = 0
         self._out: tuple[Any, Stream] | None = None  # the leaves of the last batch, and the stream that waited for it
         self._used: deque[tuple[Event, Any]] = deque()  # those of earlier ones, and the event that ends their use
         self._idle: Stream = None if self._backend is None else self._backend.new_stream()
 
     def __next__(self) -> Any:
-        if self._replaced:
-            raise iteration_over(
+        prefetcher = self._prefetcher
+        if self._closed and not self._exhausted and prefetcher._passes > self._serial:
+            raise errors.iteration_over(
                 "this iteration is over: the ProcessPrefetcher was iterated again, and its process loads for one "
                 "iteration at a time. Make one for each loop that runs at the same time"
             )
-        if self._ended:
+        if self._closed:
             raise StopIteration
-        prefetcher = self._prefetcher
         prefetcher._check_process()
         self._release_batch()
         kind, body = prefetcher._receive(prefetcher._inbox, f"batch {self._number} of the epoch")
         if kind == _END:
+            self._exhausted = True
             self.close()
             raise StopIteration
         self._number += 1
         if kind == _FAILED:
-            prefetcher._send(_RETURN)
+            prefetcher._send(_RETURN, self._serial)
             raise raisable(unpack_error(body))
         try:
             batch = pickle.loads(body)
@@ -267,36 +271,34 @@ class _Pass(Iterator[Any]):
             return
         (leaves, stream), self._out = self._out, None
         if self._backend is None:
-            self._prefetcher._send(_RETURN)
+            self._prefetcher._send(_RETURN, self._serial)
             return
-        event = self._backend.new_event()
-        with self._backend.using(stream):
-            self._backend.record(event)
-        if stream != self._backend.current_stream():
-            self._backend.wait(event)
-            self._backend.record(event)
+        event, current = self._backend.new_event(), self._backend.current_stream()
+        event.record(stream)
+        if stream != current:
+            current.wait_event(event)
+            event.record(current)
         self._used.append((event, leaves))
         del leaves
         self._drop_used(self._backend, self._prefetcher.depth)
 
     def _drop_used(self, backend: Cuda, most: int) -> None:
         """Drop the batches whose use has ended; wait for the oldest ones if there are more than `most`."""
-        while self._used and (len(self._used) > most or backend.reached(self._used[0][0])):
-            backend.finish(self._used[0][0])
+        while self._used and (len(self._used) > most or self._used[0][0].query()):
+            self._used[0][0].synchronize()
             with backend.using(self._idle):
                 self._used.popleft()
-            self._prefetcher._send(_RETURN)
+            self._prefetcher._send(_RETURN, self._serial)
 
-    def close(self, *, replaced: bool = False) -> None:
-        """End the pass, in favour of a new one if it is `replaced`. Idempotent."""
-        prefetcher = self._prefetcher
-        if self._ended or not prefetcher._owner.is_here:
+    def close(self) -> None:
+        """End the pass. Idempotent."""
+        if self._closed or not self._prefetcher._owner.is_here:
             return
-        self._ended, self._replaced = True, replaced
+        self._closed = True
         self._release_batch()
         if self._backend is not None:
             self._drop_used(self._backend, 0)
-        prefetcher._send(_BREAK)
+        self._prefetcher._send(_BREAK, self._serial)
 
     def __del__(self) -> None:
         with contextlib.suppress(Exception):
@@ -309,65 +311,27 @@ def _drop(body: memoryview) -> None:
         pickle.loads(body)
 
 
-def _check(make_loader: Any, device: Any, depth: Any, timeout: Any) -> torch.device:
-    """Validate the arguments and return the device."""
-    if not callable(make_loader):
-        raise InputError(
-            f"make_loader={make_loader!r:.80}: give a function without arguments that returns the loader; the new "
-            "process calls it"
-        )
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
-        raise InputError(f"depth={depth!r}: give a whole number, 1 or more")
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-        raise InputError(f"timeout={timeout!r}: give the seconds to wait for a batch, more than 0")
-    where = parse_device(device)
-    if where.type not in ("cuda", "cpu"):
-        raise device_unknown(
-            f"device={device!r}: processes share memory of 'cuda' and 'cpu' only. Use DevicePrefetcher"
-        )
-    return where
-
-
-def _start(*arguments: Any) -> Child:
-    """Start the loading process. Raises `InputError` if its arguments cannot be pickled."""
-    try:
-        return Child(_produce, *arguments, context=get_context(_START_METHOD), name="stallfree-prefetch", leads=True)
-    except OSError:
-        raise  # no process can be started here
-    except Exception as error:
-        raise not_picklable(
-            f"make_loader cannot be sent to a new process: {text_of(error)}. Define it at the top level of a "
-            "module (no lambda, no function within a function), and pass its arguments by functools.partial"
-        ) from error
-
-
-def _end(child: Child) -> None:
-    child.end(time.monotonic() + _END_SECONDS + _ANSWER_SECONDS)
-
-
 # -- in the loading process -------------------------------------------------------------------------------------------
 
 
-class _LazyFactory:
-    """A function that is unpickled when it is called, so that errors of both are handled alike.
-
-    It seeds torch's generator in the new process with a number drawn in this one.
-    """
+class _Factory:
+    """Makes the loader. It is unpickled when it is called in the new process: errors of both are handled alike."""
 
     def __init__(self, make_loader: Callable[[], Iterable[Any]]) -> None:
-        self._make_loader, self._seed, self._pickled = make_loader, draw_seed(), b""
+        self._make_loader = make_loader
 
-    def __call__(self) -> Iterable[Any]:
-        """Call the function and return its result."""
-        torch.manual_seed(self._seed)
-        make: Callable[[], Iterable[Any]] = pickle.loads(self._pickled)
-        return make()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_pickled": bytes(ForkingPickler.dumps(self._make_loader)), "_seed": self._seed}
+    def __reduce__(self) -> Any:
+        return partial, (_make_loader, bytes(ForkingPickler.dumps(self._make_loader)), draw_seed())
 
 
-def _produce(parent: Parent, make_loader: _LazyFactory, device: torch.device, depth: int) -> None:
+def _make_loader(pickled: bytes, seed: int) -> Iterable[Any]:
+    """Seed torch's generator with a number drawn in the training process, and make the loader."""
+    torch.manual_seed(seed)
+    make: Callable[[], Iterable[Any]] = pickle.loads(pickled)
+    return make()
+
+
+def _produce(parent: Parent, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int) -> None:
     """Run the loading process."""
     with contextlib.suppress(OSError):  # the parent has ended
         parent.report()
@@ -387,7 +351,9 @@ def _produce(parent: Parent, make_loader: _LazyFactory, device: torch.device, de
 class _Producer:
     """Serves the requests of the training process, which a thread receives: it ends this process with that one."""
 
-    def __init__(self, parent: Parent, make_loader: _LazyFactory, device: torch.device, depth: int) -> None:
+    def __init__(
+        self, parent: Parent, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int
+    ) -> None:
         self._parent, self._make_loader, self._device, self._depth = parent, make_loader, device, depth
         self._requests: SimpleQueue[bytearray | None] = SimpleQueue()
         parent.listen(self._requests.put)

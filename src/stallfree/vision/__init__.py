@@ -6,7 +6,6 @@ Images are uint8 arrays of shape (H, W, 3). Random numbers come from Python's ge
 sample. So a sample is the same function of (seed, epoch, id) in every process.
 """
 
-from stallfree.vision.crops import DecodeRandomResizedCrop, DecodeResizeCenterCrop, RandomResizedCrop
-from stallfree.vision.normalize import Normalize
+from stallfree.vision.crops import DecodeRandomResizedCrop, DecodeResizeCenterCrop, Normalize, RandomResizedCrop
 
 __all__ = ["DecodeRandomResizedCrop", "DecodeResizeCenterCrop", "Normalize", "RandomResizedCrop"]

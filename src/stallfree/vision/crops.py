@@ -1,4 +1,4 @@
-"""Crops of images, resized: random ones and the central one, from encoded and from decoded images.
+"""Crops of images, random ones and the central one, from encoded and from decoded images; normalisation of batches.
 
 Random numbers come from Python's generator, which stallfree seeds for each sample. In a batch that is composed in
 place, results are written to its rows (`out`).
@@ -7,18 +7,21 @@ place, results are written to its rows (`out`).
 from __future__ import annotations
 
 import math
-import operator
 import random
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 
 from stallfree.errors import InputError, transform_input
 from stallfree.pipeline.compose import Out, in_place, mark_deterministic, mark_random
+from stallfree.pytree import take_apart
 from stallfree.sources.decode import DecodeImage
+from stallfree.units import parse_whole
 from stallfree.vision import native
-from stallfree.vision.encoded import EncodedPicture, baseline_size, encoded_picture
+from stallfree.vision.encoded import EncodedPicture, baseline_size
 from stallfree.vision.native import Crop, Layout, Pixels
 
 _TRIES = 10
@@ -27,9 +30,11 @@ _TRIES = 10
 class _Crop:
     """Base of all crops: a part of an image, mirrored or not, resized to `size`."""
 
-    def __init__(self, size: int | Sequence[int], layout: Layout) -> None:
-        self.size = _sides(size, "size")
-        self.layout = check_layout(layout)
+    size: Any
+    layout: Layout
+
+    def __post_init__(self) -> None:
+        self.size, self.layout = _sides(self.size, "size"), _checked(self.layout)
 
     def draw(self, height: int, width: int) -> tuple[Crop, bool]:
         """Return the crop for an image of that size, and whether to mirror it."""
@@ -37,9 +42,9 @@ class _Crop:
 
     def _of_pixels(self, image: Any, out: Out | None, drawn: tuple[Crop, bool] | None = None) -> Pixels:
         """Return the crop of a decoded image."""
-        array = None if isinstance(image, (bytes, bytearray, memoryview, str)) else np.asarray(image)
-        if array is None or array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
-            got = type(image).__name__ + ("" if array is None else f" ({array.dtype}, shape {array.shape})")
+        array = np.asarray(image)
+        if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3 or not array.size:
+            got = f"{type(image).__name__} ({array.dtype}, shape {array.shape})"
             raise transform_input(
                 f"{self!r} got a {got}: it needs an image as uint8 of shape (height, width, 3), as DecodeImage() "
                 "returns it. Put steps that return floats or channels first after it"
@@ -66,55 +71,10 @@ class _Crop:
         )
 
 
-class _RandomCrop(_Crop):
-    """Base of the random crops: their arguments and random draws."""
-
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        *,
-        flip: float = 0.0,
-        layout: Layout = "HWC",
-    ) -> None:
-        super().__init__(size, layout)
-        self.scale, self.ratio = _range(scale, "scale"), _range(ratio, "ratio")
-        if not isinstance(flip, (int, float)) or isinstance(flip, bool) or not 0 <= flip <= 1:
-            raise InputError(f"flip={flip!r}: give a probability, 0 to 1")
-        self.flip = float(flip)
-
-    def draw(self, height: int, width: int) -> tuple[Crop, bool]:
-        """Draw a crop for an image of that size, and whether to mirror it, from Python's generator."""
-        crop = self._draw_crop(height, width)
-        return crop, self.flip > 0 and random.random() < self.flip
-
-    def _draw_crop(self, height: int, width: int) -> Crop:
-        low, high = self.ratio
-        for _ in range(_TRIES):
-            area = height * width * random.uniform(*self.scale)
-            ratio = math.exp(random.uniform(math.log(low), math.log(high)))
-            across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
-            if 0 < across <= width and 0 < down <= height:
-                top, left = random.randint(0, height - down), random.randint(0, width - across)
-                return Crop(top, left, down, across)
-        down, across = height, width  # the largest central crop within the ratios
-        if width < low * height:
-            down = round(width / low)
-        elif width > high * height:
-            across = round(height * high)
-        return Crop((height - down) // 2, (width - across) // 2, down, across)
-
-    def __repr__(self) -> str:
-        return (
-            f"{type(self).__name__}({self.size}, scale={self.scale}, ratio={self.ratio}, flip={self.flip}, "
-            f"layout={self.layout!r})"
-        )
-
-
 @in_place
 @mark_random
-class RandomResizedCrop(_RandomCrop):
+@dataclass(eq=False)
+class RandomResizedCrop(_Crop):
     """A random crop of an image, resized to `size`: torchvision's `RandomResizedCrop` on bytes.
 
     The crop's share of the area is uniform over `scale`, and its position is uniform. The logarithm of its aspect ratio
@@ -140,13 +100,48 @@ class RandomResizedCrop(_RandomCrop):
         ```
     """
 
+    size: Any
+    scale: Sequence[float] = (0.08, 1.0)
+    ratio: Sequence[float] = (3 / 4, 4 / 3)
+    _: KW_ONLY
+    flip: float = 0.0
+    layout: Layout = "HWC"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.scale, self.ratio = _range(self.scale, "scale"), _range(self.ratio, "ratio")
+        if not isinstance(self.flip, (int, float)) or isinstance(self.flip, bool) or not 0 <= self.flip <= 1:
+            raise InputError(f"flip={self.flip!r}: give a probability, 0 to 1")
+
     def __call__(self, image: Any, out: Out | None = None) -> Pixels:
         return self._of_pixels(image, out)
+
+    def draw(self, height: int, width: int) -> tuple[Crop, bool]:
+        """Draw a crop for an image of that size, and whether to mirror it, from Python's generator."""
+        crop = self._draw_crop(height, width)
+        return crop, self.flip > 0 and random.random() < self.flip
+
+    def _draw_crop(self, height: int, width: int) -> Crop:
+        low, high = self.ratio
+        for _ in range(_TRIES):
+            area = height * width * random.uniform(*self.scale)
+            ratio = math.exp(random.uniform(math.log(low), math.log(high)))
+            across, down = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+            if 0 < across <= width and 0 < down <= height:
+                top, left = random.randint(0, height - down), random.randint(0, width - across)
+                return Crop(top, left, down, across)
+        down, across = height, width  # the largest central crop within the ratios
+        if width < low * height:
+            down = round(width / low)
+        elif width > high * height:
+            across = round(height * high)
+        return Crop((height - down) // 2, (width - across) // 2, down, across)
 
 
 @in_place
 @mark_random
-class DecodeRandomResizedCrop(_RandomCrop):
+@dataclass(eq=False)
+class DecodeRandomResizedCrop(RandomResizedCrop):
     """Decodes a random crop from encoded bytes: `DecodeImage` and `RandomResizedCrop` in one, and faster.
 
     The crop is drawn first. Of a JPEG, only the rows and columns of the crop are decoded, and resized at the same time.
@@ -180,30 +175,19 @@ class DecodeRandomResizedCrop(_RandomCrop):
     takes_encoded: ClassVar[bool] = True
     """Read by `ImageFolder`: this step takes the bytes of the file."""
 
-    def __init__(
-        self,
-        size: int | Sequence[int],
-        scale: Sequence[float] = (0.08, 1.0),
-        ratio: Sequence[float] = (3 / 4, 4 / 3),
-        *,
-        flip: float = 0.0,
-        layout: Layout = "HWC",
-        on_device: bool = False,
-    ) -> None:
-        super().__init__(size, scale, ratio, flip=flip, layout=layout)
-        self.on_device = on_device
+    on_device: bool = False
 
     def __call__(self, data: bytes, out: Out | None = None) -> Any:
         return self._stay_encoded(self._bytes(data)) if self.on_device else self._of_encoded(data, out)
 
     def _stay_encoded(self, data: bytes) -> EncodedPicture:
-        size, first = baseline_size(data), self.layout == "CHW"
+        size = baseline_size(data)
         if size is not None:
-            return encoded_picture(data, *self.draw(*size), self.size, first)
-        pixels: Any = DecodeImage()(data)
-        (top, left, height, width), mirror = self.draw(*pixels.shape[:2])
-        part = native.resized(pixels[top : top + height, left : left + width], self.size, "CHW", mirror)
-        return encoded_picture(part, Crop(0, 0, 0, 0), False, self.size, first)
+            crop, mirror = self.draw(*size)
+        else:
+            data = replace(self, layout="CHW")._of_pixels(DecodeImage()(data), None).tobytes()
+            crop, mirror = Crop(0, 0, 0, 0), False
+        return EncodedPicture(data, np.array([*crop, mirror, *self.size, self.layout == "CHW"], np.int32))
 
     def halves(self) -> tuple[DecodeImage, RandomResizedCrop] | None:
         """Return decoding and the random crop as two steps; None with `on_device`.
@@ -214,12 +198,10 @@ class DecodeRandomResizedCrop(_RandomCrop):
             return None
         return DecodeImage(), RandomResizedCrop(self.size, self.scale, self.ratio, flip=self.flip, layout=self.layout)
 
-    def __repr__(self) -> str:
-        return super().__repr__()[:-1] + (", on_device=True)" if self.on_device else ")")
-
 
 @in_place
 @mark_deterministic
+@dataclass(eq=False)
 class DecodeResizeCenterCrop(_Crop):
     """Decodes the central crop from encoded bytes, for validation.
 
@@ -244,29 +226,103 @@ class DecodeResizeCenterCrop(_Crop):
 
     takes_encoded: ClassVar[bool] = True
 
-    def __init__(self, size: int | Sequence[int], resize: int | None = None, *, layout: Layout = "HWC") -> None:
-        super().__init__(size, layout)
-        self.resize = round(max(self.size) * 256 / 224) if resize is None else _sides(resize, "resize")[0]
-        if self.resize < max(self.size):
-            raise InputError(f"resize={resize!r}, size={size!r}: give at least the longer side of size as resize")
+    size: Any
+    resize: int | None = None
+    _: KW_ONLY
+    layout: Layout = "HWC"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        longer = max(self.size)
+        self._shorter = round(longer * 256 / 224) if self.resize is None else _sides(self.resize, "resize")[0]
+        if self._shorter < longer:
+            raise InputError(
+                f"resize={self.resize!r}, size={self.size!r}: give at least the longer side of size as resize"
+            )
 
     def __call__(self, data: bytes, out: Out | None = None) -> Pixels:
         return self._of_encoded(data, out)
 
     def draw(self, height: int, width: int) -> tuple[Crop, bool]:
         """Return the central crop; it is not mirrored."""
-        down, across = (max(1, round(side * min(height, width) / self.resize)) for side in self.size)
+        down, across = (max(1, round(side * min(height, width) / self._shorter)) for side in self.size)
         return Crop((height - down) // 2, (width - across) // 2, down, across), False
 
     def fingerprint(self) -> str:
         """Return the arguments and the decoders, which determine the last bit of some pixels."""
         return f"{self!r} {native.version()} {DecodeImage().fingerprint()}"
 
-    def __repr__(self) -> str:
-        return f"DecodeResizeCenterCrop({self.size}, {self.resize}, layout={self.layout!r})"
+
+@dataclass(eq=False)
+class Normalize:
+    """Computes `(pixels / 255 - mean) / std` of batches of bytes.
+
+    Made for `transform_on_device` of `DevicePrefetcher`.
+
+    All uint8 tensors of 4 dimensions in a batch, also in nested containers, become floats of shape
+    (N, 3, H, W). Everything else is unchanged. With "HWC" the result has torch's memory format `channels_last`,
+    without a copy.
+
+    Args:
+        mean, std: mean and standard deviation of red, green and blue, on a scale of 0 to 1; ImageNet's by default.
+        layout: layout of the bytes: "HWC", (N, H, W, 3), or "CHW", (N, 3, H, W).
+        dtype: dtype of the floats.
+
+    Raises `InputError` for invalid arguments, and for a batch without such a tensor.
+
+    Example:
+        ```python
+        normalize = sf.vision.Normalize()  # as `transform_on_device` of a `DevicePrefetcher`
+        pixels = normalize(torch.zeros(4, 16, 16, 3, dtype=torch.uint8))
+        assert pixels.shape == (4, 3, 16, 16)
+        ```
+    """
+
+    mean: Sequence[float] = (0.485, 0.456, 0.406)
+    std: Sequence[float] = (0.229, 0.224, 0.225)
+    _: KW_ONLY
+    layout: Layout = "HWC"
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        mean, std = _floats(self.mean), _floats(self.std)
+        if len(mean) != 3 or len(std) != 3 or not all(value > 0 for value in std):
+            raise InputError(
+                f"mean={self.mean!r:.80}, std={self.std!r:.80}: give three numbers each, those of std above 0"
+            )
+        if not isinstance(self.dtype, torch.dtype) or not self.dtype.is_floating_point:
+            raise InputError(f"dtype={self.dtype!r:.80}: give a type of floats, such as torch.float32")
+        self.mean, self.std, self.layout = mean, std, _checked(self.layout)
+        self._constants: dict[torch.device, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def __call__(self, batch: Any) -> Any:
+        leaves, rebuild = take_apart(batch)
+        images = [isinstance(leaf, torch.Tensor) and leaf.dtype == torch.uint8 and leaf.ndim == 4 for leaf in leaves]
+        if not any(images):
+            raise transform_input(
+                f"{self!r} got a {type(batch).__name__} without a uint8 tensor of 4 dimensions: apply it to batches of "
+                "the loader, and let the steps before it return bytes"
+            )
+        return rebuild([self._normalised(leaf) if image else leaf for leaf, image in zip(leaves, images, strict=True)])
+
+    def _normalised(self, pixels: torch.Tensor) -> torch.Tensor:
+        first = pixels.permute(0, 3, 1, 2) if self.layout == "HWC" else pixels
+        if first.shape[1] != 3:
+            raise transform_input(
+                f"{self!r} got images of shape {tuple(pixels.shape)}, which are not 3 channels in this layout: give "
+                "their layout"
+            )
+        if pixels.device not in self._constants:
+            mean, std = (torch.tensor(value, device=pixels.device).view(3, 1, 1) for value in (self.mean, self.std))
+            self._constants[pixels.device] = 1 / (255 * std), -mean / std
+        scale, shift = self._constants[pixels.device]
+        return first.to(torch.float32).mul_(scale).add_(shift).to(self.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_constants": {}}
 
 
-def check_layout(layout: Layout) -> Layout:
+def _checked(layout: Layout) -> Layout:
     """Return `layout`. Raises `InputError` if it is unknown."""
     if layout not in ("HWC", "CHW"):
         raise InputError(f"layout={layout!r}: give 'HWC' (height, width, channels) or 'CHW' (channels first)")
@@ -275,22 +331,22 @@ def check_layout(layout: Layout) -> Layout:
 
 def _sides(size: int | Sequence[int], name: str) -> tuple[int, int]:
     """Return (height, width) from two numbers, or one for both. Raises `InputError`."""
-    try:
-        if isinstance(size, bool):
-            raise TypeError
-        sides = [operator.index(side) for side in size] if isinstance(size, Sequence) else [operator.index(size)] * 2
-    except TypeError:
-        sides = []
-    if len(sides) != 2 or not all(0 < side <= 65500 for side in sides):
+    sides = [parse_whole(side, name, 1) for side in (size if isinstance(size, (list, tuple)) else (size, size))]
+    if len(sides) != 2 or max(sides) > 65500:
         raise InputError(f"{name}={size!r}: give (height, width) in pixels, or one number for both")
     return sides[0], sides[1]
 
 
-def _range(bounds: Sequence[float], name: str) -> tuple[float, float]:
-    try:
-        low, high = (float(value) for value in bounds)
-    except (TypeError, ValueError):
-        low = high = math.nan
-    if not 0 < low <= high < math.inf:
+def _range(bounds: Sequence[float], name: str) -> tuple[float, ...]:
+    numbers = _floats(bounds)
+    if len(numbers) != 2 or not 0 < numbers[0] <= numbers[1] < math.inf:
         raise InputError(f"{name}={bounds!r}: give two numbers above 0, the smaller one first")
-    return low, high
+    return numbers
+
+
+def _floats(values: Any) -> tuple[float, ...]:
+    """Return `values` as floats; none if they are not numbers."""
+    try:
+        return tuple(map(float, values))
+    except (TypeError, ValueError):
+        return ()

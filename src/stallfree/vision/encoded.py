@@ -18,7 +18,6 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 
 from stallfree.errors import InputError, image_unreadable
 from stallfree.sources.decode import DecodeImage
-from stallfree.vision.native import Crop, Pixels
 
 _BYTES_AT_ONCE = 256 << 20
 """Memory on the device for the crops that are resized together, before they are resized."""
@@ -41,7 +40,7 @@ class Task(NamedTuple):
 
 
 class EncodedPicture(NamedTuple):
-    """A sample: a JPEG, or finished pixels (3, rows, columns), and the values of its `Task`."""
+    """A sample: a JPEG, or finished pixels (3, rows, columns) with an empty crop, and the values of its `Task`."""
 
     data: bytes
     task: npt.NDArray[np.int32]
@@ -103,14 +102,6 @@ def collate_encoded(pictures: Sequence[EncodedPicture], *, collate_fn_map: Any =
 default_collate_fn_map[EncodedPicture] = collate_encoded
 
 
-def encoded_picture(
-    data: bytes | Pixels, crop: Crop, mirror: bool, size: tuple[int, int], channels_first: bool
-) -> EncodedPicture:
-    """Return the sample: the bytes of a JPEG with its crop, or finished pixels (3, *size) with an empty crop."""
-    encoded = data if isinstance(data, bytes) else data.tobytes()
-    return EncodedPicture(encoded, np.array(Task(*crop, mirror, *size, channels_first), np.int32))
-
-
 def baseline_size(data: bytes) -> tuple[int, int] | None:
     """Return height and width of a JPEG that hardware decodes as libjpeg does; None for all other bytes.
 
@@ -147,40 +138,28 @@ def _frame_size(body: bytes) -> tuple[int, int] | None:
 # -- on the device ----------------------------------------------------------------------------------------------------
 
 
-def _decoded(pictures: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    """Return the pictures on `device`, uint8 (3, height, width)."""
-    if device.type != "cuda" or not pictures:
-        return [_decoded_here(picture, at, device) for at, picture in enumerate(pictures)]
-    # torchvision decodes in its own stream, into memory that the current stream may still read from the last batch.
-    event = torch.cuda.Event(blocking=True)
-    event.record(torch.cuda.current_stream(device))
-    event.synchronize()
-    try:
-        return _nvjpeg(pictures, device)
-    except RuntimeError:  # it names no picture
-        return [_decoded_alone(picture, at, device) for at, picture in enumerate(pictures)]
+def _decoded(pictures: list[torch.Tensor], device: torch.device, first: int = 0) -> list[torch.Tensor]:
+    """Return the pictures on `device`, uint8 (3, height, width). `first` is the number of the first one."""
+    if device.type == "cuda" and pictures:
+        from torchvision.io import ImageReadMode, decode_jpeg
 
-
-def _decoded_alone(picture: torch.Tensor, at: int, device: torch.device) -> torch.Tensor:
-    try:
-        return _nvjpeg([picture], device)[0]
-    except RuntimeError:
-        return _decoded_here(picture, at, device)
-
-
-def _nvjpeg(pictures: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    decoded: list[torch.Tensor] = decode_jpeg(pictures, ImageReadMode.RGB, device=device)
+        # torchvision decodes in its own stream, into memory that the current stream may still read from the last batch.
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+        try:
+            return decode_jpeg(pictures, ImageReadMode.RGB, device=device)  # type: ignore[no-any-return]
+        except RuntimeError:  # it names no picture
+            if len(pictures) > 1:
+                return [_decoded([picture], device, at)[0] for at, picture in enumerate(pictures)]
+    decoded = []
+    for at, picture in enumerate(pictures, first):
+        try:
+            pixels: Any = DecodeImage()(picture.numpy().tobytes())
+        except InputError as error:
+            raise image_unreadable(f"picture {at} of the batch cannot be decoded: {error}") from error
+        decoded.append(torch.from_numpy(pixels).to(device).permute(2, 0, 1))
     return decoded
-
-
-def _decoded_here(picture: torch.Tensor, at: int, device: torch.device) -> torch.Tensor:
-    try:
-        pixels: Any = DecodeImage()(picture.numpy().tobytes())
-    except InputError as error:
-        raise image_unreadable(f"picture {at} of the batch cannot be decoded: {error}") from error
-    return torch.from_numpy(pixels).to(device).permute(2, 0, 1)
 
 
 def _cropped(pictures: list[torch.Tensor], tasks: list[Task]) -> Iterator[torch.Tensor]:
