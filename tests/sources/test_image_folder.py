@@ -27,7 +27,7 @@ def test_order_and_labels_are_those_of_torchvision(image_root: Path) -> None:
     assert folder.classes == ["cat", "dog"]
     assert folder.class_to_idx == {"cat": 0, "dog": 1}
     expected = [(str(image_root / name), label) for name, label in zip(ORDER, LABELS, strict=True)]
-    assert folder.samples == expected
+    assert list(folder.samples) == expected
     assert folder.targets.tolist() == LABELS
     assert not folder.targets.flags.writeable
 

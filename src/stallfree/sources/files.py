@@ -156,9 +156,9 @@ class ImageFolder(FileDataset):
         super().__init__(paths, labels.tolist(), transform, decode=_decoder(transform, output, mode))
 
     @property
-    def samples(self) -> list[tuple[str, int]]:
+    def samples(self) -> Samples:
         """`(path, label)` of every sample, made when asked for."""
-        return list(zip(self._paths, self.targets.tolist(), strict=True))
+        return Samples(self._paths, self.targets)
 
     @property
     def targets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -167,6 +167,22 @@ class ImageFolder(FileDataset):
         view: np.ndarray[Any, np.dtype[np.int64]] = self._labels.values.view()
         view.flags.writeable = False
         return view
+
+
+class Samples(Sequence[tuple[str, int]]):
+    """The paths and labels of an `ImageFolder`, as a list of pairs that is not kept in memory."""
+
+    def __init__(self, paths: PathList, labels: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        self._paths = paths
+        self._labels = labels
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return list(zip(self._paths[index], self._labels[index].tolist(), strict=True))
+        return self._paths[index], int(self._labels[index])
 
 
 def _decoder(
