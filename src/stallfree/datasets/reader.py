@@ -130,27 +130,25 @@ class Reader:
         if self.cache is not None and self.caches:
             resident = self.cache.resident(ids)
             if not resident.all():
-                self._request(ids[~resident], pending)
+                self.request(ids[~resident].tolist(), pending)
         elif self.threads:
             self.fetch(ids.tolist(), pending)
         return pending
 
-    def _request(self, ids: Ids, pending: Pending) -> None:
+    def request(self, ids: Sequence[int], pending: Pending) -> None:
         """Start to ask the tier for `ids`, and to fetch those that it does not hold."""
         tier = None if self.cache is None else self.cache.tier
         if tier is None:
-            self.fetch(ids.tolist(), pending)
-            return
-        ids, pool = np.array(list(dict.fromkeys(ids.tolist())), np.int64), self._pool_of(pending)
-        pending.uncached = self.split.uncached
-        with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
-            for part in tier.parts(ids):
-                pending.asked.append((part, pool.submit(self.ask, part, pending)))
+            self.fetch(ids, pending)
+        elif ids:
+            pool, pending.uncached = self._pool_of(pending), self.split.uncached
+            with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
+                for part in tier.parts(np.array(list(dict.fromkeys(ids)), np.int64)):
+                    pending.asked.append((part, pool.submit(self._ask, tier, part, pending)))
 
-    def ask(self, ids: Ids, pending: Pending) -> list[Any]:
+    def _ask(self, tier: Any, ids: Ids, pending: Pending) -> list[Any]:
         """Return what the tier holds of the distinct `ids`, and start to fetch the others."""
-        assert self.cache is not None
-        values: list[Any] = self.cache.tier.get_many(ids, pending.uncached)
+        values: list[Any] = tier.get_many(ids, pending.uncached)
         self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
         return values
 
@@ -173,23 +171,16 @@ class Reader:
 
     def _cancel(self, pending: Pending) -> None:
         """Cancel fetches; those that have begun are still counted."""
-        for _, future in pending.asked:
-            future.cancel()
+        pending.cancel()
         for future in list(pending.fetches.values()):
-            if not future.cancel() and self.cache is not None:
+            if self.cache is not None and not future.cancelled():
                 future.add_done_callback(partial(_count_unused, self.cache))
         pending.fetches.clear()
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def finish(
-        self,
-        pending: Pending,
-        seed: int,
-        epoch: int | Sequence[int],
-        *,
-        skip: bool,
-        buffer: Any = None,
+        self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool, buffer: Any = None
     ) -> Samples:
         """Return the samples of a batch that was started.
 
