@@ -32,8 +32,7 @@ from stallfree.analysis.model import Loading, Rates, law, sustained
 from stallfree.cache.layout import index_bytes
 from stallfree.cache.redis.values import owners
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.datasets.local_sampler import local_shares
-from stallfree.datasets.ranks import deal
+from stallfree.datasets.ranks import deal, local_shares
 from stallfree.ipc.shared_array import SharedCounts
 
 KEEPS_RAW = True
