@@ -8,6 +8,7 @@ import pickle
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def test_a_value_larger_than_the_cache_is_loaded_each_time(cache: sf.CacheLoader
 
 @pytest.mark.parametrize("policy", ["minio", "lru"])
 def test_keys_that_collide_are_never_mixed_up(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_loader, "_hash", lambda data: 5)
+    monkeypatch.setattr(cache_loader, "xxhash", SimpleNamespace(xxh3_64_intdigest=lambda data: 5))
     load = Load()
     with sf.CacheLoader(capacity="1MiB", name="values", policy=policy) as cache:
         for _ in range(2):

@@ -180,7 +180,14 @@ class Reader:
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def finish(
-        self, pending: Pending, seed: int, epoch: int | Sequence[int], *, skip: bool, buffer: Any = None
+        self,
+        pending: Pending,
+        seed: int,
+        epoch: int | Sequence[int],
+        *,
+        skip: bool,
+        buffer: Any = None,
+        prepare: bool = True,
     ) -> Samples:
         """Return the samples of a batch that was started.
 
@@ -191,6 +198,7 @@ class Reader:
             skip: skip samples that fail to be fetched or prepared.
             buffer: the rows of the batch (`loader.collate.BatchBuffer`), only for a reader that is `in_place`. If all
                 samples fit into it, `values` is empty.
+            prepare: apply the steps after the cache; otherwise the result has counts only.
 
         The caller owns the values; the values of one batch may share memory. Raises the error of the first
         sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.
@@ -201,8 +209,8 @@ class Reader:
         while True:
             self.follow()
             try:
-                with self.randomness:
-                    return SampleBatch(self, pending, seed, epochs, skip, buffer).make()
+                with self.randomness if prepare else contextlib.nullcontext():
+                    return SampleBatch(self, pending, seed, epochs, skip, buffer).make(prepare=prepare)
             except StopIteration as error:
                 raise raisable(error) from error
             except (Reclassified, Drew):  # repeat the batch without the random step's cached output, or with seeds
@@ -216,16 +224,7 @@ class Reader:
 
     def fill(self, ids: Ids) -> int:
         """Fetch, prepare and store the samples of `ids` that the cache lacks; returns how many failed."""
-        self.check()
-        while True:
-            self.follow()
-            pending = self.start(ids)
-            try:
-                return SampleBatch(self, pending, 0, [0] * len(ids), True).fill()
-            except Reclassified:
-                continue
-            finally:
-                self._cancel(pending)
+        return len(self.finish(self.start(ids), 0, 0, skip=True, prepare=False).skipped)
 
     def store(self, ids: list[int], values: list[Any]) -> None:
         """Store outputs of `deterministic` in the cache and in its tier. Raises `CodecError`."""

@@ -125,23 +125,21 @@ class SampleBatch:
         self._reads = 0
         self._made: set[int] = set()  # positions of values that are not views of the cache
 
-    def make(self) -> Samples:
-        """Make the samples. Raises `Reclassified` and the error of a sample; see `Reader.finish`."""
-        if self.reader.direct:
+    def make(self, *, prepare: bool) -> Samples:
+        """Make the samples; without `prepare`, only fill the cache.
+
+        Raises `Reclassified` and the error of a sample; see `Reader.finish`.
+        """
+        if self.reader.direct and prepare:
             return self._index()
         missing = self._read()
         if missing:
             self._fill(missing)
-        if self.buffer is None:
-            self._prepare()
-        else:
+        if self.buffer is not None:
             self._prepare_in_place(self.buffer)
+        elif prepare:
+            self._prepare()
         return self.samples
-
-    def fill(self) -> int:
-        """Fetch and store the samples that the cache lacks; returns how many failed."""
-        self._fill(self._read())
-        return len(self.samples.skipped)
 
     # -- hits ---------------------------------------------------------------------------------------------------------
 
