@@ -15,7 +15,6 @@ from PIL import Image
 
 import stallfree as sf
 from stallfree.sources.cut import cut_any
-from unseen import integer, unseen_ids
 
 COUNT = 24
 
@@ -115,33 +114,6 @@ def test_the_batches_are_those_of_the_data_set(
     for id in range(COUNT):
         one, two, three = (epoch[id] for epoch in augmented)
         assert not any(torch.equal(a, b) for a, b in ((one, two), (two, three), (one, three)))
-
-
-DRAWN = unseen_ids(COUNT)[0]
-
-
-class Seldom(Pictures):
-    """Draws random numbers itself, for one sample that neither `cut` nor the first look makes."""
-
-    def read(self, id: int) -> Any:
-        image = super().read(id)
-        return image.rotate(90 * integer(4)) if id == DRAWN else image
-
-
-def test_draws_outside_of_the_transform_are_found_while_the_cache_is_filled(root: Path) -> None:
-    data = sf.cut(Seldom(root, sf.Compose([halved, torch.from_numpy])), "transform")
-    with sf.CachedDataset(data, capacity="4MiB") as cached:
-        with pytest.warns(sf.StallfreeWarning, match="random"):
-            epochs(cached, 0)
-        assert len({cached[DRAWN][0].numpy().tobytes() for _ in range(20)}) > 1
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_without_a_cache_such_draws_are_fresh(root: Path, workers: int) -> None:
-    data = sf.cut(Seldom(root, sf.Compose([halved, torch.from_numpy])), "transform")
-    options = {"batch_size": 2, "seed": 1, "num_workers": workers, "persistent_workers": workers > 0}
-    with sf.DataLoader(data, **options) as loader:
-        assert len({dict(images(loader))[DRAWN].numpy().tobytes() for _ in range(8)}) > 1
 
 
 class Keyworded:

@@ -151,20 +151,6 @@ def test_losses_are_brought_together(tmp_path: Path) -> None:
     assert {0, 1, 2} <= set(plan)
 
 
-def test_a_group_that_is_made_anew(tmp_path: Path) -> None:
-    """Two groups, one after the other, in the same processes."""
-
-    def run(rank: int) -> Any:
-        loader = make(rank, "unbiased", "fetch")
-        first = train(loader, range(3), rank)
-        distributed.destroy_process_group()
-        where = f"file://{tmp_path / 'again'}"
-        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-        return first + train(loader, range(3, 6), rank)
-
-    check(in_ranks(2, tmp_path, run), "fetch")
-
-
 @pytest.mark.parametrize(("ranks", "drop_last"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
 def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_last: bool, tmp_path: Path) -> None:
     def run(rank: int) -> Any:
@@ -191,25 +177,6 @@ def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_l
             assert len(served) == counts[0] // (sizes[0] * ranks) * sizes[0] * ranks
         elif counts[0] >= ranks:
             assert served == list(range(counts[0]))
-
-
-def test_a_loader_that_is_no_loader_of_ours(tmp_path: Path) -> None:
-    """Torch's own gets as many ids at each rank: the plan is padded, as its `DistributedSampler` pads."""
-
-    def run(rank: int) -> Any:
-        sampler = sf.ImportanceSampler(COUNT, seed=2)
-        loader = torch.utils.data.DataLoader(list(range(COUNT)), batch_size=5, sampler=sampler)
-        found = []
-        for _ in range(4):
-            ids = torch.cat(list(loader))
-            sampler.update(ids, ids + rank)
-            found.append((ids.tolist(), len(loader), sampler.plan(sampler._next).ids.tolist()))
-        return found
-
-    for one, two in zip(*in_ranks(2, tmp_path, run), strict=True):
-        assert one[1:] == two[1:]
-        assert len(one[0]) == len(two[0]) == -(-len(one[2]) // 2)
-        assert set(one[0]) | set(two[0]) == set(one[2])
 
 
 def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:

@@ -13,59 +13,7 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from importance_tools import Residents, Served, knowing
-from names import named
-from stallfree.errors import text_of
 from stallfree.importance import sampler as importance
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"num_samples": 0}, "num_samples=0: give a whole number, 1 or more"),
-        ({"num_samples": True}, "num_samples=True"),
-        ({"num_samples": 2.5}, "num_samples=2.5"),
-        ({"plan": "random"}, "plan='random' is unknown: use one of 'unbiased', 'icache', 'infobatch', 'full'"),
-        ({"plan": None}, "plan=None"),
-        ({"cache": "memory"}, "has no resident"),
-        ({"cache": Residents(11)}, "the cache is of 11 samples, num_samples is 10"),
-        ({"seed": 1.5}, "seed=1.5: give a whole number"),
-        ({"seed": "one"}, "seed='one': give a whole number"),
-        ({"target_io": 0}, "target_io=0: give a number above 0, and 1 at most"),
-        ({"target_io": 1.1}, "target_io=1.1"),
-        ({"target_io": float("nan")}, "target_io=nan"),
-        ({"target_io": "half"}, "target_io='half'"),
-        ({"p_min": 0.0}, "p_min=0.0"),
-        ({"p_min": 0.3}, "p_min=0.3 is above target_io=0.25"),
-        ({"beta": 0}, "beta=0"),
-        ({"prune": 1.0}, "prune=1.0"),
-        ({"max_age": 0}, "max_age=0: give a whole number, 1 or more"),
-        ({"warm_up": -1}, "warm_up=-1: give a whole number, 0 or more"),
-        ({"full_every": 0}, "full_every=0"),
-        ({"num_epochs": 0}, "num_epochs=0"),
-        ({"on_miss": "skip"}, "on_miss='skip' is unknown: use one of 'swap', 'substitute', 'fetch'"),
-        ({"plan": "icache", "on_miss": "swap"}, "on_miss='swap' needs a cache"),
-        ({"plan": "icache", "on_miss": "substitute"}, "on_miss='substitute' needs a cache"),
-        ({"on_miss": "substitute", "cache": Residents(10)}, "on_miss='substitute' serves samples that were not drawn"),
-    ],
-    ids=named,
-)
-def test_arguments_that_cannot_be_used(given: dict[str, Any], said: str) -> None:
-    with pytest.raises(sf.InputError) as caught:
-        sf.ImportanceSampler(**{"num_samples": 10, **given})
-    assert said in str(caught.value)
-    assert "\n" not in text_of(caught.value)
-
-
-def test_arguments_that_can_be_used() -> None:
-    sampler = sf.ImportanceSampler(
-        np.int64(10), seed=-(2**80), max_age=np.int32(3), target_io=np.float64(0.5), p_min=0.5, full_every=2
-    )
-    assert len(sampler.plan(2).ids) == 10
-    for wrong in (-1, True, 1.0, "1", None):
-        with pytest.raises(sf.InputError, match="epoch="):
-            sampler.plan(wrong)  # type: ignore[arg-type]
-        with pytest.raises(sf.InputError, match="epoch="):
-            sampler.set_epoch(wrong)  # type: ignore[arg-type]
 
 
 def test_under_another_loader() -> None:
@@ -148,25 +96,3 @@ def test_a_run_that_is_resumed_again_and_again_is_the_same(plan: str) -> None:
         return told
 
     assert run(resume=True) == run(resume=False)
-
-
-def test_states_that_cannot_be_loaded() -> None:
-    sampler = knowing(sf.ImportanceSampler(50, seed=3), np.arange(50))
-    state = sampler.state_dict()
-    assert json.loads(json.dumps(state)) == state
-    wrong: list[tuple[Any, str]] = [
-        (None, "the state has version None"),
-        ({}, "the state has version None"),
-        ({**state, "version": 99}, "the state has version 99, expected"),
-        ({key: value for key, value in state.items() if key != "drawn"}, "the state lacks drawn"),
-        ({**state, "plan": "icache"}, "taken with plan='icache', this sampler has 'unbiased'"),
-        ({**state, "seed": 4}, "taken with seed=4, this sampler has 3"),
-        ({**state, "losses": {**state["losses"], "last": "nothing"}}, "the state is damaged"),
-        (sf.ImportanceSampler(51, seed=3).state_dict(), "the state is of 51 samples; this sampler has 50"),
-    ]
-    for value, said in wrong:
-        with pytest.raises(sf.InputError) as caught:
-            sampler.load_state_dict(value)
-        assert said in str(caught.value)
-    sampler.load_state_dict(state)
-    assert sampler.state_dict() == state
