@@ -184,6 +184,3 @@ def test_a_name_belongs_to_one_kind_of_data(store_root: Path) -> None:
         with sf.CachedDataset(Numbers(8, [doubled, with_draws]), capacity="1MiB", name="mine") as same:
             assert same.cache.path == data.cache.path
     assert not list(store_root.iterdir())
-
-
-# -- bad arguments ----------------------------------------------------------------------------------------------------

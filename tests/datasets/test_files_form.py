@@ -463,3 +463,13 @@ def test_samples_share_files(folder: Path) -> None:
         stats = data.stats()
     assert COUNT + 1 <= stats.storage_reads <= COUNT + 5  # two workers may read the same file at once
     assert stats.resident_items == COUNT + 1
+
+
+def test_the_next_job_reads_a_file_that_has_changed(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"store": tmp_path / "store", "persist": True, "name": "changed"}
+    for number in (7, 8):
+        write(folder / "3.raw", bytes([number]) * 100, 1e9 + number)
+        with cached(Files(folder), **options) as data:
+            for epoch in epochs(data, 2, batch_size=None, shuffle=False):
+                assert [epoch[id][0].tolist() for id in (2, 3)] == [picture(2).ravel().tolist(), [number] * 100]
+            assert data.stats().resident_items == COUNT

@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stallfree.datasets.cached_dataset import local_shares
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.datasets.ranks import local_shares
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.integers(0, 3), st.booleans())

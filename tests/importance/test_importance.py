@@ -189,26 +189,6 @@ def test_nobody_is_unseen_for_long(given: dict[str, Any], scored: bool, batch_si
     check_that_nobody_waits_for_long(given, scored, batch_size, late)
 
 
-@pytest.mark.filterwarnings("ignore:update was given NaN")
-def test_the_highest_losses_are_selected() -> None:
-    """The top percent of the losses, in each epoch; a diverged one and an unknown one count as highest."""
-    count = 5000
-    rng = np.random.default_rng(0)
-    size = rng.exponential(size=count)
-    sampler = knowing(sf.ImportanceSampler(count, plan="icache", seed=0), np.where(np.arange(count) == 7, np.nan, size))
-    for epoch in range(1, 8):
-        known = np.nan_to_num(sampler.losses.last, nan=np.inf)
-        ids = sampler.plan(epoch).ids
-        assert 0.15 * count < len(ids) < 0.6 * count
-        top = np.argsort(known)[-count // 100 :]
-        assert np.isin(top, ids).mean() > 0.9
-        assert np.isin(top[-5:], ids).all()
-        assert 7 in ids
-        for some in np.array_split(ids, 20):
-            losses = size[some] * rng.exponential(size=len(some)) * 0.9**epoch
-            sampler.update(some, np.where(some == 7, np.nan, losses))
-
-
 def test_selection_goes_by_the_share_of_losses_below() -> None:
     """Jiang et al.: with losses 1 to 1,000 that were all seen, the one of rank r is drawn with (r / 1,000) ** beta."""
     sampler = knowing(sf.ImportanceSampler(1000, plan="icache", beta=2), np.arange(1000))

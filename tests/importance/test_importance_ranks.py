@@ -151,34 +151,6 @@ def test_losses_are_brought_together(tmp_path: Path) -> None:
     assert {0, 1, 2} <= set(plan)
 
 
-@pytest.mark.parametrize(("ranks", "drop_last"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
-def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_last: bool, tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        found = []
-        for count in (1, 2, 3, 7, 30):
-            for size in (1, 3):
-                sampler = sf.ImportanceSampler(count, seed=1)
-                loader = sf.DataLoader(list(range(count)), size, sampler=sampler, drop_last=drop_last)
-                steps = len(loader)
-                batches = [batch.ids.tolist() for batch in loader]
-                assert len(batches) == steps
-                found.append((count, size, batches))
-                iter(sampler)
-                marked = int((sampler._drawn == -1).sum())
-                assert marked == 0 or drop_last or count < ranks
-        return found
-
-    for each in zip(*in_ranks(ranks, tmp_path, run), strict=True):
-        counts, sizes, parts = zip(*each, strict=True)
-        assert len({len(part) for part in parts}) == 1
-        served = sorted(id for part in parts for batch in part for id in batch)
-        assert len(set(served)) == len(served)
-        if drop_last:
-            assert len(served) == counts[0] // (sizes[0] * ranks) * sizes[0] * ranks
-        elif counts[0] >= ranks:
-            assert served == list(range(counts[0]))
-
-
 def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:
     """Each has another state of torch's generator, as scripts that seed by the rank do."""
 

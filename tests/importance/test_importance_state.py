@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stallfree as sf
-from importance_tools import Residents, Served, knowing
+from importance_tools import Served, knowing
 from stallfree.importance import sampler as importance
 
 
@@ -70,29 +67,3 @@ def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool
         assert not sizes or max(sizes) <= (batch_size if batch_size > 1 or ranks == 1 else 2)
         assert ranks == 1 or not sizes or max(sizes) - min(sizes) <= 1
         assert sorted(ledger) == (list(range(count)) if count >= ranks else [])
-
-
-@pytest.mark.parametrize("plan", ["unbiased", "icache", "infobatch"])
-def test_a_run_that_is_resumed_again_and_again_is_the_same(plan: str) -> None:
-    """A state after each few updates, into a fresh sampler by way of JSON."""
-
-    def run(*, resume: bool) -> list[Any]:
-        def make() -> sf.ImportanceSampler:
-            cache = Residents(1500, range(0, 1500, 4))
-            return sf.ImportanceSampler(1500, plan=plan, seed=8, cache=cache, max_age=3, on_miss="fetch")
-
-        sampler, told = make(), []
-        rng = np.random.default_rng(1)
-        for epoch in range(5):
-            drawn = sampler.plan(epoch)
-            told.append((drawn.epoch, drawn.ids.tolist(), None if drawn.weights is None else drawn.weights.tolist()))
-            for ids in np.array_split(drawn.ids, 5):
-                sampler.update(ids, rng.exponential(size=len(ids)) * (1 + ids))
-                if resume:
-                    state = json.loads(json.dumps(sampler.state_dict()))
-                    sampler = make()
-                    sampler.load_state_dict(state)
-                    assert sampler.state_dict() == state
-        return told
-
-    assert run(resume=True) == run(resume=False)

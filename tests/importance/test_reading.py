@@ -123,31 +123,3 @@ def test_one_rank_alone_may_read_between_collective_operations(kind: str, two: A
     if kind == "importance":  # shorter epochs: the length of the last one counts until the next one begins
         assert [before for before, _, _ in one] == [lengths[0], lengths[0], lengths[1]]
         assert lengths[2] < lengths[0]
-
-
-def test_a_plan_is_that_of_an_epoch_that_has_begun(two: Any) -> None:
-    """Alone a process may look at the plan of any epoch; in a group the ranks draw it when the epoch begins."""
-
-    def train(rank: int) -> list[Any]:
-        loader = importance()
-        sampler: Any = loader.sampler
-        if rank == 0:
-            with pytest.raises(sf.InputError, match=r"epoch 0.*drawn by all ranks together when it begins"):
-                sampler.plan(0)
-            with pytest.raises(sf.InputError, match=r"drawn by all ranks together"):
-                sampler.batches(0, 4)
-        plans = []
-        for epoch in range(2):
-            for batch in loader:
-                loader.update(batch.ids, batch.ids.float())
-            if rank == 0:
-                plans.append(sampler.plan(epoch).ids.tolist())
-                with pytest.raises(sf.InputError, match="together"):
-                    sampler.plan(epoch + 1)
-            distributed.barrier()
-            if rank == 1:
-                plans.append(sampler.plan(epoch).ids.tolist())
-        return plans
-
-    one, other = two(train)
-    assert one == other
