@@ -467,19 +467,19 @@ class LocalSampler(DistributedSampler[Any]):
             raise launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
         super().__init__(dataset, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
         servers: Any = dataset.tier
-        nodes: int = getattr(servers, "num_nodes", 1)
-        if count % nodes:
-            raise launch_environment(f"{count} ranks on {nodes} nodes: every node needs as many ranks as any other")
-        self._per_node = count // nodes
-        self._owner = np.zeros(len(dataset), np.int16)
-        if nodes == 1:
-            return
-        self._owner = servers.owner(np.arange(len(dataset)))
-        if number // self._per_node != servers.me:
+        self._nodes: int = getattr(servers, "num_nodes", 1)
+        if count % self._nodes:
             raise launch_environment(
-                f"rank {number} of {count} should be on node {number // self._per_node} of {nodes} and is on node "
-                f"{servers.me}: ranks have to be numbered node by node, as torchrun does"
+                f"{count} ranks on {self._nodes} nodes: every node needs as many ranks as any other"
             )
+        self._owner = np.zeros(len(dataset), np.int16)
+        if self._nodes > 1:
+            self._owner, node = servers.owner(np.arange(len(dataset))), number * self._nodes // count
+            if node != servers.me:
+                raise launch_environment(
+                    f"rank {number} of {count} should be on node {node} of {self._nodes} and is on node {servers.me}: "
+                    "ranks have to be numbered node by node, as torchrun does"
+                )
 
     def __repr__(self) -> str:
         return (
@@ -488,15 +488,13 @@ class LocalSampler(DistributedSampler[Any]):
         )
 
     def __iter__(self) -> Iterator[int]:
-        shares = local_shares(
-            self._owner,
-            self.num_replicas // self._per_node,
-            self._per_node,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            epoch=self.epoch,
-            drop_last=self.drop_last,
-        )
+        plan: dict[str, Any] = {
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "drop_last": self.drop_last,
+        }
+        shares = local_shares(self._owner, self._nodes, self.num_replicas // self._nodes, **plan)
         return iter(shares[self.rank].tolist())
 
 
