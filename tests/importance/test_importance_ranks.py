@@ -17,6 +17,7 @@ from children import Child
 from importance_tools import Drifting, Residents
 
 COUNT = 97
+SAMPLES = list(range(COUNT))
 
 
 def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
@@ -35,20 +36,10 @@ def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-class Same:
-    """A data set whose samples are their ids."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> int:
-        return id
-
-
 def make(rank: int, plan: str, on_miss: str, *, residents: str = "drifting", **arguments: Any) -> sf.DataLoader:
     cache: Any = Drifting(COUNT, rank) if residents == "drifting" else Residents(COUNT, range(rank, 60 + rank))
     sampler = sf.ImportanceSampler(COUNT, plan=plan, cache=cache, on_miss=on_miss, max_age=3, beta=2, seed=4)
-    return sf.DataLoader(Same(), 5, sampler=sampler, **arguments)
+    return sf.DataLoader(SAMPLES, 5, sampler=sampler, **arguments)
 
 
 def train(loader: sf.DataLoader, epochs: range, rank: int, *, save: bool = False) -> list[Any]:

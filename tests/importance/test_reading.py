@@ -17,6 +17,7 @@ import stallfree as sf
 from children import Child
 
 COUNT = 61
+SAMPLES = list(range(COUNT))
 
 
 @pytest.fixture
@@ -40,32 +41,22 @@ def two(tmp_path: Path) -> Callable[[Callable[[int], Any]], list[Any]]:
     return run
 
 
-class Numbers:
-    """A data set whose samples are their ids."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> int:
-        return id
-
-
 def importance(**arguments: Any) -> sf.DataLoader:
-    return sf.DataLoader(Numbers(), 4, sampler=sf.ImportanceSampler(COUNT, plan="icache", beta=2, **arguments))
+    return sf.DataLoader(SAMPLES, 4, sampler=sf.ImportanceSampler(COUNT, plan="icache", beta=2, **arguments))
 
 
 def importance_cached() -> sf.DataLoader:
-    data = sf.CachedDataset(Numbers(), capacity="1MiB", policy="importance", name="reading")
+    data = sf.CachedDataset(SAMPLES, capacity="1MiB", policy="importance", name="reading")
     return sf.DataLoader(data, 4, sampler=sf.ImportanceSampler(COUNT, cache=data.cache))
 
 
 def window() -> sf.DataLoader:
-    data = sf.SmartCacheDataset(Numbers(), cache_num=20, replace_rate=0.5, name="reading-window", seed=1)
+    data = sf.SmartCacheDataset(SAMPLES, cache_num=20, replace_rate=0.5, name="reading-window", seed=1)
     return sf.DataLoader(data, 4, sampler=data.rank_sampler())
 
 
 LOADERS: dict[str, Callable[[], sf.DataLoader]] = {
-    "order": lambda: sf.DataLoader(Numbers(), 4, shuffle=True, ranks="auto"),
+    "order": lambda: sf.DataLoader(SAMPLES, 4, shuffle=True, ranks="auto"),
     "window": window,
     "importance": importance,
     "importance with a cache": importance_cached,
