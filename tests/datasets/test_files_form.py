@@ -472,3 +472,4 @@ def test_the_next_job_reads_a_file_that_has_changed(folder: Path, tmp_path: Path
         with cached(Files(folder), **options) as data:
             for epoch in epochs(data, 2, batch_size=None, shuffle=False):
                 assert [epoch[id][0].tolist() for id in (2, 3)] == [picture(2).ravel().tolist(), [number] * 100]
+            assert data.stats().resident_items == COUNT, "each file once"

@@ -230,6 +230,7 @@ class CachedDataset(Dataset[SampleT_co]):
         self._open(store, ids_of_cache(len(source)), key, unknown, example=example, **options)
         self.source = self.files = CachedFiles(source, self.cache)
         for file in files:
+            self.files.table.drop(file[0])  # an earlier job may have stored it
             self.files.table.put(*file)
         self.steps = Compose(steps)
         self.reader = Reader(self.source, None, Compose([]), self.steps)
