@@ -31,8 +31,8 @@ from benchmarks.store_team import Nodes, as_record, running_server
 from stallfree.analysis.model import Loading, Rates, law, sustained
 from stallfree.cache.layout import index_bytes
 from stallfree.cache.redis.tier import owners
+from stallfree.datasets.cached_dataset import local_shares
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.datasets.local_sampler import local_shares
 from stallfree.datasets.ranks import deal
 from stallfree.ipc.shared_array import SharedCounts
 

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
     from stallfree.cache.disk_tier import DiskTier
     from stallfree.cache.redis.store import RedisStore
     from stallfree.datasets.cache_loader import CacheLoader
-    from stallfree.datasets.cached_dataset import CachedDataset
-    from stallfree.datasets.local_sampler import LocalSampler
+    from stallfree.datasets.cached_dataset import CachedDataset, LocalSampler
     from stallfree.datasets.smart_cache import SmartCacheDataset
     from stallfree.device.prefetcher import DevicePrefetcher
     from stallfree.device.process import ProcessPrefetcher
@@ -59,8 +58,7 @@ _PLACES = {
     "cache.disk_tier": "DiskTier",
     "cache.redis.store": "RedisStore",
     "datasets.cache_loader": "CacheLoader",
-    "datasets.cached_dataset": "CachedDataset",
-    "datasets.local_sampler": "LocalSampler",
+    "datasets.cached_dataset": "CachedDataset LocalSampler",
     "datasets.smart_cache": "SmartCacheDataset",
     "device.prefetcher": "DevicePrefetcher",
     "device.process": "ProcessPrefetcher",

@@ -67,23 +67,6 @@ class Scale:
         return picture / 2
 
 
-class Halved:
-    """A random step that is a deterministic and a random one."""
-
-    def __init__(self) -> None:
-        self.noise = Noise(np.random.default_rng())
-
-    def __call__(self, picture: Any) -> Any:
-        return self.noise(halved(picture))
-
-    def halves(self) -> tuple[Any, Any]:
-        return halved, self.noise
-
-
-def halved(picture: Any) -> Any:
-    return picture[::2]
-
-
 def drawn(picture: Any) -> Any:
     return picture + np.random.random() + torch.rand(()).item()
 
@@ -103,10 +86,6 @@ def shared() -> list[Any]:
     first, second = Scale(), Scale()
     first.generator, second.generator = other, one
     return [first, second, Noise(one), Noise(other), Noise(one)]
-
-
-def with_halves() -> list[Any]:
-    return [Scale(), Halved(), Noise(np.random.default_rng())]
 
 
 def late() -> list[Any]:
@@ -140,7 +119,6 @@ FORMS = ["fetched", "prepared"]
     [
         users,
         shared,
-        with_halves,
         late,
         *(pytest.param(x, marks=pytest.mark.libraries) for x in (albumentations, monai)),
     ],
@@ -151,27 +129,8 @@ def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> 
     assert [form for form in FORMS if not equal(epochs(make, form), plain)] == []
 
 
-@pytest.mark.libraries
-@pytest.mark.parametrize(("form", "workers"), [(None, 3), ("prepared", 2)])
-def test_any_number_of_forked_workers(form: Any, workers: int) -> None:
-    assert equal(epochs(albumentations, form, workers, "fork"), epochs(albumentations, None))
-
-
 @pytest.mark.parametrize(
     ("form", "method"), [("prepared", "forkserver"), pytest.param("fetched", "spawn", marks=pytest.mark.slow)]
 )
 def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert equal(epochs(shared, form, 2, method), epochs(shared, None))
-
-
-@pytest.mark.libraries
-def test_a_smart_cache_gives_them_too() -> None:
-    """Its samples are those of a cache, by id."""
-    source = Pictures(albumentations())
-    with sf.SmartCacheDataset(source, cache_num=COUNT, replace_rate=0, seed=1) as window:
-        ids = window.begin_epoch(0).tolist()
-        window.set_epoch(0)
-        prepared = dict(zip(ids, window.__getitems__(range(COUNT)), strict=True))
-    with sf.DataLoader(source, batch_size=None, seed=1) as loader:
-        plain = [sample.numpy() for sample in loader]
-    assert all(np.array_equal(prepared[id], plain[id]) for id in range(COUNT))

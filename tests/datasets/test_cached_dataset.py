@@ -146,14 +146,6 @@ def test_randomness_is_fresh_with_every_visit_and_a_function_of_the_epoch() -> N
         assert not {sample for visit in visits for sample in visit} & set(draws(data))
 
 
-def test_twins_in_a_batch_are_visits_of_their_own() -> None:
-    with sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB") as data:
-        twins = [sample[2:] for sample in data.__getitems__([1, 1, 1])]
-        assert len(set(twins)) == 3
-        data.set_epoch(1)
-        assert data[1][2:] == twins[1]
-
-
 def test_an_item_larger_than_the_cache_passes_through_and_is_counted() -> None:
     source = Given([b"small", b"x" * 300_000, b"small too"])
     with sf.CachedDataset(source, capacity=FEW) as data:
@@ -183,11 +175,4 @@ def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
     for use in (lambda: data[0], lambda: data.__getitems__([1]), lambda: data.set_epoch(1)):
         with pytest.raises(sf.InputError, match=r"CachedDataset\(.*\) is closed: make a new one"):
             use()
-    assert not list(store_root.iterdir())
-
-
-def test_a_cache_that_was_forgotten_is_removed(store_root: Path) -> None:
-    data = sf.CachedDataset(Numbers(4), capacity="1MiB")
-    assert list(store_root.iterdir())
-    del data
     assert not list(store_root.iterdir())

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 import stallfree as sf
 from cached_data import Numbers, doubled, tripled, with_draws
@@ -17,7 +14,6 @@ from children import Child, Holder
 from stallfree.cache.admin import collect_garbage
 from stallfree.testing import ThrottledSource
 from unseen import unseen_ids
-from warm import Interpreter
 
 UNSEEN = len(unseen_ids(40))
 LOOKED = 40 - UNSEEN
@@ -92,43 +88,3 @@ def test_a_job_that_is_killed_leaves_the_others_in_peace(store_root: Path) -> No
 def kill_oneself_with(source: Any) -> None:
     with sf.CachedDataset(source, capacity="1MiB"):
         os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_cache_on_a_disk_outlives_its_jobs(tmp_path: Path) -> None:
-    source = ThrottledSource(Numbers(40, [doubled, with_draws]))
-    options = {"store": tmp_path, "persist": True}
-    for reads in (40, LOOKED, LOOKED):
-        before = source.requests
-        assert Child(lambda: job(source, **options)).wait() == 0
-        assert source.requests - before == reads
-    source.close()
-
-
-ENDS = {
-    "exit": "sys.exit(0)",
-    "in the midst of an epoch": "loader = iter(sf.DataLoader(data, 2, num_workers=1)); next(loader)",
-    "of torch's loader": "loader = iter(DataLoader(data, 2, num_workers=1, persistent_workers=True)); next(loader)",
-    "in a child": "pid = os.fork(); pid or sys.exit(0); os.waitpid(pid, 0); assert data[3][1] == 3",
-}
-
-
-def program(end: str) -> str:
-    """A program that uses a cache, and how it ends."""
-    return textwrap.dedent("""
-        import os, sys, warnings
-        sys.path.insert(0, {here!r})
-        from cached_data import Numbers, with_draws
-        from torch.utils.data import DataLoader
-        import stallfree as sf
-        warnings.filterwarnings("ignore", "This process", DeprecationWarning)  # Python 3.12 and later, of every fork
-        data = sf.CachedDataset(Numbers(8, [with_draws]), capacity="1MiB")
-        list(data)
-        {end}
-    """).format(here=str(Path(__file__).parents[1] / "support"), end=end)
-
-
-@pytest.mark.parametrize("end", ENDS)
-def test_an_interpreter_that_ends_leaves_nothing(end: str, interpreter: Interpreter, store_root: Path) -> None:
-    done = interpreter.run(program(ENDS[end]))
-    assert (done.code, done.out, done.err) == (0, "", "")
-    assert not list(store_root.iterdir())

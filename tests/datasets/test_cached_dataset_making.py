@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 from pathlib import Path
@@ -15,25 +14,11 @@ from PIL import Image
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stallfree as sf
-from cached_data import Given, Numbers, Plain, doubled, shifted_in_place, tripled, widened, with_draws
+from cached_data import Given, Numbers, Plain, doubled, tripled, widened, with_draws
 from loader_data import same
 from stallfree.testing import ThrottledSource
-from unseen import unseen_ids
 
 # -- the form ---------------------------------------------------------------------------------------------------------
-
-
-def test_auto_keeps_the_fetched_form_when_prepared_not_all_fit(caplog: pytest.LogCaptureFixture) -> None:
-    with (
-        caplog.at_level(logging.INFO, "stallfree"),
-        sf.CachedDataset(Numbers(64, [widened], size=32), capacity="256KiB") as data,
-    ):
-        assert data.form == "fetched"
-        for said in ("as fetched", "prepared they take about 260", "(not all fit)", "(all fit)", "there are 256"):
-            assert said in data.decision
-        assert data.decision in caplog.messages
-        list(data)
-        assert data.stats().resident_items == 64
 
 
 def test_auto_prepares_exactly_from_the_capacity_on_where_all_fit() -> None:
@@ -49,15 +34,6 @@ def test_auto_prepares_exactly_from_the_capacity_on_where_all_fit() -> None:
     assert {"fetched", "prepared"} == set(forms)
 
 
-def test_auto_prepares_what_becomes_smaller_even_if_not_all_fit() -> None:
-    with sf.CachedDataset(Numbers(64, [thinned], size=4096), capacity="160KiB") as data:
-        assert data.form == "prepared"
-
-
-def thinned(sample: Any) -> Any:
-    return sample[0][::2].copy(), sample[1]
-
-
 def test_auto_does_not_choose_a_form_that_cannot_be_stored() -> None:
     with sf.CachedDataset(Numbers(4, [sf.mark_deterministic(lazily)]), capacity="1MiB") as data:
         assert data.form == "fetched"
@@ -69,39 +45,7 @@ def lazily(sample: Any) -> Any:
     return lambda: sample
 
 
-@pytest.mark.parametrize("spread", [1, 7])
-def test_samples_of_varied_size_use_all_of_the_capacity(spread: int) -> None:
-    source = Numbers(32, size=64, spread=spread)
-    source.records[3] = np.zeros(4096, np.int64)
-    source.records[-1] = np.zeros(300, np.int64)
-    with sf.CachedDataset(source, capacity="256KiB") as data:
-        list(data)
-        assert data.stats().resident_items == 32
-
-
 # -- the first look ---------------------------------------------------------------------------------------------------
-
-
-def test_what_the_first_look_reads_is_not_read_again() -> None:
-    records = [bytes([97 + id]) for id in range(20)]
-    source = ThrottledSource(Given(records, [sf.mark_deterministic(bytes.upper)]))
-    looked = 20 - len(unseen_ids(20))
-    assert 2 < looked <= 8
-    with sf.CachedDataset(source, capacity="1MiB") as data:
-        assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (looked,) * 3
-        assert list(data) == list(data) == [record.upper() for record in records]
-        assert (data.stats().storage_reads, data.stats().storage_bytes, source.requests) == (20, 20, 20)
-    source.close()
-
-
-@pytest.fixture
-def pictures(tmp_path: Path) -> Path:
-    generator = np.random.default_rng(0)
-    for place in range(8):
-        path = tmp_path / "pictures" / "ab"[place % 2] / f"{place}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 256, (8, 12, 3), np.uint8)).save(path)
-    return tmp_path / "pictures"
 
 
 def halved(picture: Any) -> Any:
@@ -118,22 +62,6 @@ def test_first_records_that_no_step_takes(step: Any) -> None:
         sf.CachedDataset(Given(["text"] * 5, [step]), capacity="1MiB")
     with pytest.raises(KeyError, match=r"fetching sample 0 \(given/0\)"):
         sf.CachedDataset(Given([KeyError("x"), *["text"] * 4], [step]), capacity="1MiB")
-
-
-def test_a_step_that_cannot_be_judged_warns_once_at_the_callers_line() -> None:
-    with pytest.warns(sf.StallfreeWarning, match="cannot tell whether the transform .*Handle") as caught:
-        data = sf.CachedDataset(Numbers(3, [Handle]), capacity="1MiB")
-    data.close()
-    assert [warning.filename for warning in caught] == [__file__]
-
-
-class Opaque:
-    """What cannot be compared."""
-
-    __slots__ = ()
-
-    def __init__(self, sample: Any) -> None:
-        pass
 
 
 # -- plain data sets with random samples ------------------------------------------------------------------------------
@@ -211,55 +139,6 @@ def test_a_mark_has_the_last_word_on_a_plain_data_set() -> None:
         sf.CachedDataset(sf.mark_random(Own(str)), capacity="1MiB")
 
 
-@pytest.mark.parametrize(
-    "sample",
-    [
-        lambda id: np.random.default_rng(id).random(3),
-        lambda id: torch.rand(3, generator=torch.Generator().manual_seed(id)),
-        lambda id: random.Random(id).random(),
-    ],
-)
-def test_names_of_generators_count_as_random_until_the_user_marks_the_data_set(sample: Any) -> None:
-    with pytest.raises(sf.InputError, match=r"may give random samples: .*mark_deterministic"):
-        sf.CachedDataset(Own(sample), capacity="1MiB")
-    with sf.CachedDataset(sf.mark_deterministic(Own(sample)), capacity="1MiB") as data:
-        assert all(same(data[id], sample(id)) for id in range(4))
-
-
-def test_samples_that_cannot_be_compared_are_refused_with_advice() -> None:
-    with pytest.raises(
-        sf.InputError, match=r"Own may give random samples: .*Handle.* sample 0.*mark_deterministic\(dataset"
-    ):
-        sf.CachedDataset(Own(Handle), capacity="1MiB")
-
-
-class Handle(Opaque):
-    """Neither comparable nor picklable."""
-
-    def __reduce__(self) -> Any:
-        raise TypeError("not this one")
-
-
-def test_random_steps_of_a_source_within_a_plain_wrapper_are_found() -> None:
-    for steps in ([shifted_in_place], [doubled, with_draws]):
-        with pytest.raises(sf.InputError, match=r"ConcatDataset gives random samples: it drew .*sample 0"):
-            sf.CachedDataset(ConcatDataset([Numbers(4, steps)]), capacity="1MiB")
-    with pytest.raises(sf.InputError, match=r"ConcatDataset gives random samples: it drew .*sample (8|9|1[01])"):
-        sf.CachedDataset(ConcatDataset([Numbers(4), Plain(4), Numbers(4, [with_draws])]), capacity="1MiB")
-
-
-@pytest.mark.parametrize("record", [with_draws, shifted_in_place])
-def test_a_source_whose_fetch_draws_is_refused(record: Any) -> None:
-    class Drawing(Numbers):
-        def _record(self, id: int) -> Any:
-            return record(super()._record(id))
-
-    with pytest.raises(sf.InputError, match="Drawing gives random samples: it drew random numbers at sample 0"):
-        sf.CachedDataset(Drawing(), capacity="1MiB")
-    with sf.CachedDataset(sf.mark_deterministic(Drawing()), capacity="1MiB") as data:
-        assert same(data[3], data[3])
-
-
 # -- the fingerprint and the name -------------------------------------------------------------------------------------
 
 
@@ -293,13 +172,6 @@ def test_whatever_changes_a_cached_sample_changes_the_key() -> None:
     assert len(set(keys)) == len(keys)
 
 
-def test_what_is_not_cached_does_not_change_the_key() -> None:
-    assert key_of(Numbers(8, [doubled, with_draws])) == key_of(Numbers(8, [doubled]))
-    assert key_of(Numbers(8, [doubled]), form="fetched") == key_of(Numbers(8, [tripled]), form="fetched")
-    assert key_of(Numbers(8), transform=doubled) == key_of(Numbers(8, [doubled]))
-    assert key_of(Numbers(8, [with_draws]), seed=1) == key_of(Numbers(8, [with_draws]), seed=2)
-
-
 def test_a_name_belongs_to_one_kind_of_data(store_root: Path) -> None:
     with sf.CachedDataset(Numbers(8, [doubled]), capacity="1MiB", name="mine") as data:
         for other, options in (
@@ -312,35 +184,3 @@ def test_a_name_belongs_to_one_kind_of_data(store_root: Path) -> None:
         with sf.CachedDataset(Numbers(8, [doubled, with_draws]), capacity="1MiB", name="mine") as same:
             assert same.cache.path == data.cache.path
     assert not list(store_root.iterdir())
-
-
-# -- bad arguments ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "said"),
-    [
-        ({"capacity": -1}, sf.CapacityError, "-1"),
-        ({"capacity": "much"}, sf.CapacityError, "much"),
-        ({"capacity": "900TiB"}, sf.CapacityError, "of free memory"),
-        ({"capacity": 100}, sf.CapacityError, "holds no record"),
-        ({"form": "baked"}, sf.InputError, "'baked'"),
-        ({"policy": "best"}, sf.InputError, "'best'"),
-        ({"name": "../up"}, sf.InputError, "'../up'"),
-        ({"name": ""}, sf.InputError, "name=''"),
-        ({"transform": 3}, sf.InputError, "cannot be called"),
-    ],
-)
-def test_arguments_that_cannot_be_used(
-    options: dict[str, Any], error: type[Exception], said: str, store_root: Path
-) -> None:
-    with pytest.raises(error, match=said.replace(".", r"\.")):
-        sf.CachedDataset(Numbers(4), **{"capacity": "1MiB"} | options)
-    assert not list(store_root.iterdir())
-
-
-def test_data_sets_that_cannot_be_used() -> None:
-    with pytest.raises(sf.InputError, match="length 0"):
-        sf.CachedDataset([], capacity="1MiB")
-    with pytest.raises(sf.InputError, match="map-style"):
-        sf.CachedDataset(iter([1]), capacity="1MiB")

@@ -519,3 +519,11 @@ def test_samples_that_fail(folder: Path) -> None:
         file.unlink()
     with pytest.raises(FileNotFoundError, match="fetching sample 0"):
         cached(Files(folder))
+
+
+def test_the_next_job_stores_each_file_once(folder: Path, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"store": tmp_path / "store", "persist": True, "name": "twice"}
+    for _ in range(2):
+        with cached(Files(folder), **options) as data:
+            epochs(data, 2, batch_size=None, shuffle=False)
+            assert data.stats().resident_items == COUNT

@@ -30,70 +30,55 @@ def most(ids: list[int]) -> bool:
     return len(ids) > COUNT // 2
 
 
-class TestPlaces:
-    """A flip with p = 0.5 by a seeded generator."""
-
-    def test_there_are_enough(self) -> None:
-        assert len(PLACES) >= 25
-
-    @pytest.mark.parametrize("place", PLACES)
-    def test_as_a_step(self, place: str) -> None:
-        assert not most(still("step", place, 1, hidden=False))
-
-    @pytest.mark.parametrize("place", PLACES)
-    def test_in_a_data_set(self, place: str) -> None:
-        assert not most(still("data set", place, 1, hidden=True))
-
-    @pytest.mark.parametrize("way", ["auto", "auto, cut"])
-    @pytest.mark.parametrize("place", SOME)
-    def test_under_auto(self, place: str, way: str) -> None:
-        assert not most(still(way, place, 1, hidden=True))
-
-    @pytest.mark.parametrize("place", SOME)
-    def test_in_workers(self, place: str) -> None:
-        assert not most(still("step", place, 1, hidden=True, workers=2))
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize(
-        ("way", "hidden"), [("step", False), ("data set", False), *((way, True) for way in fr.WAYS)]
-    )
-    @pytest.mark.parametrize("place", PLACES)
-    def test_by_many_seeds(self, place: str, way: str, hidden: bool) -> None:
-        assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=hidden))] == []
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("way", ["step", "auto"])
-    @pytest.mark.parametrize("place", PLACES)
-    def test_by_many_seeds_in_workers(self, place: str, way: str) -> None:
-        assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=True, workers=2))] == []
+@pytest.mark.parametrize(
+    ("way", "place", "hidden", "workers"),
+    [
+        *(("step", place, False, 0) for place in PLACES),
+        *(("data set", place, True, 0) for place in PLACES),
+        *((way, place, True, 0) for way in ("auto", "auto, cut") for place in SOME),
+        *(("step", place, True, 2) for place in SOME),
+    ],
+)
+def test_a_flip_by_a_seeded_generator(way: str, place: str, hidden: bool, workers: int) -> None:
+    assert len(PLACES) >= 25
+    assert not most(still(way, place, 1, hidden=hidden, workers=workers))
 
 
-class TestRareFlips:
-    """A flip with p = 0.02 in a data set of 2,000 samples."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("way", "hidden", "workers"),
+    [
+        ("step", False, 0),
+        ("data set", False, 0),
+        ("step", True, 2),
+        ("auto", True, 2),
+        *((w, True, 0) for w in fr.WAYS),
+    ],
+)
+@pytest.mark.parametrize("place", PLACES)
+def test_by_many_seeds(place: str, way: str, hidden: bool, workers: int) -> None:
+    assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=hidden, workers=workers))] == []
 
-    COUNT = 2000
 
-    def changes(self, way: str, place: str, seed: int, *, hidden: bool = True) -> int:
-        """Samples that differ between late epochs; 150 of 2,000 are expected."""
-        step = generator_places.fresh(seed, p=0.02, hidden=hidden)[place]
-        return self.COUNT - len(fr.frozen_in(way, fr.rows(self.COUNT), step, range(self.COUNT)))
+def changes(way: str, place: str, seed: int, *, hidden: bool = True) -> int:
+    """Of 2,000 samples that are flipped with p = 0.02, those that differ between late epochs; 150 are expected."""
+    step = generator_places.fresh(seed, p=0.02, hidden=hidden)[place]
+    return 2000 - len(fr.frozen_in(way, fr.rows(2000), step, range(2000)))
 
-    @pytest.mark.parametrize("way", ["step", "data set"])
-    def test_of_one_place(self, way: str) -> None:
-        assert self.changes(way, "class_attribute", 1) > 50
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("way", ["step", "data set"])
-    @pytest.mark.parametrize("place", PLACES)
-    def test_nine_of_ten_seeds(self, place: str, way: str) -> None:
-        found = [self.changes(way, place, seed) > 50 for seed in SEEDS]
-        assert sum(found) >= 0.9 * len(found)
+@pytest.mark.parametrize("way", ["step", "data set"])
+def test_a_rare_flip(way: str) -> None:
+    assert changes(way, "class_attribute", 1) > 50
 
-    @pytest.mark.slow
-    @pytest.mark.parametrize("place", PLACES)
-    def test_names_show_it_for_every_seed(self, place: str) -> None:
-        """However rare the flip."""
-        assert all(self.changes("step", place, seed, hidden=False) > 50 for seed in range(2, 5))
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["step", "data set"])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_rare_flip_by_many_seeds(place: str, way: str) -> None:
+    """Names show it for every seed, however rare it is, and outcomes for nine of ten."""
+    found = [changes(way, place, seed) > 50 for seed in SEEDS]
+    assert sum(found) >= 0.9 * len(found)
+    assert all(changes("step", place, seed, hidden=False) > 50 for seed in range(2, 5))
 
 
 DRAWS: dict[str, Callable[[], Any]] = {
@@ -114,17 +99,12 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }
 
 
-class TestGlobalGenerators:
-    """A draw for 1 sample in 16, by a function that no name in the step shows."""
+@pytest.mark.parametrize("kind", DRAWS)
+@pytest.mark.parametrize("way", ["step", "data set"])
+def test_each_kind_of_draw_from_a_global_generator(kind: str, way: str) -> None:
+    """For 1 sample in 16, by a function that no name in the step shows."""
 
-    @staticmethod
-    def step(kind: str) -> Callable[[Any], Any]:
-        def augment(x: Any) -> Any:
-            return x + DRAWS[kind]() if int(x[0]) % 16 == 11 else x
+    def augment(x: Any) -> Any:
+        return x + DRAWS[kind]() if int(x[0]) % 16 == 11 else x
 
-        return augment
-
-    @pytest.mark.parametrize("kind", DRAWS)
-    @pytest.mark.parametrize("way", ["step", "data set"])
-    def test_each_kind_of_draw(self, kind: str, way: str) -> None:
-        assert fr.frozen_in(way, fr.rows(128), self.step(kind), range(10, 128, 16)) == []
+    assert fr.frozen_in(way, fr.rows(128), augment, range(10, 128, 16)) == []

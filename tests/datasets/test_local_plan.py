@@ -8,8 +8,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from stallfree.datasets.cached_dataset import local_shares
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.datasets.local_sampler import local_shares
 
 
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.integers(0, 3), st.booleans())
@@ -31,3 +31,12 @@ def test_every_sample_once_and_at_home_where_it_can_be(
         owned = sum(count for id, count in wanted.items() if owner[id] == node)
         mine = shares[node * per_node : (node + 1) * per_node]
         assert int((owner[mine] == node).sum()) == min(owned, quota)
+
+
+def test_another_order_for_another_seed_and_for_another_epoch() -> None:
+    orders = {
+        tuple(make_plan(50, shuffle=True, seed=seed, epoch=epoch).ids.tolist())
+        for seed in (-1, 0, 1, 2**63, 2**64 - 2)
+        for epoch in range(10)
+    }
+    assert len(orders) == 50

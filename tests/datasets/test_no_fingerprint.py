@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import shutil
 import threading
 import warnings
 from pathlib import Path
@@ -14,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader as TorchLoader
 
 import stallfree as sf
-from stallfree.pipeline.fingerprint import fingerprint
 from unseen import unseen_ids
 
 
@@ -68,11 +66,6 @@ def test_a_private_cache(make: Any, store_root: Path) -> None:
         path = first.cache.path
         assert path.exists()
     assert not path.exists()
-
-
-def test_the_warning_names_the_object() -> None:
-    with pytest.warns(sf.StallfreeWarning, match=r"client of type _thread\.lock has no fingerprint"):
-        sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB").close()
 
 
 def test_all_workers_use_it() -> None:
@@ -135,15 +128,6 @@ def test_a_disk(tmp_path: Path, tier: bool) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
-@pytest.mark.skipif(not (shutil.which("valkey-server") or shutil.which("redis-server")), reason="no server")
-def test_nodes_need_a_name() -> None:
-    with sf.RedisStore(capacity_per_node="16MiB") as store:
-        with pytest.raises(sf.InputError, match=r"no other job or node would find these samples.*lock.*name="):
-            sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store)
-        with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", store=store, name="agreed") as data:
-            assert len(list(data)) == 8
-
-
 def test_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     data = Holder(threading.Lock())
     with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0) as window:
@@ -155,31 +139,3 @@ def test_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
         sf.SmartCacheDataset(data, cache_num=4, replace_rate=0)
     with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0, name="window") as window:
         assert len(list(window)) == 4
-
-
-def test_a_group() -> None:
-    with sf.SharedLoader(Holder(threading.Lock()), group="locked") as first:
-        assert len(list(first)) == 8
-        with sf.SharedLoader(Holder(threading.Lock()), group="locked"):
-            pass
-        with pytest.raises(sf.InputError, match="the data set differs"):
-            sf.SharedLoader(Holder(threading.Lock(), 7), group="locked")
-
-
-def at_depth(depth: int, thing: Any) -> str:
-    return fingerprint(thing) if depth == 0 else at_depth(depth - 1, thing)
-
-
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"form": "fetched"}, "its transforms differ.*; its form is prepared, yours is fetched"),
-        ({"transform": sf.mark_deterministic(Locked(3))}, "its transforms differ from yours in code, parameters"),
-        ({"dataset": Holder(2)}, "its data set differs from yours in code, parameters or files"),
-    ],
-)
-def test_what_differs(changed: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {"transform": sf.mark_deterministic(Locked(2)), "form": "prepared", "name": "parts"}
-    given |= {"dataset": Holder(1), "capacity": "1MiB"}
-    with sf.CachedDataset(**given), pytest.raises(sf.FingerprintError, match=said):
-        sf.CachedDataset(**{**given, **changed})

@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,15 +24,16 @@ import stallfree as sf
 from lazy_rows import Calls
 
 COUNT = 64
-CAPACITY = "4MiB"
 log = logging.getLogger(__name__)
 
 
 class Rows(Dataset[Any]):
-    """Deterministic: sample `id` is 16 times `id`, after some time of storage."""
+    """Deterministic: sample `id` is 16 times `id`, after some time of storage. Beside, it acts."""
 
-    def __init__(self, calls: Calls, seconds: float = 0.0003) -> None:
-        self.calls, self.seconds = calls, seconds
+    pid, spent, last = 0, 0.0, -1
+
+    def __init__(self, calls: Calls, act: Callable[[Rows, int], object] | None = None) -> None:
+        self.calls, self.act, self.seconds = calls, act, 0.0003
 
     def __len__(self) -> int:
         return COUNT
@@ -40,47 +41,48 @@ class Rows(Dataset[Any]):
     def __getitem__(self, id: int) -> Any:
         self.calls.add()
         time.sleep(self.seconds)
-        self.act(id)
+        if self.act is not None:
+            self.act(self, id)
         return np.full(16, id, np.float32)
 
-    def act(self, id: int) -> None:
-        """What a subclass does beside."""
 
-
-@contextlib.contextmanager
-def silence() -> Iterator[None]:
-    """No warning of stallfree, and no lines on the screen."""
-    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stderr(io.StringIO()):
+def check(rows: Rows, way: str) -> None:
+    """All samples are right, the second epoch reads none, and nothing is said."""
+    options: dict[str, Any] = {"batch_size": 8, "num_workers": int("worker" in way)}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        caught = stack.enter_context(warnings.catch_warnings(record=True))
         warnings.simplefilter("always")
-        yield
+        cached: Any = None
+        if "auto" in way:
+            rows.seconds = 0.002
+            loader: Any = sf.DataLoader(rows, cache="auto", capacity="4MiB", **options)
+        else:
+            step = {"transform": Step(rows), "form": "prepared"} if "step" in way else {}
+            cached = stack.enter_context(sf.CachedDataset(rows, capacity="4MiB", **step))
+            loader = (torch.utils.data.DataLoader if "torch" in way else sf.DataLoader)(cached, **options)
+        reads = []
+        for _ in range(2):
+            before = rows.calls.by_process().total()
+            assert sorted(float(row[0]) for batch in loader for row in batch) == list(range(COUNT))
+            reads.append(rows.calls.by_process().total() - before)
+        assert reads[1] == 0
+        assert cached is None or cached.stats().resident_items == COUNT
+        if "torch" not in way:
+            loader.close()
     assert [str(warning.message) for warning in caught if "Stallfree" in warning.category.__name__] == []
 
 
-def check_two_epochs(loader: Any, calls: Calls) -> None:
-    """All samples are right, and the second epoch reads none."""
-    reads = []
-    for _ in range(2):
-        before = calls.by_process().total()
-        values = sorted(float(row[0]) for batch in loader for row in batch)
-        assert values == list(range(COUNT))
-        reads.append(calls.by_process().total() - before)
-    assert reads[1] == 0
+class Step:
+    """Does what its data set does."""
 
+    def __init__(self, rows: Rows) -> None:
+        self.rows, rows.act = Rows(rows.calls, rows.act), None
 
-def check_cached(rows: Rows, workers: int = 0, **options: Any) -> None:
-    with (
-        silence(),
-        sf.CachedDataset(rows, capacity=CAPACITY, **options) as cached,
-        sf.DataLoader(cached, 8, num_workers=workers) as loader,
-    ):
-        check_two_epochs(loader, rows.calls)
-        assert cached.stats().resident_items == COUNT
-
-
-def check_auto(rows: Rows, workers: int = 0) -> None:
-    rows.seconds = 0.002
-    with silence(), sf.DataLoader(rows, 8, num_workers=workers, cache="auto", capacity=CAPACITY) as loader:
-        check_two_epochs(loader, rows.calls)
+    def __call__(self, x: Any) -> Any:
+        if self.rows.act is not None:
+            self.rows.act(self.rows, int(x[0]))
+        return x * 2 / 2
 
 
 @pytest.fixture
@@ -88,161 +90,74 @@ def calls(tmp_path: Path) -> Calls:
     return Calls(tmp_path / "calls")
 
 
-class TestThreads:
-    """A thread of the program draws from a global generator now and then."""
+DRAWS: dict[str, Callable[[], Any]] = {
+    "python": random.random,
+    "numpy": np.random.random,
+    "torch": lambda: float(torch.rand((), dtype=torch.float64)),
+    "urandom": lambda: os.urandom(8),
+}
 
-    DRAWS: ClassVar[dict[str, Callable[[], float]]] = {
-        "python": random.random,
-        "numpy": np.random.random,
-        "torch": lambda: float(torch.rand((), dtype=torch.float64)),
-    }
 
-    @pytest.fixture(params=list(DRAWS))
-    def drawn(self, request: pytest.FixtureRequest) -> Iterator[list[float]]:
-        """The numbers that the thread has drawn so far."""
-        numbers: list[float] = []
-        stop = threading.Event()
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        *((kind, way) for kind in ("python", "torch") for way in ("data set", "auto")),
+        *(("numpy", way) for way in ("data set", "step", "torch", "auto, worker")),
+    ],
+)
+def test_a_thread_that_draws_now_and_then(kind: str, way: str, calls: Calls) -> None:
+    """Nor does any number come twice: the states of the generators are not set back under the thread."""
+    numbers: list[Any] = []
+    stop = threading.Event()
 
-        def work() -> None:
-            while not stop.wait(0.001):
-                numbers.append(self.DRAWS[request.param]())
+    def work() -> None:
+        while not stop.wait(0.001):
+            numbers.append(DRAWS[kind]())
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        yield numbers
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        check(Rows(calls), way)
+    finally:
         stop.set()
         thread.join()
-
-    def test_a_data_set(self, drawn: list[float], calls: Calls) -> None:
-        check_cached(Rows(calls))
-        assert drawn
-
-    def test_a_step(self, drawn: list[float], calls: Calls) -> None:
-        def doubled(x: Any) -> Any:
-            time.sleep(0.0003)
-            return x * 2 / 2
-
-        check_cached(Rows(calls), transform=doubled)
-        assert drawn
-
-    def test_under_the_loader_of_torch(self, drawn: list[float], calls: Calls) -> None:
-        rows = Rows(calls)
-        with silence(), sf.CachedDataset(rows, capacity=CAPACITY) as cached:
-            check_two_epochs(torch.utils.data.DataLoader(cached, 8), rows.calls)
-        assert drawn
-
-    @pytest.mark.parametrize("workers", [0, 1])
-    def test_auto(self, drawn: list[float], calls: Calls, workers: int) -> None:
-        check_auto(Rows(calls), workers)
-        assert drawn
-
-    def test_no_number_comes_twice(self, drawn: list[float], calls: Calls) -> None:
-        """The states of the generators are not set back under the thread."""
-        check_cached(Rows(calls))
-        assert len(set(drawn)) == len(drawn)
+    assert len(set(numbers)) == len(numbers) > 0
 
 
-class TestFinalizers:
-    """What an earlier cell of a notebook left is freed while a sample is made."""
+@pytest.fixture(params=["urandom", "numpy", "torch"])
+def garbage(request: pytest.FixtureRequest) -> Iterator[None]:
+    """What an earlier cell of a notebook left: it draws when it is freed."""
 
-    ENDS: ClassVar[dict[str, Callable[[], object]]] = {
-        "urandom": lambda: os.urandom(8),
-        "numpy": np.random.random,
-        "torch": lambda: torch.rand(()),
-    }
+    class Loader:
+        def __init__(self) -> None:
+            self.me = self
 
-    class Collecting(Rows):
-        """Frees what is left over, as the collector does when many objects are made."""
+        def __del__(self) -> None:
+            DRAWS[request.param]()
 
-        def act(self, id: int) -> None:
-            gc.collect()
-
-    @pytest.fixture(params=list(ENDS))
-    def garbage(self, request: pytest.FixtureRequest) -> Iterator[None]:
-        ends = self.ENDS[request.param]
-
-        class Loader:
-            def __init__(self) -> None:
-                self.me = self
-
-            def __del__(self) -> None:
-                ends()
-
-        gc.disable()
-        for _ in range(3):
-            Loader()
-        yield
-        gc.enable()
-
-    @pytest.mark.usefixtures("garbage")
-    def test_a_data_set(self, calls: Calls) -> None:
-        check_cached(self.Collecting(calls))
-
-    @pytest.mark.usefixtures("garbage")
-    def test_in_workers(self, calls: Calls) -> None:
-        check_cached(self.Collecting(calls), workers=1)
-
-    @pytest.mark.usefixtures("garbage")
-    def test_auto(self, calls: Calls) -> None:
-        check_auto(self.Collecting(calls))
+    gc.disable()
+    for _ in range(3):
+        Loader()
+    yield
+    gc.enable()
 
 
-class GuardsItsProcess(Rows):
-    pid = 0
-
-    def act(self, id: int) -> None:
-        if self.pid != os.getpid():
-            self.pid = os.getpid()
+@pytest.mark.usefixtures("garbage")
+@pytest.mark.parametrize("way", ["data set", "worker", "auto"])
+def test_finalizers_that_run_while_a_sample_is_made(way: str, calls: Calls) -> None:
+    check(Rows(calls, lambda rows, id: gc.collect()), way)
 
 
-class LogsTheTime(Rows):
-    def act(self, id: int) -> None:
-        log.debug("sample %d at %f", id, time.time())
+HARMLESS: dict[str, Callable[[Rows, int], object]] = {
+    "guards its process": lambda rows, id: rows.pid == os.getpid() or setattr(rows, "pid", os.getpid()),
+    "logs the time": lambda rows, id: log.debug("sample %d at %f", id, time.time()),
+    "measures itself": lambda rows, id: setattr(rows, "spent", rows.spent + time.perf_counter()),
+    "logs its address": lambda rows, id: log.debug("%d of %x in %d", id, hash(rows), threading.get_ident()),
+    "keeps what it read last": lambda rows, id: setattr(rows, "last", id),
+}
 
 
-class MeasuresItself(Rows):
-    spent = 0.0
-
-    def act(self, id: int) -> None:
-        began = time.perf_counter()
-        self.spent += time.perf_counter() - began
-
-
-class LogsItsAddress(Rows):
-    def act(self, id: int) -> None:
-        log.debug("sample %d of %x in thread %d", id, hash(self), threading.get_ident())
-
-
-class LooksBusy(Rows):
-    """Counts, and keeps what it read last."""
-
-    count = 0
-    last = -1
-
-    def act(self, id: int) -> None:
-        self.count += 1
-        self.last = id
-
-
-HARMLESS = (GuardsItsProcess, LogsTheTime, MeasuresItself, LogsItsAddress, LooksBusy)
-
-
+@pytest.mark.parametrize("way", ["data set", "worker", "step", "auto"])
 @pytest.mark.parametrize("kind", HARMLESS)
-class TestHarmless:
-    """What a look at the code would call random, and the samples are the same each time."""
-
-    @pytest.mark.parametrize("workers", [0, 2])
-    def test_a_data_set(self, kind: type[Rows], calls: Calls, workers: int) -> None:
-        check_cached(kind(calls), workers)
-
-    def test_a_step(self, kind: type[Rows], calls: Calls, tmp_path: Path) -> None:
-        acting = kind(Calls(tmp_path / "other"))
-
-        def step(x: Any) -> Any:
-            acting.act(int(x[0]))
-            return x
-
-        check_cached(Rows(calls), transform=step, form="prepared")
-
-    def test_auto(self, kind: type[Rows], calls: Calls) -> None:
-        check_auto(kind(calls))
+def test_what_the_code_would_call_random(kind: str, way: str, calls: Calls) -> None:
+    check(Rows(calls, HARMLESS[kind]), way)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -122,55 +121,3 @@ def test_each_host_has_its_own_ranks(tmp_path: Path) -> None:
             return sampler.num_replicas, sampler.rank
 
     assert in_ranks(tmp_path, run) == [[2, 0], [2, 1], [1, 0]]
-
-
-class Numbers:
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, id: int) -> int:
-        return id
-
-
-def test_the_ranks_of_a_process_group_are_one_job_of_a_cache(tmp_path: Path) -> None:
-    """With importance, the first rank of a host alone publishes what the job keeps, and its residents rotate."""
-
-    def run(rank: int) -> Any:
-        warnings.simplefilter("error")
-        join(rank, tmp_path)
-        with sf.CachedDataset(Numbers(), capacity="1MiB", policy="importance", name="one-job") as data:
-            assert data.cache is not None
-            sampler = sf.ImportanceSampler(40, cache=data.cache)
-            with sf.DataLoader(data, 4, sampler=sampler) as loader:
-                served = []
-                for _ in range(3):
-                    for batch in loader:
-                        served += batch.ids.tolist()
-                        loader.update(batch.ids, batch.ids.float())
-                distributed.barrier()
-                jobs = [file.name for file in (data.cache.path / "importance").iterdir() if file.name != "lock"]
-                distributed.barrier()
-        return served, jobs
-
-    found = in_ranks(tmp_path, run)
-    assert all(jobs == ["job-1"] for _, jobs in found)
-    assert sorted(id for served, _ in found for id in served) == sorted(3 * list(range(40)))
-
-
-def spawned(rank: int, folder: str, environment: bool) -> None:
-    for variable in VARIABLES:
-        if not (environment and variable.startswith("MASTER")):
-            os.environ.pop(variable, None)
-    join(rank, Path(folder), 2)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(train("stallfree")))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("environment", [False, True])
-def test_under_torch_multiprocessing_spawn(environment: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "4799")
-    torch.multiprocessing.spawn(spawned, (str(tmp_path), environment), nprocs=2)
-    parts = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    for one, other in zip(*parts, strict=True):
-        assert len({*one, *other}) == len(one) + len(other) == 12

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -12,12 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cached_data import Given, Meeting, Numbers, doubled_in_place, with_draws
+from cached_data import Given, Meeting
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import IO_THREADS, Reader
 from stallfree.pipeline.compose import Compose
-
-NOTHING = Compose([])
 
 
 def ids(*given: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -42,13 +39,6 @@ def reading(
 def test_fetches_are_under_way_together() -> None:
     with reading(Meeting(IO_THREADS, IO_THREADS), cached=False) as reader:
         assert reader.finish(reader.start(np.arange(IO_THREADS)), 0, 0, skip=False).values == list(range(IO_THREADS))
-
-
-def test_fetches_of_two_batches_are_under_way_together() -> None:
-    with reading(Meeting(8, 8)) as reader:
-        one, two = reader.start(ids(0, 1, 2, 3)), reader.start(ids(4, 5, 6, 7))
-        assert reader.finish(one, 0, 0, skip=False).values == [0, 1, 2, 3]
-        assert reader.finish(two, 0, 0, skip=False).values == [4, 5, 6, 7]
 
 
 def test_what_was_evicted_since_the_start_is_fetched_together() -> None:
@@ -83,32 +73,6 @@ def test_the_error_of_a_fetch_names_the_sample() -> None:
             reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
 
 
-def test_the_error_of_a_third_party_source_gets_the_id() -> None:
-    class Foreign:
-        pipeline = NOTHING
-
-        def __len__(self) -> int:
-            return 2
-
-        def __getitem__(self, id: int) -> Any:
-            return self.fetch(id)
-
-        def fetch(self, id: int) -> Any:
-            raise ZeroDivisionError("oh")
-
-        def where(self, id: int) -> str:
-            return "nowhere"
-
-        def fingerprint(self) -> str:
-            return ""
-
-    with (
-        reading(Foreign()) as reader,
-        pytest.raises(ZeroDivisionError, match=r"oh\n.*fetching sample 1 \(nowhere\)"),
-    ):
-        reader.finish(reader.start(ids(1)), 0, 0, skip=False)
-
-
 def odd(value: int) -> int:
     if value % 2 == 0:
         raise ValueError(f"{value} is even")
@@ -127,14 +91,6 @@ def test_skipped_samples_are_left_out_and_told(cached: bool, where: str) -> None
             with pytest.raises((ValueError, OSError), match=f"sample {id} "):
                 reader.finish(reader.start(ids(0, id)), 0, 0, skip=False)
         assert reader.finish(reader.start(ids(1, 2)), 0, 0, skip=True).values == []
-
-
-def test_what_was_read_before_an_error_is_kept() -> None:
-    with reading(Given([1, OSError("gone"), 3])) as reader:
-        with pytest.raises(OSError, match="gone"):
-            reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
-        assert reader.cache is not None
-        assert reader.cache.resident(ids(0, 1)).tolist() == [True, False]
 
 
 def test_fetches_that_are_not_needed_are_cancelled_or_counted() -> None:
@@ -161,25 +117,9 @@ def test_fetches_that_are_not_needed_are_cancelled_or_counted() -> None:
         assert reader.cache.stats().storage_bytes == sum(len(source.records[id]) for id in source.fetched)
 
 
-@pytest.mark.parametrize("cached", [True, False])
-def test_randomness_is_a_function_of_seed_epoch_and_id(cached: bool) -> None:
-    def draws(reader: Reader, seed: int, epoch: int | list[int], *wanted: int) -> list[Any]:
-        samples = reader.finish(reader.start(ids(*wanted)), seed, epoch, skip=False)
-        return [sample[2:] for sample in samples.values]
-
-    with reading(Numbers(6), cached=cached, rest=[with_draws]) as reader:
-        state = random.getstate()
-        one = draws(reader, 1, 2, 0, 1, 2)
-        assert random.getstate() == state
-        assert draws(reader, 1, 2, 2, 3, 0) == [one[2], *draws(reader, 1, 2, 3), one[0]]
-        assert len({*one, *draws(reader, 1, 3, 0, 1, 2), *draws(reader, 2, 2, 0, 1, 2)}) == 9
-        assert draws(reader, 1, [3, 2, 2], 1, 1, 2) == [*draws(reader, 1, 3, 1), one[1], one[2]]
-
-
-def test_a_step_that_works_in_place_works_once() -> None:
-    source = Numbers(6, [doubled_in_place])
-    with reading(source, rest=[doubled_in_place]) as reader:
-        for _ in range(3):
-            samples = reader.finish(reader.start(ids(5, 5, 2)), 0, 0, skip=False)
-            assert [array.tolist() for array, _ in samples.values] == [[20] * 16, [20] * 16, [8] * 16]
-    assert all((record == id).all() for id, record in enumerate(source.records))
+def test_what_was_read_before_an_error_is_kept() -> None:
+    with reading(Given([1, OSError("gone"), 3])) as reader:
+        with pytest.raises(OSError, match="gone"):
+            reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
+        assert reader.cache is not None
+        assert reader.cache.resident(ids(0, 1)).tolist() == [True, False]

@@ -28,7 +28,7 @@ from stallfree import StallfreeWarning
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.space import Space
-from unseen import fraction, integer, own_fractions, unseen_ids
+from unseen import integer, unseen_ids
 
 COUNT = 24
 LENGTH = 64
@@ -187,29 +187,6 @@ def test_a_smart_cache() -> None:
     assert sum(len(set(rows)) > 1 for rows in repeated) > len(repeated) // 2
 
 
-def test_under_auto(capsys: pytest.CaptureFixture[str]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", StallfreeWarning)
-        with sf.DataLoader(Piped([doubled, fresh_step()]), batch_size=4, cache="auto", capacity="1MiB") as loader:
-            epochs = [batches(loader) for _ in range(3)]
-        with sf.DataLoader(Signals(fresh_step()), batch_size=4, cache="auto", capacity="1MiB") as loader:
-            plain = [batches(loader) for _ in range(3)]
-            assert loader.cached is None or loader.cached.stats().resident_items == 0
-    assert differing(epochs) == differing(plain) == [6, 6]
-    capsys.readouterr()
-
-
-def test_what_the_user_marks_stays(recwarn: pytest.WarningsRecorder) -> None:
-    step = sf.mark_deterministic(fresh_step())
-    with (
-        sf.CachedDataset(Signals(), capacity="1MiB", transform=sf.Compose([step, doubled])) as cached,
-        sf.DataLoader(cached, batch_size=4) as loader,
-    ):
-        epochs = [batches(loader) for _ in range(2)]
-    assert differing(epochs) == [0]
-    assert not recwarn.list
-
-
 @pytest.mark.parametrize("store", ["memory", "disk", "tier"])
 def test_other_processes_follow(tmp_path: Path, store: str) -> None:
     """Two attached data sets with steps of their own stand for two jobs."""
@@ -264,43 +241,6 @@ def test_a_process_that_dies_while_it_drops(monkeypatch: pytest.MonkeyPatch) -> 
 
 def padded_or_cut(x: Any) -> Any:
     return padded(x) if len(x) < LENGTH else x[:LENGTH]
-
-
-def test_what_draws_rarely() -> None:
-    def rarely(x: Any) -> Any:
-        return x + (1000 * fraction() if x[0] == 1000 * DRAWN[-1] else 0)  # more than float32 may round away
-
-    with (
-        sf.CachedDataset(Signals(), capacity="1MiB", transform=rarely) as cached,
-        one_warning("rarely"),
-        sf.DataLoader(cached, batch_size=None) as loader,
-    ):
-        epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
-    assert differing(epochs) == [1, 1]
-
-
-class LateGenerator:
-    """Makes a generator of its own for the first sample that needs one."""
-
-    def __init__(self) -> None:
-        self.tools: dict[str, Any] = {}
-
-    def __call__(self, x: Any) -> Any:
-        if int(x[0]) // 1000 not in DRAWN:
-            return x
-        if "next" not in self.tools:
-            self.tools["next"] = own_fractions(0)
-        return x + 1000 * self.tools["next"]()  # more than float32 may round away
-
-
-def test_a_generator_that_is_made_late() -> None:
-    with (
-        sf.CachedDataset(Piped([LateGenerator()]), capacity="1MiB", form="prepared") as cached,
-        one_warning("LateGenerator"),
-        sf.DataLoader(cached, batch_size=None) as loader,
-    ):
-        epochs = [[np.asarray(sample) for sample in loader] for _ in range(3)]
-    assert differing(epochs) == [len(DRAWN)] * 2
 
 
 def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:

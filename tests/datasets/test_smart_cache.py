@@ -76,16 +76,6 @@ def test_a_new_loader_per_epoch_continues(workers: int) -> None:
     assert len({drawn for epoch in epochs for drawn in epoch.values()}) == 50
 
 
-def test_augmentation_is_a_function_of_seed_epoch_and_sample() -> None:
-    seen = []
-    for kind, workers in (("torch", 0), ("stallfree", 2)):
-        with smart(12, 6, 0.5, seed=7) as data:
-            loader = LOADERS[kind](data, batch_size=2, num_workers=workers)
-            seen.append([samples_of(loader) for _ in range(4)])
-            del loader
-    assert seen[0] == seen[1]
-
-
 def test_two_loaders_at_the_same_time_have_epochs_of_their_own() -> None:
     with smart() as data:
         pairs = [*zip(sf.DataLoader(data, 3), sf.DataLoader(data, 3), strict=True)]
@@ -172,12 +162,6 @@ def test_the_cache_has_room_for_window_and_replacements_and_little_more(kind: ty
         assert stats.used_bytes <= stats.capacity_bytes <= 2 * 110 * 15_000 + (1 << 18)
 
 
-def test_a_window_larger_than_the_memory() -> None:
-    needed = r"cache_num=900000 and 90000 replacements of about .* each take .* free.* give cache_num=\d+ or less"
-    with pytest.raises(sf.CapacityError, match=needed):
-        sf.SmartCacheDataset(Blocks(1_000_000, 5_000_000), cache_num=900_000)
-
-
 # -- by hand, resume, ranks --------------------------------------------------------------------------------------------
 
 
@@ -235,31 +219,6 @@ def test_a_state_of_the_data_set_decides(kind: str) -> None:
         assert [ids_of(LOADERS[kind](data, 3)) for _ in range(3)] == left
 
 
-def test_a_state_within_an_epoch_of_torchs_loader() -> None:
-    with smart(seed=1) as data:
-        data.__getitems__(range(10))
-        data.__getitems__(range(6))
-        state = data.state_dict()
-        rest = [sample[1] for sample in data.__getitems__(range(6, 10))]
-    with smart(seed=1) as data:
-        data.load_state_dict(json.loads(json.dumps(state)))
-        assert [sample[1] for sample in data.__getitems__(range(6, 10))] == rest
-        assert data.stats().epoch == 1
-
-
-def test_states_that_are_refused() -> None:
-    with sf.SmartCacheDataset(Rows(15), cache_num=6, seed=1) as data:
-        state = data.state_dict()
-        with pytest.raises(sf.InputError, match="version None"):
-            data.load_state_dict({})
-        with pytest.raises(sf.InputError, match=r"another window: \[15, 7, 1, 1\]"):
-            data.load_state_dict({**state, "window": [15, 7, 1, 1]})
-        with sf.DataLoader(data, batch_size=3) as loader:
-            plain = {key: value for key, value in loader.state_dict().items() if key != "window"}
-            with pytest.raises(sf.InputError, match="has no window"):
-                loader.load_state_dict(plain)
-
-
 def test_torchs_generator_decides_and_is_not_moved() -> None:
     def order(seed: int) -> tuple[int, ...]:
         torch.manual_seed(seed)
@@ -281,3 +240,21 @@ def test_hosts_have_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not seen[0] & seen[1]
     with pytest.raises(sf.InputError, match=r"hosts=\(2, 3\): give fewer hosts than samples, which are 2"):
         smart(2, hosts=(2, 3))
+
+
+def test_a_window_larger_than_the_memory() -> None:
+    needed = r"cache_num=900000 and 90000 replacements of about .* each take .* free.* give cache_num=\d+ or less"
+    with pytest.raises(sf.CapacityError, match=needed):
+        sf.SmartCacheDataset(Blocks(1_000_000, 5_000_000), cache_num=900_000)
+
+
+def test_a_state_within_an_epoch_of_torchs_loader() -> None:
+    with smart(seed=1) as data:
+        data.__getitems__(range(10))
+        data.__getitems__(range(6))
+        state = data.state_dict()
+        rest = [sample[1] for sample in data.__getitems__(range(6, 10))]
+    with smart(seed=1) as data:
+        data.load_state_dict(json.loads(json.dumps(state)))
+        assert [sample[1] for sample in data.__getitems__(range(6, 10))] == rest
+        assert data.stats().epoch == 1

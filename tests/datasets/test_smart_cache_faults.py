@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import threading
-from multiprocessing import active_children, current_process, get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
 from typing import Any
 
@@ -103,15 +102,6 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
         del loader
 
 
-def test_a_full_file_system_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def allocate(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left")
-
-    monkeypatch.setattr("stallfree.ipc.shared_array.allocate", allocate)
-    with pytest.raises(OSError, match="no space left"):
-        smart(Rows(20))
-
-
 # -- killed processes --------------------------------------------------------------------------------------------------
 
 
@@ -155,13 +145,6 @@ def epochs(data: sf.SmartCacheDataset, kind: str) -> list[list[int]]:
     return [sorted(ids_of(loader)) for _ in range(9)]
 
 
-def in_a_daemon(on_late: str) -> None:
-    """A daemon may have no processes of its own, and so no fill process."""
-    current_process()._config["daemon"] = True  # type: ignore[attr-defined]
-    with smart(Rows(20), 8, 0.5, on_late=on_late) as data:
-        assert epochs(data, "stallfree") == due(20, 8, 4, *range(9))
-
-
 @pytest.mark.parametrize(("kind", "on_late"), [("stallfree", "wait"), ("torch", "partial")])
 def test_without_fill_processes_the_window_moves_as_planned(on_late: str, kind: str) -> None:
     """However they ended: the samples are prepared as they are asked for."""
@@ -175,7 +158,6 @@ def test_without_fill_processes_the_window_moves_as_planned(on_late: str, kind: 
     with smart(Rows(20), 8, 0.5, on_late=on_late) as data:
         data.shutdown()
         assert epochs(data, kind) == due(20, 8, 4, *range(9))
-    assert Child(in_a_daemon, on_late).wait() == 0
 
 
 def hold(report: int, method: str) -> None:
@@ -225,27 +207,6 @@ def test_the_ranks_of_a_host_split_one_window(kind: str, workers: int) -> None:
     lines = [tuple(map(int, line.split())) for line in os.read(read, 1 << 16).splitlines()]
     os.close(read)
     assert [sorted(id for epoch, id in lines if epoch == number) for number in range(4)] == due(24, 12, 3, *range(4))
-
-
-def test_the_ranks_of_a_job_share_one_cache_and_count_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They come with different states of torch's generator, and each makes a new loader per epoch."""
-    monkeypatch.setenv("MASTER_PORT", "4712")
-    options: dict[str, Any] = {"cache_num": 12, "on_late": "wait"}
-    torch.manual_seed(1)
-    with sf.SmartCacheDataset(Rows(24), **options) as one:
-        torch.manual_seed(2)
-        with sf.SmartCacheDataset(Rows(24), **options) as two:
-            assert one.cache.path == two.cache.path
-            assert one.window.plan == two.window.plan
-            for epoch in range(4):
-                loaders = [sf.DataLoader(data, 3, sampler=range(at, 12, 2)) for at, data in enumerate((one, two))]
-                ids = sorted(id for loader in loaders for id in ids_of(loader))
-                assert ids == sorted(one.window.plan.window(2 * epoch).tolist())
-            assert two.stats().resident_items >= 12
-        assert one.cache.path.exists()
-        monkeypatch.setenv("MASTER_PORT", "4713")
-        with sf.SmartCacheDataset(Rows(24), **options) as other_job:
-            assert other_job.cache.path != one.cache.path
 
 
 def ids(data: sf.SmartCacheDataset, positions: range) -> list[int]:

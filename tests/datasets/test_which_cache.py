@@ -148,33 +148,18 @@ class DrawsLate(Rows):
         return super().__getitem__(id)
 
 
-class StepDrawsLate:
-    def __init__(self) -> None:
-        self.limit = LATE
-
-    def __call__(self, x: Any) -> Any:
-        if x[0] == self.limit:
-            fraction()
-        return x
-
-
-@pytest.mark.parametrize("where", ["memory", "disk", "tier"])
-@pytest.mark.parametrize("what", ["data set", "step"])
-def test_a_mark_gives_a_new_cache(what: str, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("where", ["memory", "tier"])
+def test_a_marked_data_set_has_a_new_cache(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What was noted in the persistent one, that it is random, has no effect on it."""
     monkeypatch.setenv("STALLFREE_ROOT", str(tmp_path))
+    options: dict[str, Any] = {"persist": True}
+    if where == "tier":
+        options = {"store": sf.DiskTier(tmp_path, capacity="1MiB", persist=True)}
     keys = set()
     for mark in (lambda thing: thing, sf.mark_deterministic):
-        dataset = mark(DrawsLate()) if what == "data set" else Rows()
-        step = None if what == "data set" else mark(StepDrawsLate())
-        options: dict[str, Any] = {"transform": step, "form": "prepared"} if step else {}
-        if where == "tier":
-            options["store"] = sf.DiskTier(tmp_path, capacity="1MiB", persist=True)
-        else:
-            options |= {"persist": True, **({"store": tmp_path} if where == "disk" else {})}
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            with sf.CachedDataset(dataset, capacity="1MiB", **options) as cached:
+            with sf.CachedDataset(mark(DrawsLate()), capacity="1MiB", **options) as cached:
                 for _ in range(3):
                     rows = torch.cat(list(sf.DataLoader(cached, batch_size=4)))[:, 0]
                     assert rows.tolist() == list(range(16))

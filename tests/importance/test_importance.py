@@ -24,7 +24,6 @@ from importance_tools import (
     z_score,
 )
 from stallfree.importance.plans import Draw, Known, draw_plan, ranks, shares
-from warm import Interpreter
 
 STATIC: dict[str, dict[str, Any]] = {
     "no cache": {},
@@ -107,17 +106,6 @@ def test_the_expected_gradient_where_residents_rotate(tmp_path: Path) -> None:
     assert np.linalg.norm(gradients.mean(axis=0) - full) < 0.02 * np.linalg.norm(full)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("noise", "most"), [(False, 0.005), (True, 0.015)])
-def test_the_expected_gradient_where_residents_rotate_in_many_runs(tmp_path: Path, noise: bool, most: float) -> None:
-    """Losses that are mostly noise leave a bias of about a percent; see docs/decisions/importance.md."""
-    task = Task(640)
-    full = task.gradients.sum(axis=0)
-    runs = [rotated(tmp_path / str(seed), task, seed, noise=noise) for seed in range(500)]
-    off = np.mean([gradient for _, gradient in runs], axis=0) - full
-    assert np.linalg.norm(off) < most * np.linalg.norm(full)
-
-
 share = st.floats(0.01, 1)
 
 
@@ -143,20 +131,6 @@ def test_probabilities_are_what_the_weights_say_and_above_the_floor(
     assert abs((~cache.there[plan.ids]).sum() - missing * target) <= 1 + missing * 2e-3
 
 
-@pytest.mark.parametrize("rotating", [False, True])
-def test_who_is_sure_to_be_drawn_is_no_l_sample(rotating: bool) -> None:
-    """Neither residents nor those who are due; where residents rotate their weights are those of others too."""
-    cache = Residents(2560, range(0, 2560, 8), given=rotating)
-    sampler = knowing(sf.ImportanceSampler(2560, cache=cache, max_age=3), np.arange(2560))
-    for epoch in (1, 2, 3, 4):
-        chances = chances_of(sampler, epoch)
-        low = sampler.begin(epoch, 8).draw.low
-        assert low.tolist() == (chances < 0.5).tolist()
-        assert not low[cache.there].any()
-        assert low.sum() > 500
-        assert epoch < 3 or (chances == 1).sum() > 500  # some are due
-
-
 @pytest.mark.parametrize("policy", REAL_CACHES)
 @pytest.mark.parametrize(("target", "held"), [(0.25, 0.8), (0.5, 0.4)])
 def test_storage_operations_are_those_asked_for(tmp_path: Path, policy: str, target: float, held: float) -> None:
@@ -173,35 +147,6 @@ def test_storage_operations_are_those_asked_for(tmp_path: Path, policy: str, tar
         if epoch > 0:
             assert cache.fetched - before == pytest.approx(target * missing, rel=0.02)
             assert cache.fetched - before <= missing
-
-
-@pytest.mark.parametrize(
-    ("policy", "arguments"),
-    [
-        ("importance", {"plan": "icache", "full_every": 3}),
-        ("minio", {"plan": "infobatch", "num_epochs": 8}),
-        ("importance", {"plan": "full"}),
-        ("minio", {"target_io": 1}),
-    ],
-    ids=str,
-)
-def test_never_more_operations_than_minio_on_the_full_plan(
-    tmp_path: Path, policy: str, arguments: dict[str, Any]
-) -> None:
-    count = 600
-    for held in (0.2, 0.8):
-        rng = np.random.default_rng(1)
-        cache = Kept(tmp_path / str(held), count, int(held * count), policy)
-        sampler = sf.ImportanceSampler(count, cache=cache, **arguments)
-        served, operations = Served(sampler, 50), []
-        for epoch in range(9):
-            before = cache.fetched
-            for ids, _ in served.epoch(epoch):
-                cache.use(ids)
-                sampler.update(ids, rng.exponential(size=len(ids)) * (1 + ids))
-            operations.append(cache.fetched - before)
-        assert operations[0] == count
-        assert max(operations[1:]) <= round((1 - held) * count)
 
 
 arguments = st.fixed_dictionaries(
@@ -242,35 +187,6 @@ runs = (arguments, st.booleans(), st.integers(1, 20), st.integers(0, 4))
 @given(*runs)
 def test_nobody_is_unseen_for_long(given: dict[str, Any], scored: bool, batch_size: int, late: int) -> None:
     check_that_nobody_waits_for_long(given, scored, batch_size, late)
-
-
-@pytest.mark.slow
-@settings(quiet, max_examples=600)
-@given(*runs)
-def test_nobody_is_unseen_for_long_in_many_runs(
-    given: dict[str, Any], scored: bool, batch_size: int, late: int
-) -> None:
-    check_that_nobody_waits_for_long(given, scored, batch_size, late)
-
-
-@pytest.mark.filterwarnings("ignore:update was given NaN")
-def test_the_highest_losses_are_selected() -> None:
-    """The top percent of the losses, in each epoch; a diverged one and an unknown one count as highest."""
-    count = 5000
-    rng = np.random.default_rng(0)
-    size = rng.exponential(size=count)
-    sampler = knowing(sf.ImportanceSampler(count, plan="icache", seed=0), np.where(np.arange(count) == 7, np.nan, size))
-    for epoch in range(1, 8):
-        known = np.nan_to_num(sampler.losses.last, nan=np.inf)
-        ids = sampler.plan(epoch).ids
-        assert 0.15 * count < len(ids) < 0.6 * count
-        top = np.argsort(known)[-count // 100 :]
-        assert np.isin(top, ids).mean() > 0.9
-        assert np.isin(top[-5:], ids).all()
-        assert 7 in ids
-        for some in np.array_split(ids, 20):
-            losses = size[some] * rng.exponential(size=len(some)) * 0.9**epoch
-            sampler.update(some, np.where(some == 7, np.nan, losses))
 
 
 def test_selection_goes_by_the_share_of_losses_below() -> None:
@@ -315,49 +231,3 @@ def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
     assert {epoch for epoch in range(16) if len(sampler.plan(epoch).ids) == 200} == full
     weights = sampler.plan(min(full)).weights
     assert weights is None or set(weights.tolist()) == {1.0}
-
-
-def test_a_plan_is_a_function_of_seed_epoch_and_what_is_known(interpreter: Interpreter) -> None:
-    code = (
-        "import numpy as np; import stallfree as sf\n"
-        "from stallfree.importance.plans import Known, draw_plan\n"
-        "losses = np.random.default_rng(5).exponential(size=500).astype(np.float32)\n"
-        "known = Known(losses, np.arange(500, dtype=np.int32) % 9, np.arange(500) % 3 == 0)\n"
-        "for plan in ('unbiased', 'icache', 'infobatch', 'full'):\n"
-        "    for seed, epoch in ((0, 3), (-5, 3), (2**64 - 1, 4)):\n"
-        "        drawn = draw_plan(sf.ImportanceSampler(500, plan=plan).rule, known, seed, epoch).plan\n"
-        "        print(drawn.epoch, drawn.ids.tolist(), None if drawn.weights is None else drawn.weights.tolist())\n"
-    )
-    here: list[str] = []
-    exec(code.replace("print(", "tell("), {"tell": lambda *parts: here.append(" ".join(map(str, parts)))})
-    assert interpreter.run(code).out.splitlines() == here
-    assert len(set(here)) == 12
-
-
-@pytest.mark.parametrize("plan", ["unbiased", "infobatch", "icache"])
-def test_weights_of_batches(plan: str) -> None:
-    sampler = knowing(sf.ImportanceSampler(330, plan=plan), 1.1 ** np.arange(330))
-    served = Served(sampler, 20)
-    batches = list(served.epoch(1))
-    drawn = sampler.plan(1)
-    raw = np.ones(len(drawn.ids)) if drawn.weights is None else drawn.weights
-    of = dict(zip(drawn.ids.tolist(), raw.tolist(), strict=True))
-    assert sorted(id for ids, _ in batches for id in ids.tolist()) == sorted(of)
-    for ids, weights in batches:
-        assert weights.dtype == np.float32
-        expected = np.array([of[id] for id in ids.tolist()])
-        if plan != "icache":
-            expected *= len(drawn.ids) / 330
-        assert weights == pytest.approx(expected)
-
-
-@pytest.mark.parametrize(("plan", "count"), [("unbiased", 1), ("unbiased", 2), ("icache", 3), ("infobatch", 1)])
-def test_few_samples(plan: str, count: int) -> None:
-    sampler = sf.ImportanceSampler(count, plan=plan, warm_up=0, max_age=3)
-    served, seen = Served(sampler, 2), []
-    for epoch in range(9):
-        ids = [id for ids, _ in served.epoch(epoch) for id in ids.tolist()]
-        sampler.update(np.array(ids, int), np.ones(len(ids)))
-        assert len(set(ids)) == len(ids) <= count
-        seen += ids
-    assert set(seen) == set(range(count))

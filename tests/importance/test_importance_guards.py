@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import stallfree as sf
-from importance_tools import Residents
 from stallfree.errors import WaitError
-from stallfree.importance import jobs as reduce
-from stallfree.importance.epoch import FRESH, Retention, Serving
+from stallfree.importance.epoch import FRESH, Retention
 from stallfree.importance.plans import Draw
-from stallfree.stats import ImportanceStats
 
 COUNT = 200
 
@@ -32,20 +28,6 @@ class Numbers(torch.utils.data.Dataset[torch.Tensor]):
 
 def cached(policy: str = "importance", name: str | None = None) -> sf.CachedDataset:
     return sf.CachedDataset(Numbers(), capacity="64KiB", policy=policy, name=name)
-
-
-@pytest.mark.parametrize("on_miss", ["swap", "substitute", "fetch"])
-def test_the_hit_ratio_is_the_share_of_those_served_that_were_resident(on_miss: str) -> None:
-    rng = np.random.default_rng(3)
-    cache = Residents(COUNT, rng.permutation(COUNT)[:60])
-    plan = rng.permutation(COUNT)[:120]
-    serving = Serving(np.split(plan, 12), rng.random(COUNT) < 0.7, cache, on_miss, rng)
-    served = np.concatenate(list(serving))
-    names = ("high_requests", "high_hits", "low_requests", "low_hits", "swaps", "substitutions")
-    stats = ImportanceStats(**{name: getattr(serving, name) for name in names})
-    assert len(served) == 120
-    assert stats.hit_ratio == pytest.approx(cache.there[served].mean())
-    assert (stats.swaps > 0, stats.substitutions > 0) == (on_miss == "swap", on_miss == "substitute")
 
 
 def test_a_resumed_epoch_has_its_own_weights_though_the_next_plan_was_asked_for() -> None:
@@ -87,14 +69,6 @@ def test_rotating_residents_are_for_one_job() -> None:
         second.close()
 
 
-def test_packages_swap_unless_told_otherwise(tmp_path: Path) -> None:
-    with cached() as data:
-        assert sf.ImportanceSampler(COUNT, cache=data.cache, packages=tmp_path / "p").on_miss == "swap"
-        assert sf.ImportanceSampler(COUNT, cache=data.cache).on_miss == "fetch"
-        with pytest.raises(sf.InputError, match="needs the cache of a CachedDataset"):
-            sf.ImportanceSampler(COUNT, cache=data.cache, packages=tmp_path, on_miss="fetch")
-
-
 def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
     told: list[tuple[list[int], list[float]]] = []
 
@@ -118,12 +92,3 @@ def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
     cache.busy = False
     keeping.served(np.array([0]))
     assert told == [([0, 1, 2, 3, 2, 0], [FRESH] * 4 + [0.75, 0.25])]
-
-
-def test_who_tells_the_cache_on_each_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert reduce.is_first_here()
-    monkeypatch.setattr(reduce, "ranks_of_job", lambda: (3, 4))
-    for name, rank, count in (("OMPI_COMM_WORLD_LOCAL", "1", "2"), ("LOCAL", "0", "2"), ("LOCAL", "1", "2")):
-        monkeypatch.setenv(f"{name}_RANK", rank)
-        monkeypatch.setenv("LOCAL_WORLD_SIZE" if name == "LOCAL" else f"{name}_SIZE", count)
-        assert reduce.is_first_here() == (rank == "0")

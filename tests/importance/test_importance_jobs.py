@@ -16,9 +16,7 @@ import numpy as np
 import pytest
 
 from children import Child, Holder
-from stallfree.importance import jobs as module
 from stallfree.importance.jobs import THRESHOLD, Jobs
-from stallfree.ipc.locks import FileLock
 
 N = 5
 ONE = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -125,25 +123,6 @@ def test_a_job_that_is_killed_leaves_the_sum_whoever_looks(job: Jobs, tmp_path: 
     assert files(tmp_path) == ["job-4", "of another"]
 
 
-def test_who_takes_the_place_of_a_dead_job_does_not_inherit_its_file(
-    job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    another(tmp_path, TWO, 2.0).kill()
-    assert files(tmp_path) == ["job-1"]
-
-    def look_and_fail(new: Path, name: Path) -> None:
-        looking = Jobs(tmp_path, N)
-        check(looking, np.zeros(N), 0)
-        looking.close()
-        assert (new.name, name.name) == ("new-1", "job-1")
-        raise OSError("no more inodes")
-
-    monkeypatch.setattr(module.os, "replace", look_and_fail)
-    with one_warning("no more inodes"):
-        job.publish(ONE, 2.0)
-    assert files(tmp_path) == []
-
-
 def test_a_forked_child_is_not_the_job(job: Jobs, tmp_path: Path) -> None:
     job.publish(ONE, 2.0)
 
@@ -210,24 +189,3 @@ def test_a_full_file_system_is_one_warning_and_the_job_goes_by_its_own(tmp_path:
 
     assert Child(run).wait() == 0
     other.end()
-
-
-def test_a_lock_that_is_not_free(job: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check(job, np.zeros(N), 0)
-    monkeypatch.setattr(module, "LOCK_SECONDS", 0.01)
-
-    def begin() -> Callable[[], None]:
-        held = FileLock(tmp_path / "importance" / "lock").hold(1, "test")
-        held.__enter__()
-        return lambda: held.__exit__(None, None, None)
-
-    holder = Holder(begin)
-    with pytest.warns(RuntimeWarning, match="another process .* held"):
-        check(job, np.zeros(N), 0)
-    job.publish(ONE, 2.0)
-    check(job, 2 * np.array(ONE), 1)
-    assert files(tmp_path) == []
-    holder.kill()
-    check(job, 2 * np.array(ONE), 1)
-    job.publish(ONE, 2.0)
-    assert files(tmp_path) == ["job-1"]

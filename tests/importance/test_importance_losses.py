@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import stallfree as sf
-from importance_tools import chances_of, knowing
 from stallfree.importance import losses as module
-from stallfree.importance.losses import Losses, pack, unpack
+from stallfree.importance.losses import Losses
 
 to_host = module._to_host
 
@@ -78,11 +77,6 @@ class Copies:
         self.waiting.append((host, self.values[where(tensor)]))
         return host
 
-    @property
-    def module(self) -> SimpleNamespace:
-        """What `torch.get_device_module` gives."""
-        return SimpleNamespace(Event=self.event, current_stream=lambda device: None)
-
     def event(self) -> Event:
         copies, self.waiting = self.waiting, []
         self.events.append(Event(copies))
@@ -93,11 +87,8 @@ class Copies:
 def device(monkeypatch: pytest.MonkeyPatch) -> Copies:
     copies = Copies()
     monkeypatch.setattr(module, "_to_host", copies.to_host)
-    monkeypatch.setattr(
-        torch,
-        "get_device_module",
-        lambda device: SimpleNamespace(Event=copies.event, current_stream=lambda device: None),
-    )
+    module_of_device = SimpleNamespace(Event=copies.event, current_stream=lambda device: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module_of_device)
     monkeypatch.setattr(Event, "allowed", False)
     return copies
 
@@ -200,17 +191,10 @@ def test_the_table_holds_the_last_loss_of_each(told: list[tuple[int, float]], si
 
 KINDS: dict[str, Callable[[list[float]], Any]] = {
     "float32": lambda values: torch.tensor(values),
-    "float16": lambda values: torch.tensor(values, dtype=torch.float16),
     "bfloat16": lambda values: torch.tensor(values, dtype=torch.bfloat16),
-    "float64": lambda values: torch.tensor(values, dtype=torch.float64),
     "with a gradient": lambda values: torch.tensor(values, requires_grad=True) * 1,
-    "whole numbers": lambda values: torch.tensor(values).long(),
-    "numpy": lambda values: np.array(values),
-    "numpy, float16": lambda values: np.array(values, np.float16),
-    "numpy, backwards": lambda values: np.array(values[::-1])[::-1],
     "numpy, read-only": lambda values: np.broadcast_to(np.array(values), len(values)),
     "list": list,
-    "tuple": tuple,
     "tensors": lambda values: [torch.tensor(value, requires_grad=True) for value in values],
     "a part of a tensor": lambda values: torch.tensor([values, values]).T[:, 0],
 }
@@ -223,64 +207,6 @@ def test_losses_of_any_kind(kind: str) -> None:
     sampler.update(torch.tensor([5, 0, 3]), KINDS[kind](values))
     assert sampler.losses.last.tolist() == [2.0, np.inf, np.inf, 7.0, np.inf, 4.0]
     assert sampler.losses.last.dtype == np.float32
-
-
-@pytest.mark.parametrize(
-    "ids",
-    [[2, 1], (2, 1), np.array([2, 1]), np.array([2, 1], np.uint8), np.array([2, 1], np.int16), torch.tensor([2, 1]),
-     torch.tensor([2, 1], dtype=torch.int32), torch.tensor([2, 1], dtype=torch.uint8), np.array([1, 2])[::-1]],
-    ids=lambda ids: f"{type(ids).__name__} {getattr(ids, 'dtype', '')}",
-)  # fmt: skip
-def test_ids_of_any_kind(ids: Any) -> None:
-    sampler = sf.ImportanceSampler(3)
-    sampler.update(ids, [5.0, 6.0])
-    assert sampler.losses.last.tolist() == [np.inf, 6.0, 5.0]
-
-
-@pytest.mark.filterwarnings("ignore:update was given NaN")
-def test_what_has_always_diverged_counts_as_unknown() -> None:
-    values = np.arange(100.0)
-    values[[3, 4, 5]] = np.nan, np.inf, -np.inf
-    sampler = knowing(sf.ImportanceSampler(100, plan="icache", beta=3), values)
-    assert {3, 4, 5} <= set(sampler.plan(1).ids.tolist())
-    assert chances_of(sampler, 1)[[3, 4, 5, 98, 99]] == pytest.approx(1, abs=0.04)
-    for plan in ("unbiased", "infobatch"):
-        found = knowing(sf.ImportanceSampler(100, plan=plan), values).plan(1)
-        assert np.isfinite(found.weights).all()
-
-
-@pytest.mark.parametrize(
-    ("ids", "losses", "said"),
-    [
-        ([0, 1], [1.0], r"ids of shape \(2,\) .* losses of shape \(1,\) .*: give Batch.ids and one loss for each"),
-        ([0, 1], 1.0, r"losses of shape \(\)"),
-        ([[0], [1]], [[1.0], [2.0]], r"ids of shape \(2, 1\)"),
-        ([0, 1], [[1.0], [2.0]], r"losses of shape \(2, 1\)"),
-        ([0.0, 1.0], [1.0, 2.0], "float64"),
-        ([True, False], [1.0, 2.0], "bool"),
-        ([0], [1j], "complex"),
-        (["a"], [1.0], "ids that are no numbers"),
-        ([0], ["x"], "losses that are no numbers"),
-        ([0], None, "losses that are no numbers"),
-        ([0, 1], [[1.0], [1.0, 2.0]], "losses that are no numbers"),
-        ([10], [1.0], "the id 10: ids are 0 to 9. Give Batch.ids"),
-        ([3, -1], [1.0, 1.0], "the id -1: ids are 0 to 9. Give Batch.ids"),
-        (torch.tensor([2**40]), torch.ones(1), f"the id {2**40}"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_told(ids: Any, losses: Any, said: str) -> None:
-    sampler = sf.ImportanceSampler(10)
-    with pytest.raises(sf.InputError, match=said):
-        sampler.update(ids, losses)
-    assert np.isinf(sampler.losses.last).all()
-
-
-def test_arrays_as_text() -> None:
-    for array in (np.arange(5), np.empty(0, np.float32), np.array([np.inf, -0.0], np.float32)):
-        assert unpack(pack(array), array.dtype).tobytes() == array.tobytes()
-    for wrong in ("x", "####", None, 7, pack(np.arange(3, dtype=np.uint8))):
-        with pytest.raises(sf.InputError, match="the state is damaged"):
-            unpack(wrong, np.int64)
 
 
 @pytest.mark.parametrize("bad", [np.nan, -np.inf, np.inf])

@@ -17,6 +17,7 @@ from children import Child
 from importance_tools import Drifting, Residents
 
 COUNT = 97
+SAMPLES = list(range(COUNT))
 
 
 def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
@@ -35,20 +36,10 @@ def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 
 
-class Same:
-    """A data set whose samples are their ids."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> int:
-        return id
-
-
 def make(rank: int, plan: str, on_miss: str, *, residents: str = "drifting", **arguments: Any) -> sf.DataLoader:
     cache: Any = Drifting(COUNT, rank) if residents == "drifting" else Residents(COUNT, range(rank, 60 + rank))
     sampler = sf.ImportanceSampler(COUNT, plan=plan, cache=cache, on_miss=on_miss, max_age=3, beta=2, seed=4)
-    return sf.DataLoader(Same(), 5, sampler=sampler, **arguments)
+    return sf.DataLoader(SAMPLES, 5, sampler=sampler, **arguments)
 
 
 def train(loader: sf.DataLoader, epochs: range, rank: int, *, save: bool = False) -> list[Any]:
@@ -149,67 +140,6 @@ def test_losses_are_brought_together(tmp_path: Path) -> None:
     assert last[4] == 50.0, "a loss that is no number is left out"
     assert resident == [0, 1, 2]
     assert {0, 1, 2} <= set(plan)
-
-
-def test_a_group_that_is_made_anew(tmp_path: Path) -> None:
-    """Two groups, one after the other, in the same processes."""
-
-    def run(rank: int) -> Any:
-        loader = make(rank, "unbiased", "fetch")
-        first = train(loader, range(3), rank)
-        distributed.destroy_process_group()
-        where = f"file://{tmp_path / 'again'}"
-        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-        return first + train(loader, range(3, 6), rank)
-
-    check(in_ranks(2, tmp_path, run), "fetch")
-
-
-@pytest.mark.parametrize(("ranks", "drop_last"), [(2, False), pytest.param(3, True, marks=pytest.mark.slow)])
-def test_as_many_steps_for_all_whatever_the_number_of_samples(ranks: int, drop_last: bool, tmp_path: Path) -> None:
-    def run(rank: int) -> Any:
-        found = []
-        for count in (1, 2, 3, 7, 30):
-            for size in (1, 3):
-                sampler = sf.ImportanceSampler(count, seed=1)
-                loader = sf.DataLoader(list(range(count)), size, sampler=sampler, drop_last=drop_last)
-                steps = len(loader)
-                batches = [batch.ids.tolist() for batch in loader]
-                assert len(batches) == steps
-                found.append((count, size, batches))
-                iter(sampler)
-                marked = int((sampler._drawn == -1).sum())
-                assert marked == 0 or drop_last or count < ranks
-        return found
-
-    for each in zip(*in_ranks(ranks, tmp_path, run), strict=True):
-        counts, sizes, parts = zip(*each, strict=True)
-        assert len({len(part) for part in parts}) == 1
-        served = sorted(id for part in parts for batch in part for id in batch)
-        assert len(set(served)) == len(served)
-        if drop_last:
-            assert len(served) == counts[0] // (sizes[0] * ranks) * sizes[0] * ranks
-        elif counts[0] >= ranks:
-            assert served == list(range(counts[0]))
-
-
-def test_a_loader_that_is_no_loader_of_ours(tmp_path: Path) -> None:
-    """Torch's own gets as many ids at each rank: the plan is padded, as its `DistributedSampler` pads."""
-
-    def run(rank: int) -> Any:
-        sampler = sf.ImportanceSampler(COUNT, seed=2)
-        loader = torch.utils.data.DataLoader(list(range(COUNT)), batch_size=5, sampler=sampler)
-        found = []
-        for _ in range(4):
-            ids = torch.cat(list(loader))
-            sampler.update(ids, ids + rank)
-            found.append((ids.tolist(), len(loader), sampler.plan(sampler._next).ids.tolist()))
-        return found
-
-    for one, two in zip(*in_ranks(2, tmp_path, run), strict=True):
-        assert one[1:] == two[1:]
-        assert len(one[0]) == len(two[0]) == -(-len(one[2]) // 2)
-        assert set(one[0]) | set(two[0]) == set(one[2])
 
 
 def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:

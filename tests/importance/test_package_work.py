@@ -16,9 +16,7 @@ from stallfree import mark_deterministic
 from stallfree.cache.records import MISS
 from stallfree.errors import CodecError
 from stallfree.importance import packages as packages_module
-from stallfree.importance.epoch import FRESH
 from stallfree.importance.packages import LOW, MISSED, PENDING, Field, PackageWork
-from stallfree.sources.mapped import as_source
 
 
 @pytest.fixture
@@ -94,25 +92,6 @@ def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: 
     work.close()
 
 
-def test_what_does_not_fill_a_package_waits(job: Job) -> None:
-    """Of the first ten that are taken, six cannot be had; and no six others are left."""
-    job.source.bad = frozenset(range(6))
-    job.flag(range(15))
-    job.flag(range(6), WANTED | MISSED)
-    work = job.work()
-    for _ in range(2):
-        do(work)
-    assert len(job.fetched()) == 10
-    assert len(set(job.fetched()) - set(range(6))) == 4
-    assert job.packed(work.packages) == {}
-    job.flag(20)
-    do(work)
-    assert job.packed(work.packages).keys() == {*range(6, 15), 20}
-    assert Counter(job.fetched()) == Counter([*range(15), 20])
-    assert job.cache.stats().storage_reads == len(job.fetched()) - 6
-    work.close()
-
-
 def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One cannot be read, one not prepared, one not stored."""
 
@@ -144,41 +123,6 @@ def plus_one(sample: Any) -> Any:
         raise ValueError("twelve")
     numbers += 1
     return numbers, id + 1
-
-
-class Stateless:
-    """A data set that gives the objects that it keeps, and counts the threads in it."""
-
-    def __init__(self) -> None:
-        self.rows = [(np.full(8, id, np.int32), id) for id in range(40)]
-
-    def __len__(self) -> int:
-        return 40
-
-    def __getitem__(self, id: int) -> Any:
-        return self.rows[id]
-
-
-def test_what_the_source_keeps_is_not_changed(tmp_path: Path) -> None:
-    job = Job(tmp_path, 40, step=mark_deterministic(plus_one))
-    data = Stateless()
-    job.reader.source = as_source(data)
-    job.flag(range(13, 40))
-    work = job.work()
-    assert work._pool is None  # nobody promised that it may be read by several threads
-    do(work)
-    assert len(work.packages.sizes) == 2
-    assert all((row == id).all() for row, id in data.rows)
-    work.close()
-    job.close()
-
-
-def test_stopping_does_not_wait_for_all_packages(job: Job) -> None:
-    job.flag(range(200))
-    work = job.work()
-    do(work, stopped=True)
-    assert job.fetched() == []
-    work.close()
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
@@ -255,22 +199,6 @@ def full_cache(folder: Path) -> tuple[Job, list[int]]:
     return job, there
 
 
-def test_what_comes_out_of_a_package_is_above_all_h_samples(tmp_path: Path) -> None:
-    job, high = full_cache(tmp_path)
-    work = reading(job)
-    job.add(work.packages, range(40))
-    job.flag(range(40))
-    job.shared.fields[Field.REGION] = 40
-    do(work)
-    assert job.resident() == set(range(40)) | set(high[40:])
-    job.cache.put_many(high[:40], [job.source.fetch(id) for id in high[:40]])
-    assert job.resident() == set(range(40)) | set(high[40:])
-    job.cache.set_scores(range(40), np.zeros(40))  # used
-    job.cache.put_many(high[:40], [job.source.fetch(id) for id in high[:40]])
-    assert job.resident() == set(high)
-    job.close()
-
-
 def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
     """No package is read again and again for samples that find no place."""
     job, high = full_cache(tmp_path)
@@ -299,27 +227,6 @@ def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
     job.close()
 
 
-def test_room_that_h_samples_make_is_used(tmp_path: Path) -> None:
-    """All residents are protected until they are served; a package is tried again after as many were as it brings."""
-    job, high = full_cache(tmp_path)
-    work = reading(job)
-    job.add(work.packages, range(20))
-    job.flag(range(20))
-    job.flag(high, PENDING)
-    job.cache.set_scores(high, np.full(len(high), FRESH))
-    job.shared.fields[Field.REGION] = 20
-    for _ in range(3):
-        do(work)
-    assert job.resident() == set(high)
-    for served, reads in ((19, 1), (20, 2)):
-        job.flag(high[:served], 0)
-        job.cache.set_scores(high[:served], np.ones(served))
-        do(work)
-        assert job.shared.stats()["packages_read"] == reads
-    assert job.resident() == set(range(20)) | set(high[20:])
-    job.close()
-
-
 def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer takes `PENDING` away and lowers the score just before the score is raised."""
     job, high = full_cache(tmp_path)
@@ -340,21 +247,3 @@ def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeyp
     job.cache.put_many(high[:10], [job.source.fetch(id) for id in high[:10]])
     assert job.resident() == set(range(4, 10)) | set(high[6:])
     job.close()
-
-
-def test_news_are_looked_at_after_each_package(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages_module, "_SHARE", 1)
-    work = reading(job)
-    for first in range(0, 50, 10):
-        job.add(work.packages, range(first, first + 10))
-    job.flag(range(50))
-    job.shared.fields[Field.REGION] = 50
-    put_many = job.cache.put_many
-
-    def changed(ids: Any, values: Any) -> Any:
-        job.shared.fields[Field.STEP] += 1
-        return put_many(ids, values)
-
-    monkeypatch.setattr(job.cache, "put_many", changed)
-    do(work)
-    assert job.shared.stats()["packages_read"] == 1

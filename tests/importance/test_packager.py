@@ -18,11 +18,7 @@ from package_job import WANTED, Job, package_size
 from cache_tools import problems
 from children import Child
 from smart_data import until
-from stallfree import Compose, mark_deterministic
 from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.reader import Reader
-from stallfree.errors import InputError, StorageError
 from stallfree.importance import source as packager_module
 from stallfree.importance.packages import LOW, MISSED, Field
 from stallfree.ipc.folders import default_root, sweep
@@ -72,12 +68,6 @@ def end_to_end(job: Job, method: str) -> None:
 
 def test_everything_together(job: Job) -> None:
     end_to_end(job, "fork")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_everything_together_by(job: Job, method: str) -> None:
-    end_to_end(job, method)
 
 
 def test_a_killed_process_is_started_again_three_times(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,53 +167,3 @@ def test_a_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.Monk
         packager.wake()
     job.close()
     assert helpers() == {}
-
-
-def test_a_forked_child_leaves_the_processes_alone(job: Job) -> None:
-    packager = job.start()
-    packager.wake()
-
-    def work() -> None:
-        packager.wake()
-        packager.close()
-
-    assert Child(work).wait() == 0
-    assert len(helpers()) == 1
-    job.flag(range(10))
-    until(lambda: (packager.wake(), packager.stats().packages_written == 1)[1])
-
-
-def test_it_ends_when_nobody_has_it(job: Job) -> None:
-    job.start().wake()
-    assert len(helpers()) == 1
-    job.packager = None
-    until(lambda: helpers() == {})
-
-
-def test_what_cannot_be_sent_turns_packaging_off(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    job = Job(tmp_path, step=mark_deterministic(lambda sample: sample))
-    packager = job.start(method="spawn")
-    until(lambda: (packager.wake(), caplog.records)[1])
-    packager.wake()
-    assert caplog.text.count("packaging is off: its process cannot be started") == len(caplog.records) == 1
-    assert "lambda" in caplog.text
-    job.close()
-
-
-def test_arguments(job: Job, tmp_path: Path) -> None:
-    plain = SampleCache(200, capacity=1 << 20, fingerprint="rows", policy="minio")
-    for reader in (Reader(job.source, None, Compose([]), Compose([])),
-                   Reader(job.source, plain, Compose([]), Compose([]))):  # fmt: skip
-        job.reader = reader
-        with pytest.raises(InputError, match="policy='importance'"):
-            job.start()
-    plain.close()
-    job.reader = Reader(job.source, job.cache, Compose([]), Compose([]))
-    with pytest.raises(InputError, match="package_bytes=0"):
-        job.start(package_bytes=0)
-    with pytest.raises(InputError, match="write_budget='much'"):
-        job.start(budget="much")
-    (tmp_path / "file").touch()
-    job.folder = tmp_path / "file"
-    with pytest.raises(StorageError, match="Give another folder"):
-        job.start()

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import errno
-import multiprocessing
 import os
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,20 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cache_tools import crc, is_signed, signed
-from children import Child
-from stallfree.importance import packages as packages_module
-from stallfree.importance.packages import LOW, PENDING, Field, Packages, SharedFlags
+from stallfree.importance.packages import Packages, SharedFlags
 from stallfree.pipeline.codec import encode
 
 NUM_IDS = 1000
 PLENTY = 1 << 40
-
-
-class Odd:
-    """Known to pickle only."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
 
 
 class Some(Packages):
@@ -92,26 +80,6 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, conten
     some.close()
 
 
-def test_only_what_is_wanted_is_made(tmp_path: Path) -> None:
-    some = Some(tmp_path)
-    some.put(range(100), [signed(id, 7) for id in range(100)])
-    ids, found = some.read(0, lambda ids: ids % 10 == 3)
-    assert ids.tolist() == list(range(3, 100, 10))
-    assert all(is_signed(id, value) for id, value in zip(ids.tolist(), found, strict=True))
-
-
-def test_a_package_is_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = Some(tmp_path)
-    for first in (0, 400):
-        assert some.put(range(first, first + 400), [signed(id, 7, 5000) for id in range(first, first + 400)])
-    reads: list[int] = []
-    preadv = os.preadv
-    monkeypatch.setattr(os, "preadv", lambda fd, into, at: reads.append(preadv(fd, into, at)) or reads[-1])
-    assert len(some.all_of(1)) == 400
-    assert len(reads) == 1
-    assert reads[0] > 2_000_000
-
-
 def test_more_than_one_call_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel moves 2 GiB at most in one call; here it moves 1,000 bytes."""
 
@@ -124,13 +92,6 @@ def test_more_than_one_call_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert some.put(range(9), [signed(id, 7, 500) for id in range(9)])
     assert some.count("package_bytes_written") == some.file_size() > 4000
     assert all(is_signed(id, value) for id, value in some.all_of(0).items())
-
-
-def test_the_file_has_no_name(tmp_path: Path) -> None:
-    some = Some(tmp_path)
-    assert some.put([1], [signed(1, 1)])
-    assert os.listdir(tmp_path) == []
-    assert os.fstat(some._file.fileno()).st_mode & 0o077 == 0
 
 
 # -- damage ------------------------------------------------------------------------------------------------------------
@@ -157,26 +118,6 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
     assert some.all_of(int(some.holding([3])[0])) == {}
 
 
-def test_a_bad_sector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    some = Some(tmp_path)
-    assert some.put([1], [signed(1, 1)])
-
-    def broken(*_: Any) -> int:
-        raise OSError(errno.EIO, "bad sector")
-
-    monkeypatch.setattr(os, "preadv", broken)
-    assert some.all_of(0) == {}
-    assert some.count("packages_dropped") == 1
-    assert some.holding([1])[0] == -1
-
-
-def test_pickles(tmp_path: Path) -> None:
-    loose = Some(tmp_path, allow_pickle=True)
-    assert loose.put([1, 2, 3], [Odd(1), signed(2, 2), Odd(3)])
-    found = loose.all_of(0)
-    assert (found[1].number, found[3].number) == (1, 3)
-
-
 # -- budget and full disks ---------------------------------------------------------------------------------------------
 
 
@@ -193,60 +134,4 @@ def test_the_budget_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("is spent") == len(caplog.records) == 3, "once each"
 
 
-def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    some = Some(tmp_path)
-    monkeypatch.setattr(packages_module, "free_space", lambda folder: 100)
-    for _ in range(2):
-        assert not some.put([1], [bytes(1000)])
-    assert caplog.text.count("its file system has only 100") == len(caplog.records) == 1
-    assert some.put([1], [bytes(1)])
-
-
-def test_a_file_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The kernel ends the write in the middle."""
-
-    def work() -> None:
-        some = Some(tmp_path)
-        assert some.put([1], [bytes(100)])
-        size = some.file_size()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
-        for _ in range(2):
-            assert not some.put([2], [bytes(100_000)])
-        assert some.count("package_bytes_written") == size
-        assert some.put([3], [bytes(100)])
-        assert caplog.text.count("it cannot be written: [Errno 27] File too large") == len(caplog.records) == 1
-        assert some.all_of(0) == {1: bytes(100)}
-        assert some.all_of(1) == {3: bytes(100)}
-
-    assert Child(work).wait() == 0
-
-
 # -- flags -------------------------------------------------------------------------------------------------------------
-
-
-def write(shared: SharedFlags) -> None:
-    """As the packaging process does."""
-    assert shared.flags.tolist() == [0, 0, 0, 3, 0, 0, 0, 0, 0, 0]
-    assert shared.fields[Field.REGION] == 7
-    shared.fields[Field.PACKAGES_WRITTEN :] += [1, 1 << 40, 3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("method", ["fork", "forkserver"])
-def test_all_processes_see_the_same_flags(method: str) -> None:
-    context = multiprocessing.get_context(method)
-    shared = SharedFlags(10)
-    assert shared.fields[Field.EPOCH] == -1
-    shared.flags[3] = LOW | PENDING
-    shared.fields[Field.REGION] = 7
-    child = context.Process(target=write, args=(shared,))
-    child.start()
-    child.join()
-    assert child.exitcode == 0
-    assert shared.stats() == {
-        "packages_written": 1,
-        "package_bytes_written": 1 << 40,
-        "packages_read": 3,
-        "package_bytes_read": 4,
-        "packages_dropped": 5,
-        "samples_packed": 6,
-    }

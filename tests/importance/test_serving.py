@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from importance_tools import Array, Drifting, Residents
 from stallfree.importance.epoch import Serving
@@ -119,14 +118,6 @@ def test_substitute_serves_any_unused_resident(epoch: Any, others: int) -> None:
     assert len(set(ledger) - in_plan) <= substituted
 
 
-@quick
-@given(epochs())
-def test_fetch_serves_as_planned(epoch: Any) -> None:
-    batches, low, cache, rng = epoch
-    served = list(Serving(batches, low, cache, "fetch", rng))
-    assert [ids.tolist() for ids in served] == [ids.tolist() for ids in batches]
-
-
 @pytest.mark.parametrize("on_miss", ["swap", "substitute"])
 def test_by_hand(on_miss: str) -> None:
     """0 to 3 are H-samples, of the L-samples 8 and 9 are resident, and so is 11, which is not in the plan."""
@@ -152,19 +143,6 @@ def test_by_hand(on_miss: str) -> None:
     assert serving.high_hits == 1
 
 
-def test_those_who_come_in_later_are_found() -> None:
-    cache, low = Residents(200), np.ones(200, bool)
-    serving = Serving([np.arange(at, at + 4) for at in range(0, 200, 4)], low, cache, "swap", np.random.default_rng(0))
-    ledger = []
-    for number, ids in enumerate(serving):
-        ledger += ids.tolist()
-        if number == 5:
-            assert serving.swaps == 0
-            cache.there[150:] = True
-    assert serving.swaps > 25
-    assert sorted(ledger) == list(range(200))
-
-
 def test_residents_that_are_gone_whenever_they_are_asked_for_again() -> None:
     class Mocking(Residents):
         asked = 0
@@ -178,54 +156,3 @@ def test_residents_that_are_gone_whenever_they_are_asked_for_again() -> None:
     for on_miss in ("swap", "substitute"):
         serving = Serving(batches, np.ones(20, bool), Mocking(20), on_miss, np.random.default_rng(0))
         assert sorted(np.concatenate(list(serving)).tolist()) == list(range(20))
-
-
-class Walk(RuleBasedStateMachine):
-    """Any changes between any two batches; a ledger, and the plan, say what may be served."""
-
-    @initialize(seed=st.integers(0, 2**32), size=st.integers(1, 7), on_miss=st.sampled_from(["swap", "substitute"]))
-    def begin(self, seed: int, size: int, on_miss: str) -> None:
-        rng = np.random.default_rng(seed)
-        self.planned = rng.permutation(COUNT)[: COUNT * 2 // 3]
-        self.low = rng.random(COUNT) < 0.7
-        self.batches = [self.planned[at : at + size] for at in range(0, len(self.planned), size)]
-        self.cache, self.on_miss = Residents(COUNT), on_miss
-        self.serving = Serving(self.batches, self.low, self.cache, on_miss, rng)
-        self.served = iter(self.serving)
-        self.ledger: list[int] = []
-        self.done = 0
-
-    @rule(ids=st.lists(st.integers(0, COUNT - 1)), there=st.booleans())
-    def change(self, ids: list[int], there: bool) -> None:
-        self.cache.there[ids] = there
-
-    @rule()
-    def next_batch(self) -> None:
-        if self.done == len(self.batches):
-            assert next(self.served, None) is None
-            return
-        ids = next(self.served)
-        assert len(ids) == len(self.batches[self.done])
-        self.done += 1
-        self.ledger += ids.tolist()
-
-    @invariant()
-    def nobody_twice(self) -> None:
-        if hasattr(self, "ledger"):
-            assert len(set(self.ledger)) == len(self.ledger)
-
-    def teardown(self) -> None:
-        if not hasattr(self, "ledger"):
-            return
-        while self.done < len(self.batches):
-            self.next_batch()
-        self.nobody_twice()
-        assert len(self.ledger) == len(self.planned)
-        high = {id for id in self.planned.tolist() if not self.low[id]}
-        assert high <= set(self.ledger)
-        if self.on_miss == "swap":
-            assert set(self.ledger) == set(self.planned.tolist())
-
-
-TestWalk = Walk.TestCase
-TestWalk.settings = settings(max_examples=20, stateful_step_count=25)

@@ -80,17 +80,9 @@ class CacheLoader:
             )
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
         places = min(max(2 * room_of(store, size) // chained_block(len(example)), len(_WAYS)), _MOST_PLACES)
+        options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         fingerprint = f"values by key, {places} places of 8"
-        self.cache: SampleCache = open_cache(
-            store,
-            places,
-            capacity=size,
-            fingerprint=fingerprint,
-            policy=policy,
-            name=name,
-            persist=persist,
-            example=example,
-        )
+        self.cache: SampleCache = open_cache(store, places, capacity=size, fingerprint=fingerprint, **options)
         self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
 
     def get(self, key: KeyT, load: Callable[[KeyT], T]) -> T:
@@ -124,14 +116,14 @@ class CacheLoader:
 
     def _keep(self, key: str | int, value: Any, places: Places) -> None:
         """Store the value of `key` in a free place, or in one that the policy empties."""
-        free = places[~self.cache.resident(places)][:1]
-        if not len(free) and self.cache.policy.evicts:
+        cache = self.cache
+        if cache.policy.evicts and cache.resident(places).all():
             with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
-                self.cache.evict_one(places)
-            free = places[~self.cache.resident(places)][:1]
+                cache.evict_one(places)
+        free = places[~cache.resident(places)][:1]
         if len(free):
             try:
-                self.cache.put_many(free, [(key, value)])
+                cache.put_many(free, [(key, value)])
             except CodecError as error:
                 raise value_unstorable(f"the value of the key {key!r} cannot be stored: {text_of(error)}") from error
 
@@ -161,15 +153,10 @@ class CacheLoader:
 
     def _places(self, key: str | int) -> tuple[str | int, Places]:
         """`key` as a plain str or int, and the places that it may take."""
-        plain: str | int
-        if isinstance(key, str):
-            plain = str.__str__(key)
-            text = f"str:{plain}"
-        else:
-            plain = _as_int(key)
-            text = f"int:{plain:x}"
-        places = mixed(_WAYS, _hash(text.encode("utf-8", "surrogatepass"))) % np.uint64(self.cache.num_ids)
-        return plain, places.astype(np.int64)
+        plain: str | int = str.__str__(key) if isinstance(key, str) else _as_int(key)
+        text = f"str:{plain}" if isinstance(plain, str) else f"int:{plain:x}"
+        number = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
+        return plain, (mixed(_WAYS, number) % np.uint64(self.cache.num_ids)).astype(np.int64)
 
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
@@ -206,7 +193,3 @@ def _as_int(key: Any) -> int:
         with contextlib.suppress(TypeError):
             return operator.index(key)
     raise InputError(f"key={key!r}: a key is a str or an int")
-
-
-def _hash(data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data)

@@ -1,4 +1,4 @@
-"""`CachedDataset`: a map-style data set whose samples stay in a cache that all processes of the host share."""
+"""`CachedDataset`: a map-style data set whose samples stay in a cache that all processes share; and `LocalSampler`."""
 
 from __future__ import annotations
 
@@ -9,24 +9,32 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import numpy.typing as npt
-from torch.utils.data import Dataset, get_worker_info
+from torch.utils.data import Dataset, DistributedSampler, get_worker_info
 
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.cache.store import Store, default_store, derived_name, is_tier, open_cache, parse_capacity, room_of
+from stallfree.cache.store import Store, default_store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
-from stallfree.datasets.epoch_source import EpochSource, SourceSetup
+from stallfree.datasets.epoch_source import EpochSource, SourceSetup, make_plan
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
-from stallfree.datasets.ranks import find_ranks
+from stallfree.datasets.ranks import find_ranks, share
 from stallfree.datasets.reader import Reader
-from stallfree.errors import CodecError, IdError, InputError, StallfreeWarning, argument_conflict, no_fingerprint
+from stallfree.errors import (
+    CodecError,
+    IdError,
+    InputError,
+    StallfreeWarning,
+    argument_conflict,
+    cache_required,
+    launch_environment,
+    no_fingerprint,
+)
 from stallfree.frames import users_level
-from stallfree.ipc.folders import check_name, default_root, user_root
+from stallfree.ipc.folders import check_name
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
@@ -131,7 +139,10 @@ class CachedDataset(Dataset[SampleT_co]):
     files: CachedFiles | None = None
     """The data set, whose files are cached, with `form="files"`."""
 
+    source: Source
     _first: FirstLook | None = None
+    _store: Any
+    _drawn: int | None
 
     def __init__(
         self,
@@ -146,66 +157,66 @@ class CachedDataset(Dataset[SampleT_co]):
         transform: Callable[[Any], SampleT_co] | None = None,
         seed: int | None = None,
     ) -> None:
-        _check_form(form)
+        if form not in ("auto", "fetched", "prepared", "files"):
+            raise InputError(f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto'")
         size, policy = parse_capacity(capacity, store), make_policy(policy)
         if name is not None:
             check_name(name)
-        self._auto = store == "auto"
-        self.dataset = dataset
-        if form == "files":
-            self._cache_files(policy, size, store, name, persist, transform, seed)
-            return
+        self.dataset, self.seed = dataset, None if seed is None else parse_whole(seed, "seed")
+        self.next_epoch, self._drawn = 0, None
+        self._auto, self._store = store == "auto", None
+        steps = [] if transform is None else [transform]
+        try:
+            if form == "files":
+                self._cache_files(steps, store, capacity=size, policy=policy, name=name, persist=persist)
+            else:
+                self._cache_samples(form, steps, store, capacity=size, policy=policy, name=name, persist=persist)
+            self._epochs = SharedCounts(1 + len(self.source))
+        except BaseException:
+            if "cache" in self.__dict__:
+                self.cache.close()
+            raise
+        log.info("%s", self.decision)
+
+    def _cache_samples(self, form: str, steps: list[Any], store: Store, **options: Any) -> None:
         from stallfree.sources.cut import as_cut_source
 
-        self.source: Source = as_cut_source(dataset)
-        self.seed = None if seed is None else parse_whole(seed, "seed")
-        self.next_epoch = 0
-        self._drawn: int | None = None
-        self.steps = Compose([self.source.pipeline, *([] if transform is None else [transform])])
+        self.source = source = as_cut_source(self.dataset)
+        self.steps = Compose([source.pipeline, *steps])
         with tolerant() as unknown:  # before the data set is read, which may open files and keep them
-            data = fingerprint(self.source.fingerprint())
-        first = self._first or look(self.source, self.steps)
-        used_store, memory = store, size
+            data = fingerprint(source.fingerprint())
+        first, self._first = self._first or look(source, self.steps), None
         if self._auto:
-            with tolerant() as steps:
+            with tolerant() as unknown_steps:
                 fingerprint(first.parts.deterministic)
-            used_store, memory = default_store(size, [*unknown, *steps] if name is None else [])
-        self._store = used_store if is_tier(used_store) else None  # which lives as long as its tiers are used
-        on_disk = isinstance(used_store, (str, Path)) and str(used_store) != "memory"
-        count, available = len(self.source), room_of(used_store, memory)
-        self.form, self.decision = choose_form(form, first, count, available, scored=policy.scored, on_disk=on_disk)
-        log.info("%s", self.decision)
+            unshared = [*unknown, *unknown_steps] if options["name"] is None else []
+            store, options["capacity"] = default_store(options["capacity"], unshared)
+        self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
+        available, scored = room_of(store, options["capacity"]), options["policy"].scored
+        on_disk = self._store is None and str(store) != "memory"
+        self.form, self.decision = choose_form(form, first, len(source), available, scored=scored, on_disk=on_disk)
         prepared = self.form == "prepared"
-        before = first.parts.deterministic if prepared else Compose([])
-        rest = first.parts.random if prepared else self.steps
-        self._epochs = SharedCounts(1 + count)
-        key, steps = _key_of(data, before)
-        if name is None and (unknown := [*unknown, *steps]):
-            key = name = private_name(used_store, unknown[0], persist=persist)
-        folder = (user_root(str(used_store)) if on_disk else default_root()) / (
-            name or derived_name(key, policy, memory)
-        )
-        is_new = not folder.exists()
+        before, after = first.parts.deterministic, first.parts.random
+        if not prepared:
+            before, after = Compose([]), self.steps
+        with tolerant() as unknown_steps:
+            content = "prepared" if len(before) else "fetched"
+            key = key_of(**{"data set": data, "transforms": before}, form=content, format=_FORMAT)
         values = first.values(prepared=prepared)
-        example = example_for(list(values.values())) if is_new else next(iter(values.values()))
-        options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
-        self.cache: SampleCache = open_cache(used_store, count, capacity=memory, fingerprint=key, **options)
-        try:
-            self.reader = Reader(self.source, self.cache, before, rest, steps=self.steps)
-            self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
-            for id, value in values.items():
-                with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
-                    self.reader.store([id], [value])
-        except BaseException:
-            self.cache.close()
-            raise
+        self._open(
+            store, len(source), key, [*unknown, *unknown_steps], example=example_for([*values.values()]), **options
+        )
+        self.reader = Reader(source, self.cache, before, after, steps=self.steps)
+        self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
+        for id, value in values.items():
+            with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
+                self.reader.store([id], [value])
 
-    def _cache_files(
-        self, policy: Policy, size: int, store: Store, name: str | None, persist: bool, transform: Any, seed: int | None
-    ) -> None:
+    def _cache_files(self, steps: list[Any], store: Store, **options: Any) -> None:
         """Cache the files that the data set opens: see `stallfree.sources.cached_files`."""
         from stallfree.sources.cached_files import CachedFiles, ids_of_cache, look_at_files
 
+        policy = options["policy"]
         if is_tier(store) or self._auto or policy.given:
             what = f"policy={policy.name!r}" if policy.given else "a tier"
             raise argument_conflict(f"form='files' with {what}: give another policy, and store='memory' or a folder")
@@ -214,25 +225,22 @@ class CachedDataset(Dataset[SampleT_co]):
             warnings.warn(look.warning, StallfreeWarning, stacklevel=users_level())
         with tolerant() as unknown:
             key = key_of(**{"data set": fingerprint(source.fingerprint())}, form="files", format=_FORMAT)
-        if name is None and unknown:
-            key = name = private_name(store, unknown[0], persist=persist)
         sizes = sorted(len(data) for _, _, data in look.files)
-        options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist}
-        options["example"] = bytes(100), bytes(sizes[len(sizes) // 2])
-        self.cache = open_cache(store, ids_of_cache(len(source)), capacity=size, fingerprint=key, **options)
-        try:
-            self.source = self.files = CachedFiles(source, self.cache, look.most)
-            for file in look.files:
-                self.files.table.put(*file)
-            self.steps = Compose([] if transform is None else [transform])
-            self.reader = Reader(self.source, None, Compose([]), self.steps)
-        except BaseException:
-            self.cache.close()
-            raise
+        example = bytes(100), bytes(sizes[len(sizes) // 2])
+        self._open(store, ids_of_cache(len(source)), key, unknown, example=example, **options)
+        self.source = self.files = CachedFiles(source, self.cache, look.most)
+        for file in look.files:
+            self.files.table.drop(file[0])  # an earlier job may have stored it
+            self.files.table.put(*file)
+        self.steps = Compose(steps)
+        self.reader = Reader(self.source, None, Compose([]), self.steps)
         self.form, self.decision = "files", "caching the files that the data set opens, as asked"
-        log.info("%s", self.decision)
-        self.seed, self._drawn, self._store = None if seed is None else parse_whole(seed, "seed"), None, None
-        self.next_epoch, self._epochs = 0, SharedCounts(1 + len(source))
+
+    def _open(self, store: Store, count: int, key: str, unknown: list[str], **options: Any) -> None:
+        """Open the cache of `count` records; without a name, and if objects are `unknown`, a private one."""
+        if options["name"] is None and unknown:
+            key = options["name"] = private_name(store, unknown[0], persist=options["persist"])
+        self.cache: SampleCache = open_cache(store, count, fingerprint=key, **options)
 
     def __len__(self) -> int:
         return len(self.source)
@@ -263,18 +271,7 @@ class CachedDataset(Dataset[SampleT_co]):
     def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
         """The epoch that was set, or how often each of `ids` has been asked for."""
         counts = self._epochs.array
-        if counts[0] > 0:
-            return max(0, int(counts[0]) - 1)
-        at = ids + 1
-        if len(set(at.tolist())) == len(at):
-            visits = counts[at]
-            counts[at] = visits + 1
-            return visits.tolist()  # type: ignore[no-any-return]
-        each = []
-        for place in at.tolist():
-            each.append(int(counts[place]))
-            counts[place] += 1
-        return each
+        return max(0, int(counts[0]) - 1) if counts[0] > 0 else _count_each(counts, ids + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples, in the workers too.
@@ -335,10 +332,8 @@ class CachedDataset(Dataset[SampleT_co]):
         """
         self.reader.end(f"{self!r} is closed: make a new one to read samples")
         self.cache.close()
-        if self._auto:
-            close = getattr(self._store, "close", None)
-            if close is not None:
-                close()
+        if self._auto and self._store is not None:
+            self._store.close()
         self._epochs.close()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -359,21 +354,16 @@ def cached_after(first: FirstLook | None, dataset: Any, **options: Any) -> Cache
     cached: CachedDataset[Any] = CachedDataset.__new__(CachedDataset)
     cached._first = first
     CachedDataset.__init__(cached, dataset, **options)
-    cached._first = None
     return cached
 
 
-def _key_of(data: str, before: Compose) -> tuple[str, list[str]]:
-    """The fingerprint of what is cached, and the objects in the steps that have none."""
-    form = "prepared" if len(before) else "fetched"
-    with tolerant() as unknown:
-        key = key_of(**{"data set": data, "transforms": before}, form=form, format=_FORMAT)
-    return key, unknown
-
-
-def _check_form(form: Any) -> None:
-    if form not in ("auto", "fetched", "prepared", "files"):
-        raise InputError(f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto'")
+def _count_each(counts: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> list[int]:
+    """Return the counts at `places`, and increment them; those that occur again are one higher."""
+    if len(set(places.tolist())) < len(places):
+        return [_count_each(counts, places[at : at + 1])[0] for at in range(len(places))]
+    visits = counts[places]
+    counts[places] = visits + 1
+    return visits.tolist()  # type: ignore[no-any-return]
 
 
 def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
@@ -421,3 +411,125 @@ def window_name(unknown: list[str], name: str) -> str:
             f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
         )
     return token()
+
+
+# -- the samples that a node stores -----------------------------------------------------------------------------------
+
+
+class LocalSampler(DistributedSampler[Any]):
+    """Samples of this rank, those that its own node stores first.
+
+    For a data set that is cached over several nodes.
+
+    Every sample comes exactly once per epoch over all ranks, as with torch's `DistributedSampler`, of which this is
+    one; stallfree's loader sets the epoch. Almost nothing comes over the network then. The price: a sample is
+    always seen by the same node, so batches mix a node's share and not the whole data set. Data that lie sorted in the
+    data set are mixed all the same, since ownership is a hash.
+
+    Args:
+        dataset: a `CachedDataset` with a `RedisStore`; with another store every node owns all, and this is a
+            `DistributedSampler`.
+        shuffle: whether (seed, epoch) decides the order.
+        seed: of the order, the same in all ranks.
+        drop_last: leave out the last samples rather than repeat the first ones if the number of samples is no multiple
+            of the number of ranks.
+        rank: of this process; None for that of `torch.distributed`, or else of the variables that torchrun sets.
+        num_ranks: of the job, likewise.
+
+    Raises `InputError` when the nodes of the store do not have equally many ranks, or for a data set of another kind.
+
+    Example:
+        ```python
+        cached = sf.CachedDataset(dataset, capacity="8MiB")  # with several nodes: store=sf.RedisStore(...)
+        sampler = sf.LocalSampler(cached, rank=0, num_ranks=2)
+        loader = sf.DataLoader(cached, batch_size=4, sampler=sampler)
+        assert len(loader) == 2
+        ```
+    """
+
+    def __init__(
+        self,
+        dataset: CachedDataset[Any],
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        num_ranks: int | None = None,
+    ) -> None:
+        cache = getattr(dataset, "cache", None)
+        if cache is None:
+            raise cache_required(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
+        ranks = find_ranks()
+        seed = parse_whole(seed, "seed")
+        number = ranks.rank if rank is None else parse_whole(rank, "rank")
+        count = ranks.count if num_ranks is None else parse_whole(num_ranks, "num_ranks", 1)
+        if not 0 <= number < count:
+            raise launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
+        super().__init__(dataset, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        servers: Any = dataset.tier
+        self._nodes: int = getattr(servers, "num_nodes", 1)
+        if count % self._nodes:
+            raise launch_environment(
+                f"{count} ranks on {self._nodes} nodes: every node needs as many ranks as any other"
+            )
+        self._owner = np.zeros(len(dataset), np.int16)
+        if self._nodes > 1:
+            self._owner, node = servers.owner(np.arange(len(dataset))), number * self._nodes // count
+            if node != servers.me:
+                raise launch_environment(
+                    f"rank {number} of {count} should be on node {node} of {self._nodes} and is on node {servers.me}: "
+                    "ranks have to be numbered node by node, as torchrun does"
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"LocalSampler({len(self._owner)} samples, rank={self.rank}, num_ranks={self.num_replicas}, "
+            f"shuffle={self.shuffle})"
+        )
+
+    def __iter__(self) -> Iterator[int]:
+        plan: dict[str, Any] = {
+            "shuffle": self.shuffle,
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "drop_last": self.drop_last,
+        }
+        shares = local_shares(self._owner, self._nodes, self.num_replicas // self._nodes, **plan)
+        return iter(shares[self.rank].tolist())
+
+
+def local_shares(
+    owner: npt.NDArray[Any], nodes: int, ranks_per_node: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool
+) -> npt.NDArray[Any]:
+    """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
+
+    A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go to
+    nodes with too few, the last ones of the plan first. If the number of samples is not a multiple of the number of
+    ranks, the first samples of the plan are repeated, as by torch's `DistributedSampler`, or with `drop_last` the last
+    ones are omitted.
+
+    A pure function of its arguments; it does not query residency.
+
+    Args:
+        owner: node of each id, from 0.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks, the same for all nodes. Rank r is on node r // `ranks_per_node`.
+        shuffle: whether (seed, epoch) determines the order; else ids ascend.
+        seed, epoch: of the plan.
+        drop_last: see above.
+    """
+    ranks = nodes * ranks_per_node
+    ids = make_plan(len(owner), shuffle=shuffle, seed=seed, epoch=epoch).ids
+    each = share(len(ids), ranks, drop_last=drop_last)
+    ids = np.resize(ids, each * ranks)
+    node = owner[ids].astype(np.int64)
+    quota = each * ranks_per_node
+    order = np.argsort(node, kind="stable")
+    counts = np.bincount(node, minlength=nodes)
+    within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+    surplus = np.sort(order[within >= quota])
+    node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
+    order = np.argsort(node, kind="stable")
+    shares = ids[order].reshape(nodes, each, ranks_per_node)
+    return shares.transpose(0, 2, 1).reshape(ranks, each)

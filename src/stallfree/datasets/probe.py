@@ -12,14 +12,7 @@ from typing import Any
 
 from stallfree.cache.layout import plan_layout
 from stallfree.datasets.reader import plain_beneath
-from stallfree.errors import (
-    CapacityError,
-    CodecError,
-    InputError,
-    dataset_random,
-    text_of,
-    value_unstorable,
-)
+from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of, value_unstorable
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
 from stallfree.pipeline.classify import (
@@ -67,8 +60,8 @@ class Sample:
     prepared: Any
 
     def __reduce__(self) -> Any:
-        prepared = None if self.prepared is self.record else _packed(self.prepared)
-        return _sample_of, (self.id, _packed(self.record), prepared)
+        values = [self.record] if self.prepared is self.record else [self.record, self.prepared]
+        return _sample_of, (self.id, [*map(_packed, values)])
 
 
 def _packed(value: Any) -> bytes:
@@ -77,17 +70,16 @@ def _packed(value: Any) -> bytes:
         return pickled(value)
     except Exception as problem:
         error = value_unstorable(text_of(problem))
-    try:
-        encode(value, allow_pickle=True)
-    except CodecError as refused:
-        error = refused
-    except RecursionError:
-        pass
+    with suppress(RecursionError):
+        try:
+            encode(value, allow_pickle=True)
+        except CodecError as refused:
+            error = refused
     return pickle.dumps(error)
 
 
-def _sample_of(id: int, record: bytes, prepared: bytes | None) -> Sample:
-    values = [_unpacked(data) for data in (record, prepared) if data is not None]
+def _sample_of(id: int, packed: list[bytes]) -> Sample:
+    values = [*map(_unpacked, packed)]
     return Sample(id, values[0], values[-1])
 
 
@@ -156,26 +148,21 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
     names = None if plain is None or trust[0].outputs else random_name(origin)
     random_part = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
     states = States(find_generators([*checked, origin]))
-    records: list[tuple[int, Any]] = []
+    records: dict[int, Any] = {}
     problem, began = None, time.monotonic()
     for id in spread(len(source), LOOKS):
         if len(records) >= _LEAST and time.monotonic() - began > _SECONDS:
             break
-        fetch = _Fetch(source, id)
+        fetch, again = partial(_fetch, source, id, records), None if plain is None else partial(source.fetch, id)
+        before = checked if random_part is None else checked[: random_part.at + 1]
         try:
-            _, differs = make_twice(
-                fetch,
-                None if plain is None else partial(source.fetch, id),
-                checked if random_part is None else checked[: random_part.at + 1],
-                trust,
-                states,
-            )
+            _, differs = make_twice(fetch, again, before, trust, states)
         except StepError as failed:
+            records.pop(id, None)
             if problem is None:
                 problem = failed.error
                 note_sample(problem, source, id, "fetching" if failed.at == SOURCE else "preparing")
             continue
-        records.append((id, fetch.record))
         if differs is not None and differs.at == SOURCE:
             differs = replace(differs, why=f"{differs.why} at sample {id}")
         random_part = earliest(random_part, differs)
@@ -185,22 +172,16 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
         raise problem
     if random_part is not None and random_part.at == SOURCE:
         return random_part, []
-    before = divide(steps, random_part).deterministic
+    prepare = divide(steps, random_part).deterministic
     return random_part, [
-        Sample(id, record, private(before(private(record))) if len(before) else record) for id, record in records
+        Sample(id, record, private(prepare(private(record))) if len(prepare) else record)
+        for id, record in records.items()
     ]
 
 
-class _Fetch:
-    """Fetches a sample, and keeps the record."""
-
-    def __init__(self, source: Source, id: int) -> None:
-        self._source, self._id = source, id
-        self.record: Any = None
-
-    def __call__(self) -> Any:
-        self.record = private(self._source.fetch(self._id))
-        return self.record
+def _fetch(source: Source, id: int, records: dict[int, Any]) -> Any:
+    records[id] = private(source.fetch(id))
+    return records[id]
 
 
 _FREEZE = (

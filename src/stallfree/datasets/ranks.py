@@ -165,13 +165,13 @@ def environment_number(variable: str, default: int) -> int:
         ) from error
 
 
-def hosts_of_job() -> tuple[int, int]:
-    """(number of this host, number of hosts), according to torchrun."""
-    return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
+def part_of_host(hosts: Any) -> tuple[int, int]:
+    """Return (number of this host, number of hosts): `hosts`, or for None what torchrun says.
 
-
-def checked_hosts(hosts: Any) -> tuple[int, int]:
-    """`hosts`, checked. Raises `InputError` unless it is (number of a host, number of hosts)."""
+    Raises `InputError` unless `hosts` is such a pair.
+    """
+    if hosts is None:
+        return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
     number, count = hosts if isinstance(hosts, (tuple, list)) and len(hosts) == 2 else (0, 0)
     if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
         raise InputError(f"hosts={hosts!r:.80}: give (number of this host, number of hosts), such as (0, 2)")
@@ -267,37 +267,22 @@ def _wait_for(store: Any, keys: Sequence[str], advice: str) -> None:
 # -- samples that are the same on all ranks ---------------------------------------------------------------------------
 
 
-def _several() -> int:
-    """The number of ranks, 0 for one. Called for each iteration."""
-    alone = not has_process_group() and os.environ.get("WORLD_SIZE", "1") == "1"
-    count = 1 if alone else find_ranks().count
-    return count if count > 1 else 0
-
-
-def warn_of_ranks(*, sampler: bool) -> None:
-    """Warn if there are several ranks and the loader, or its `sampler`, gives all samples to each."""
-    count = _several()
-    if count:
+def warn_of_ranks(*, sampler: bool = False, window: bool = False) -> None:
+    """Warn if each of several ranks gets all samples from the loader, its `sampler` or the `window` of a host."""
+    if not has_process_group() and os.environ.get("WORLD_SIZE", "1") == "1":  # called for each iteration
+        return
+    job = find_ranks()
+    count = job.here if window and job.count > 1 else job.count
+    if count <= 1:
+        return
+    what, cure = "samples", "Give ranks='auto' for a part of them on each rank"
+    if window:
+        what, cure = "samples of the window", "Give sampler=dataset.rank_sampler() for a part of them on each rank"
+    elif sampler:
         cure = (
             "Give torch.utils.data.DistributedSampler in place of the sampler, or leave it out and give ranks='auto', "
             "for a part of them on each rank"
-            if sampler
-            else "Give ranks='auto' for a part of them on each rank"
         )
-        warnings.warn(
-            f"each of the {count} ranks gets all samples. {cure}; or add ranks=(0, 1) if each rank is to have all",
-            StallfreeWarning,
-            stacklevel=users_level(),
-        )
-
-
-def warn_of_ranks_here() -> None:
-    """Warn if there are several ranks on this host, which share the window of a `SmartCacheDataset`."""
-    count = _several() and find_ranks().here
-    if count > 1:
-        warnings.warn(
-            f"each of the {count} ranks of this host gets all samples of the window. Give "
-            "sampler=dataset.rank_sampler() for a part of them on each rank",
-            StallfreeWarning,
-            stacklevel=users_level(),
-        )
+    end = "" if window else "; or add ranks=(0, 1) if each rank is to have all"
+    ranks = f"{count} ranks of this host" if window else f"{count} ranks"
+    warnings.warn(f"each of the {ranks} gets all {what}. {cure}{end}", StallfreeWarning, stacklevel=users_level())

@@ -130,27 +130,25 @@ class Reader:
         if self.cache is not None and self.caches:
             resident = self.cache.resident(ids)
             if not resident.all():
-                self._request(ids[~resident], pending)
+                self.request(ids[~resident].tolist(), pending)
         elif self.threads:
             self.fetch(ids.tolist(), pending)
         return pending
 
-    def _request(self, ids: Ids, pending: Pending) -> None:
+    def request(self, ids: Sequence[int], pending: Pending) -> None:
         """Start to ask the tier for `ids`, and to fetch those that it does not hold."""
         tier = None if self.cache is None else self.cache.tier
         if tier is None:
-            self.fetch(ids.tolist(), pending)
-            return
-        ids, pool = np.array(list(dict.fromkeys(ids.tolist())), np.int64), self._pool_of(pending)
-        pending.uncached = self.split.uncached
-        with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
-            for part in tier.parts(ids):
-                pending.asked.append((part, pool.submit(self.ask, part, pending)))
+            self.fetch(ids, pending)
+        elif ids:
+            pool, pending.uncached = self._pool_of(pending), self.split.uncached
+            with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
+                for part in tier.parts(np.array(list(dict.fromkeys(ids)), np.int64)):
+                    pending.asked.append((part, pool.submit(self._ask, tier, part, pending)))
 
-    def ask(self, ids: Ids, pending: Pending) -> list[Any]:
+    def _ask(self, tier: Any, ids: Ids, pending: Pending) -> list[Any]:
         """Return what the tier holds of the distinct `ids`, and start to fetch the others."""
-        assert self.cache is not None
-        values: list[Any] = self.cache.tier.get_many(ids, pending.uncached)
+        values: list[Any] = tier.get_many(ids, pending.uncached)
         self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
         return values
 
@@ -173,10 +171,9 @@ class Reader:
 
     def _cancel(self, pending: Pending) -> None:
         """Cancel fetches; those that have begun are still counted."""
-        for _, future in pending.asked:
-            future.cancel()
+        pending.cancel()
         for future in list(pending.fetches.values()):
-            if not future.cancel() and self.cache is not None:
+            if self.cache is not None and not future.cancelled():
                 future.add_done_callback(partial(_count_unused, self.cache))
         pending.fetches.clear()
 
@@ -190,6 +187,7 @@ class Reader:
         *,
         skip: bool,
         buffer: Any = None,
+        prepare: bool = True,
     ) -> Samples:
         """Return the samples of a batch that was started.
 
@@ -200,6 +198,7 @@ class Reader:
             skip: skip samples that fail to be fetched or prepared.
             buffer: the rows of the batch (`loader.collate.BatchBuffer`), only for a reader that is `in_place`. If all
                 samples fit into it, `values` is empty.
+            prepare: apply the steps after the cache; otherwise the result has counts only.
 
         The caller owns the values; the values of one batch may share memory. Raises the error of the first
         sample that fails, unless `skip`, and `CodecError` for a sample that cannot be stored in any case.
@@ -210,8 +209,8 @@ class Reader:
         while True:
             self.follow()
             try:
-                with self.randomness:
-                    return SampleBatch(self, pending, seed, epochs, skip, buffer).make()
+                with self.randomness if prepare else contextlib.nullcontext():
+                    return SampleBatch(self, pending, seed, epochs, skip, buffer).make(prepare=prepare)
             except StopIteration as error:
                 raise raisable(error) from error
             except (Reclassified, Drew):  # repeat the batch without the random step's cached output, or with seeds
@@ -225,16 +224,7 @@ class Reader:
 
     def fill(self, ids: Ids) -> int:
         """Fetch, prepare and store the samples of `ids` that the cache lacks; returns how many failed."""
-        self.check()
-        while True:
-            self.follow()
-            pending = self.start(ids)
-            try:
-                return SampleBatch(self, pending, 0, [0] * len(ids), True).fill()
-            except Reclassified:
-                continue
-            finally:
-                self._cancel(pending)
+        return len(self.finish(self.start(ids), 0, 0, skip=True, prepare=False).skipped)
 
     def store(self, ids: list[int], values: list[Any]) -> None:
         """Store outputs of `deterministic` in the cache and in its tier. Raises `CodecError`."""

@@ -114,40 +114,32 @@ class SampleBatch:
     """
 
     def __init__(
-        self,
-        reader: Any,
-        pending: Pending,
-        seed: int,
-        epochs: Sequence[int],
-        skip: bool,
-        buffer: Any = None,
+        self, reader: Any, pending: Pending, seed: int, epochs: Sequence[int], skip: bool, buffer: Any = None
     ) -> None:
         self.reader, self.pending, self.seed, self.epochs = reader, pending, seed, epochs
-        self.skip, self.buffer, self._reads = skip, buffer, 0
+        self.skip, self.buffer = skip, buffer
         self.ids: list[int] = pending.ids.tolist()
         self.samples = Samples()
         self._values: list[Any] = []
         self._borrowed: Borrowed | None = None
-        self._failed: dict[int, Exception] = {}
+        self._reads = 0
         self._made: set[int] = set()  # positions of values that are not views of the cache
 
-    def make(self) -> Samples:
-        """Make the samples. Raises `Reclassified` and the error of a sample; see `Reader.finish`."""
-        if self.reader.direct:
+    def make(self, *, prepare: bool) -> Samples:
+        """Make the samples; without `prepare`, only fill the cache.
+
+        Raises `Reclassified` and the error of a sample; see `Reader.finish`.
+        """
+        if self.reader.direct and prepare:
             return self._index()
         missing = self._read()
         if missing:
             self._fill(missing)
-        if self.buffer is None:
-            self._prepare()
-        else:
+        if self.buffer is not None:
             self._prepare_in_place(self.buffer)
+        elif prepare:
+            self._prepare()
         return self.samples
-
-    def fill(self) -> int:
-        """Fetch and store the samples that the cache lacks; returns how many failed."""
-        self._fill(self._read())
-        return len(self.samples.skipped)
 
     # -- hits ---------------------------------------------------------------------------------------------------------
 
@@ -163,36 +155,33 @@ class SampleBatch:
             missing = [at for at, value in enumerate(self._values) if value is MISS]
             self._made.update(missing)
             if missing and cache.tier is not None:
-                self._take_from_tier(cache, missing)
-                missing = [at for at in missing if self._values[at] is MISS]
+                missing = self._take_from_tier(cache, missing)
             if cache.uncached_steps != reader.split.uncached:  # the values may be outputs of another split
                 raise Reclassified
         samples.hits, samples.misses = len(self.ids) - len(missing), len(missing)
         return missing
 
-    def _take_from_tier(self, cache: SampleCache, missing: Sequence[int]) -> None:
-        """Put what the tier holds in place of `MISS`, and store it in memory."""
-        reader, pending, answers = self.reader, self.pending, dict[int, Any]()
-        if pending.uncached != reader.split.uncached:  # they were made with a step that has proved random since
-            pending.asked, pending.uncached = [], reader.split.uncached
+    def _take_from_tier(self, cache: SampleCache, missing: Sequence[int]) -> Sequence[int]:
+        """Put what the tier holds in place of `MISS`, and store it in memory; returns the positions that it lacks."""
+        reader, pending, values = self.reader, self.pending, dict[int, Any]()
+        if pending.uncached != reader.split.uncached:  # asked for samples of a step that has proved random since
+            pending.asked = []
+        asked = {id for ids, _ in pending.asked for id in ids.tolist()}
+        reader.request([id for at in missing if (id := self.ids[at]) not in asked], pending)  # evicted since the start
         for ids, future in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
-                values = pending.result(future)
-                answers.update(zip(ids.tolist(), values, strict=True))
-        first = {self.ids[at]: at for at in reversed(missing)}
-        unasked = np.array([id for id in first if id not in answers], np.int64)  # evicted since the start
-        if len(unasked):
-            answers.update(zip(unasked.tolist(), reader.ask(unasked, pending), strict=True))
-        hits = {id: value for id in first if (value := answers[id]) is not MISS}
-        if not hits:
-            return
-        positions = [at for at in missing if self.ids[at] in hits]
-        cache.count_tier(len(positions), 0)
-        if not cache.full:
-            cache.put_many(list(hits), list(hits.values()), uncached=reader.split.uncached)
-        for at in positions:
-            value = hits[self.ids[at]]
-            self._values[at] = value if at == first[self.ids[at]] else private(value)
+                held = pending.result(future)
+                values.update(zip(ids.tolist(), held, strict=True))
+        positions = [at for at in missing if values.get(self.ids[at], MISS) is not MISS]
+        if positions:
+            hits = {self.ids[at]: values[self.ids[at]] for at in positions}
+            cache.count_tier(len(positions), 0)
+            if not cache.full:
+                cache.put_many(list(hits), list(hits.values()), uncached=reader.split.uncached)
+            for at in positions:
+                id = self.ids[at]
+                self._values[at] = hits.pop(id) if id in hits else private(values[id])
+        return [at for at in missing if self._values[at] is MISS]
 
     # -- misses -------------------------------------------------------------------------------------------------------
 
@@ -202,52 +191,48 @@ class SampleBatch:
         Samples that fail stay `MISS`.
         """
         reader, split, cache, samples = self.reader, self.reader.split, self.reader.cache, self.samples
-        first: dict[int, int] = {}
-        for at in missing:
-            first.setdefault(self.ids[at], at)
-        if len(first) > 1 or self.pending.deadline is not None:
-            reader.fetch(list(first), self.pending)  # those that were evicted since the start
+        ids = list(dict.fromkeys(self.ids[at] for at in missing))
+        if len(ids) > 1 or self.pending.deadline is not None:
+            reader.fetch(ids, self.pending)  # those that were evicted since the start
+        values, failures = dict[int, Any](), dict[int, Exception]()
         before, self._reads = samples.storage_bytes, 0
-        failure: Exception | None = None
         states = split.watch() if reader.caches else None
         try:
-            for id, at in first.items():
+            for id in ids:
                 try:
                     value = self._make_one(id)
                 except (Reclassified, WaitError):
                     raise
                 except Exception as error:
+                    failures[id] = raisable(error)
                     if not self.skip:
-                        failure = error
                         break
-                    self._failed[id] = raisable(error)
-                    samples.skipped.append(self._failed[id])
                 else:
-                    self._values[at] = as_cached(value) if reader.caches else value
+                    values[id] = as_cached(value) if reader.caches else value
             if states is not None and states.moved():
-                split.confirm(list(first))
+                split.confirm(ids)
         finally:
             if cache is not None and self._reads:
                 cache.count_fetch(self._reads, samples.storage_bytes - before)
         if cache is not None:
-            self._store({id: self._values[at] for id, at in first.items() if self._values[at] is not MISS})
-        if failure is not None:
-            raise failure
-        for at in missing:  # ids that occur twice in the batch
-            origin = first[self.ids[at]]
-            if at == origin:
-                continue
-            if self._values[origin] is MISS:
-                samples.skipped.append(self._failed[self.ids[at]])
-            else:
-                self._values[at] = private(self._values[origin])
+            self._store(values)
+        if failures and not self.skip:
+            raise next(iter(failures.values()))
+        unused = set(values)
+        for at in missing:
+            id = self.ids[at]
+            if id in failures:
+                samples.skipped.append(failures[id])
+            else:  # an id that occurs again in the batch has a copy
+                self._values[at] = values[id] if id in unused else private(values[id])
+                unused.discard(id)
 
     def _make_one(self, id: int) -> Any:
         """Return sample `id` as the cache holds it."""
         reader, samples, doing, started = self.reader, self.samples, "fetching", time.perf_counter()
         try:
             try:
-                record = self._fetched(id, self.pending.fetches.pop(id, None))
+                record = self._fetched(id)
             finally:
                 samples.fetch_seconds += time.perf_counter() - started
             samples.storage_bytes += payload_bytes(record)
@@ -267,7 +252,8 @@ class SampleBatch:
             note_sample(error, reader.source, id, doing)
             raise
 
-    def _fetched(self, id: int, future: Future[Any] | None) -> Any:
+    def _fetched(self, id: int) -> Any:
+        future = self.pending.fetches.pop(id, None)
         if future is not None:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
                 return self.pending.result(future)
@@ -308,7 +294,12 @@ class SampleBatch:
         """Prepare the samples in the rows, directly from the memory of the cache and without copies."""
         for at in range(len(self.ids)):
             if not self._prepare_row(at, buffer):  # overwritten by another process meanwhile
-                self._fetch_again(at)
+                self.reader.cache.count_changed(1)
+                self._values[at] = MISS
+                self._made.add(at)
+                self.samples.hits -= 1
+                self.samples.misses += 1
+                self._fill([at])
                 self._prepare_row(at, buffer)
         if not buffer.whole:
             self.samples.values[:0] = buffer.copied()
@@ -339,15 +330,6 @@ class SampleBatch:
         self.samples.ids.append(id)
         return True
 
-    def _fetch_again(self, at: int) -> None:
-        assert self.reader.cache is not None
-        self.reader.cache.count_changed(1)
-        self._values[at] = MISS
-        self._made.add(at)
-        self.samples.hits -= 1
-        self.samples.misses += 1
-        self._fill([at])
-
     # -- without a cache and without threads --------------------------------------------------------------------------
 
     def _index(self) -> Samples:
@@ -356,10 +338,12 @@ class SampleBatch:
         Calls `__getitems__` with all ids, as torch's loader does. If it returns samples that draw random numbers, these
         are made one by one: then they are a function of each id.
         """
-        source, steps = self.reader.source, self.reader.rest.transforms
-        samples = self._index_all(source) if type(source) is MapSource and not self.skip and not steps else None
+        source, samples = self.reader.source, None
+        if type(source) is MapSource and not self.skip and not self.reader.rest.transforms:
+            samples = self._index_all(source)
         if samples is None:
-            samples = self._index_each()
+            self._index_each()
+            samples = self.samples
         samples.misses = len(self.ids)
         with contextlib.suppress(RecursionError):  # a sample that contains itself
             if samples.whole:
@@ -373,9 +357,7 @@ class SampleBatch:
         reader, randomness, ids = self.reader, self.reader.randomness, self.ids
         several = None if reader.single else getattr(source.dataset, "__getitems__", None)
         if several is None:
-            if randomness.draws is not False:
-                return None
-            return Samples(ids, index_plainly(source.dataset, source, ids))
+            return Samples(ids, index_plainly(source.dataset, source, ids)) if randomness.draws is False else None
         if randomness.draws is True and not reader.makes_batches:
             return None
         randomness.seed(self.seed, self.epochs[0], ids[0])
@@ -389,27 +371,25 @@ class SampleBatch:
             return Samples(ids, values, whole=True)
         return None if randomness.moved() else Samples(ids, values)
 
-    def _index_each(self) -> Samples:
-        samples, reader, source, steps = self.samples, self.reader, self.reader.source, self.reader.rest
-        randomness, seed = reader.randomness, self.seed
+    def _index_each(self) -> None:
+        reader, source, steps, randomness = self.reader, self.reader.source, self.reader.rest, self.reader.randomness
         get = partial(operator.getitem, source.dataset) if type(source) is MapSource else source.fetch
         for id, epoch in zip(self.ids, self.epochs, strict=True):
             doing = "fetching"
             try:
                 if reader.seeds_fetch:
-                    randomness.seed(seed, epoch, id)
+                    randomness.seed(self.seed, epoch, id)
                 value = get(id)
                 if steps.transforms:
                     doing = "preparing"
                     if reader.seeds:
-                        randomness.seed(seed, epoch, id)
+                        randomness.seed(self.seed, epoch, id)
                     value = steps(value)
             except Exception as error:
-                samples.add_failure(error, source, id, doing, skip=self.skip)
+                self.samples.add_failure(error, source, id, doing, skip=self.skip)
             else:
-                samples.ids.append(id)
-                samples.values.append(value)
-        return samples
+                self.samples.ids.append(id)
+                self.samples.values.append(value)
 
 
 def index_plainly(dataset: Any, source: Source, ids: list[int]) -> list[Any]:

@@ -18,24 +18,10 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.cached_dataset import checked_ids, window_name
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
 from stallfree.datasets.probe import example_for, look
-from stallfree.datasets.ranks import (
-    LocalRanks,
-    checked_hosts,
-    hosts_of_job,
-    job_name,
-    local_ranks,
-    warn_of_ranks_here,
-)
+from stallfree.datasets.ranks import LocalRanks, job_name, local_ranks, part_of_host, warn_of_ranks
 from stallfree.datasets.reader import Reader
-from stallfree.datasets.window import Field, Window, WindowPlan, replace_count
-from stallfree.datasets.window_fill import FillProcesses
-from stallfree.errors import (
-    InputError,
-    argument_conflict,
-    capacity_too_large,
-    ranks_conflict,
-    state_mismatch,
-)
+from stallfree.datasets.window import Field, FillProcesses, Window, WindowPlan, replace_count
+from stallfree.errors import InputError, argument_conflict, capacity_too_large, ranks_conflict, state_mismatch
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
 from stallfree.notes import described
@@ -145,7 +131,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self.source: Source = as_cut_source(data)
         self.seed = None if seed is None else parse_whole(seed, "seed")
         drawn = peek_seed() if self.seed is None else self.seed
-        part = hosts_of_job() if hosts is None else checked_hosts(hosts)
+        part = part_of_host(hosts)
         total = len(range(part[0], len(self.source), part[1]))
         if not total:
             raise argument_conflict(f"hosts={part}: give fewer hosts than samples, which are {len(self.source)}")
@@ -415,7 +401,7 @@ class WindowSource(EpochSource):
 
     def check_ranks(self) -> None:
         if not self.knows_ranks:
-            warn_of_ranks_here()
+            warn_of_ranks(window=True)
 
     def set_seed(self, seed: int) -> None:
         self.order.set_seed(seed)

@@ -55,33 +55,24 @@ class TransformSplit:
     """
 
     def __init__(
-        self,
-        source: Source,
-        cache: SampleCache | None,
-        origin: Any,
-        deterministic: Compose,
-        rest: Compose,
+        self, source: Source, cache: SampleCache | None, origin: Any, deterministic: Compose, rest: Compose
     ) -> None:
-        self.source, self.origin = source, origin
-        self._cache = cache
-        self.deterministic, self.rest = deterministic, rest
-        self.uncached, self.quiet = 0, False
-        self._steps = deterministic.transforms + rest.transforms
-        self._cached_steps = len(deterministic.transforms)
-        self._home = os.getpid()
+        self.source, self.origin, self._cache = source, origin, cache
+        self._steps, self._cached_steps = deterministic.transforms + rest.transforms, len(deterministic.transforms)
+        self.quiet, self._home = False, os.getpid()
         self._looks = self._first = self._false_alarms = 0
-        self._begin()
+        self._divide(0)
+        self.deterministic, self.rest = deterministic, rest
 
-    def _begin(self) -> None:
-        self._trust: list[Trust] = []
-        self.fetches_twice = self._compares = self._watches = False
-        if self._cache is None:
-            return
-        source = Trust.of(self.origin)
-        self._trust = [source, *map(Trust.of, self.deterministic)]
-        self.fetches_twice = self.origin is not self.source and not source.outputs
+    def _divide(self, uncached: int) -> None:
+        """Leave the last `uncached` cached steps behind the cache, and determine which looks the others need."""
+        kept = max(0, self._cached_steps - uncached)
+        self.deterministic, self.rest = Compose(self._steps[:kept]), Compose(self._steps[kept:])
+        self._trust = [] if self._cache is None else [Trust.of(self.origin), *map(Trust.of, self.deterministic)]
+        self.fetches_twice = bool(self._trust) and self.origin is not self.source and not self._trust[0].outputs
         self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
         self._watches = not all(known.draws for known in self._trust)
+        self.uncached = uncached  # last: threads that gather read it first
 
     @property
     def caches(self) -> bool:
@@ -158,18 +149,14 @@ class TransformSplit:
         """Move the last `count` cached steps behind the cache; returns whether the draw is new to this process."""
         kept = self._cached_steps - count
         new = note_drew(self._steps[kept] if kept >= 0 else self.origin)
-        self.deterministic, self.rest = Compose(self._steps[: max(0, kept)]), Compose(self._steps[max(0, kept) :])
-        self.uncached = count  # last: threads that gather read it first
-        self._begin()
+        self._divide(count)
         return new
 
     def _warn(self, why: str) -> None:
+        what, mark, then = f"the data set {type(self.origin).__name__}", "dataset", "nothing is cached"
         if self.caches:
             what, mark = f"the transform {describe_step(self.rest.transforms[0])}", "transform"
             then = "its output is not cached, but the samples before this transform"
-        else:
-            what, mark = f"the data set {type(self.origin).__name__}", "dataset"
-            then = "nothing is cached"
         warnings.warn(
             f"{what} is random: {why}, though the first look showed nothing. From now on {then}. To classify it from "
             f"the start, mark it with stallfree.mark_random({mark}); if its output is always the same for the same "

@@ -1,4 +1,4 @@
-"""The window of a Smart Cache: which samples each epoch trains on, and when the window moves.
+"""The window of a Smart Cache: the samples of each epoch, and the processes that prepare those which join it.
 
 The passes over the samples form one infinite sequence. A window is N consecutive places of it; when it moves by n
 places, the first n samples leave and n new ones join. This is the Smart Cache of NVIDIA's Clara Train SDK, which
@@ -9,29 +9,45 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import logging
 import math
 import time
 import weakref
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
+from multiprocessing import get_context
+from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.epoch_source import Ids, check_state
-from stallfree.errors import WaitError, state_mismatch, window_late
+from stallfree.datasets.reader import Reader
+from stallfree.errors import StallfreeError, WaitError, state_mismatch, window_late
+from stallfree.ipc.forked import Owner
 from stallfree.ipc.locks import FileLock
+from stallfree.ipc.process import Child, Parent, end_all
 from stallfree.ipc.shared_array import SharedCounts, shared_array
+from stallfree.platform import how_it_ended
 
-_WAIT_SECONDS = 300.0
-_CHECK_SECONDS = 0.005
+_WAIT_SECONDS, _CHECK_SECONDS = 300.0, 0.005
 _LOCK_SECONDS = 10.0
+_LOOK_SECONDS, _STOP_SECONDS = 0.01, 5.0
+_LIVES = 3
+_CHUNK = 8
+"""Samples that a fill process fetches concurrently."""
+
 _VERSION = 1
 _HEADER = 24
 _MASK = 2**64 - 1
+
+log = logging.getLogger("stallfree")
 
 
 @dataclass(frozen=True)
@@ -296,17 +312,22 @@ class Window:
         """Become fill process `number` until this process ends; return False if another process is."""
         return self._lock.claim(1 + 2 * number)
 
-    def claim_place(self, place: int) -> bool:
-        """Claim the sample that joins at `place`; return False if another process prepares it."""
-        return self._lock.claim(2 + 2 * place)
-
-    def release_place(self, place: int) -> None:
-        """Release the claim on `place`."""
-        self._lock.release(2 + 2 * place)
-
     def is_filled(self) -> bool:
         """Return whether another process is a fill process."""
         return self._lock.claimed_elsewhere()
+
+    @contextmanager
+    def claimed(self, fillers: int) -> Iterator[tuple[Ids, Ids]]:
+        """Claim some of the samples that join next for this process, one of `fillers`: ids, and places."""
+        ids, places = self.coming()
+        lacking = np.flatnonzero(self.lacking(ids, places)).tolist()
+        free = (at for at in lacking if self._lock.claim(2 + 2 * int(places[at])))
+        chosen = list(islice(free, min(_CHUNK, -(-len(lacking) // fillers))))
+        try:
+            yield ids[chosen], places[chosen]
+        finally:
+            for place in places[chosen].tolist():
+                self._lock.release(2 + 2 * place)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -355,3 +376,108 @@ class Window:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._attach()
+
+
+# -- the processes that prepare the samples which join ----------------------------------------------------------------
+
+
+class FillProcesses:
+    """The fill processes of one data set object. Those of other ranks are standbys that take over if these die.
+
+    Args:
+        window, reader: of the data set.
+        count: number of processes.
+        context: starts them.
+    """
+
+    def __init__(self, window: Window, reader: Reader, count: int, context: BaseContext) -> None:
+        self._window, self._reader, self._count, self._context = window, reader, count, context
+        self._processes: list[Child] = []
+        self._deaths, self._owner = 0, Owner()
+        weakref.finalize(self, _end, self._processes, self._owner)
+
+    @property
+    def running(self) -> bool:
+        """Whether any process is running."""
+        return any(process.alive for process in self._processes)
+
+    def start(self) -> None:
+        """Start the processes that are not running."""
+        self._remove_dead()
+        while len(self._processes) < self._count:
+            arguments = self._window, self._reader, self._count
+            self._processes.append(Child(fill_main, *arguments, context=self._context, name="stallfree-fill"))
+
+    def look_after(self) -> None:
+        """Replace processes that died, up to a limit."""
+        dead = self._remove_dead() if self._owner.is_here else []
+        if dead:
+            self._deaths += len(dead)
+            more = self._deaths < _LIVES * self._count
+            log.warning(
+                "a fill process died: %s; %s",
+                how_it_ended(dead[0]),
+                "it is replaced" if more else "it is not replaced any more: samples are prepared as they are asked for",
+            )
+            if more:
+                self.start()
+
+    def _remove_dead(self) -> list[int | None]:
+        """Remove processes that died or hang at their start; return their exit codes."""
+        for process in self._processes:
+            with suppress(EOFError):
+                process.receive()  # its error report
+        dead = [process for process in self._processes if process.overdue or not process.alive]
+        for process in dead:
+            process.end(0.0)
+            self._processes.remove(process)
+        return [process.exit_code for process in dead]
+
+    def stop(self) -> None:
+        """Stop the processes; kill those that do not exit in 5 s."""
+        _end(self._processes, self._owner)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FillProcesses, (self._window, self._reader, 0, get_context())  # a copy has no processes
+
+
+def _end(processes: list[Child], owner: Owner) -> None:
+    if owner.is_here:
+        end_all(processes, _STOP_SECONDS)
+        processes.clear()
+
+
+def fill_main(parent: Parent, window: Window, reader: Reader, fillers: int) -> None:
+    """Prepare samples until this process is to stop."""
+    parent.report()
+    torch.set_num_threads(1)
+    reader.split.quiet = True
+    working = busy = warned = False
+    while not parent.wait(0.0 if busy else _LOOK_SECONDS):
+        working = working or any(map(window.claim_filler, range(fillers)))
+        with suppress(WaitError):  # the writer lock timed out
+            busy, full = _fill(window, reader, fillers) if working else (False, False)
+            if full and not warned:
+                warned = True
+                log.warning(
+                    "the cache is full before all samples of the window are in it, because they are larger than the "
+                    "samples that it was measured by: those that do not fit are read each time"
+                )
+    reader.close()
+
+
+def _fill(window: Window, reader: Reader, fillers: int) -> tuple[bool, bool]:
+    """Prepare some of the samples that join next; return whether there were any, and whether the cache is full.
+
+    Samples that fail are marked, so that no process waits for them. Their error is raised when they are asked for.
+    """
+    with window.claimed(fillers) as (ids, places):
+        if not len(ids):
+            return False, False
+        try:
+            failed = reader.fill(ids)
+        except StallfreeError:
+            failed = len(ids)
+        missing = ~window.cache.resident(ids)
+        window.failed[ids[missing]] = places[missing] + 1
+    return True, int(missing.sum()) > failed

@@ -245,16 +245,6 @@ _PATIENCE = 16
 """Batches until the next search for residents after one found none."""
 
 
-class Flags(Protocol):
-    """Flags of requested samples for the process that loads them into the cache; see `importance.packager`."""
-
-    def served(self, ids: Array) -> None:
-        """Mark `ids` as no longer pending."""
-
-    def missed(self, ids: Array) -> None:
-        """Mark `ids` as requested but not resident; they are deferred."""
-
-
 class Residents(Protocol):
     """The part of a cache that serving uses."""
 
@@ -271,7 +261,7 @@ class Serving:
         cache: reports residency.
         on_miss: "swap", "substitute" or "fetch" (serve the missing one).
         rng: selects the substitutes.
-        flags: receives served and missed ids; or None.
+        flags: its `served` and `missed` receive ids, as a `Packager`'s; or None.
         excluded: ids that other ranks of the job serve; they are never chosen here.
 
     Attributes:
@@ -289,7 +279,7 @@ class Serving:
         cache: Residents,
         on_miss: str,
         rng: np.random.Generator,
-        flags: Flags | None = None,
+        flags: Any = None,
         excluded: Array | None = None,
     ) -> None:
         self._sizes = [len(ids) for ids in batches]
@@ -380,8 +370,7 @@ class Serving:
 
     def _may(self, ids: Array) -> Array:
         """Which ids may be substitutes: "swap": the pending ones; else all that were not used yet."""
-        may: Array = self._pending[ids] if self._on_miss == "swap" else ~self._used[ids]
-        return may
+        return self._pending[ids] if self._on_miss == "swap" else ~self._used[ids]
 
     def _fill(self) -> bool:
         """Scan all samples for substitutes; return whether there are any. Too slow to run for every batch."""

@@ -26,8 +26,7 @@ def pack(array: Array) -> str:
 def unpack(text: str, dtype: Any) -> Array:
     """Decode the array in `text`. Raises `InputError` for text that `pack` did not produce."""
     try:
-        found: Array = np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
-        return found
+        return np.frombuffer(zlib.decompress(base64.b64decode(text)), dtype).copy()
     except (ValueError, TypeError, zlib.error) as error:
         raise state_format(f"the state is damaged ({error}): give what state_dict() returned") from error
 

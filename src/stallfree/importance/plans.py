@@ -117,8 +117,7 @@ def shares(chances: Array, places: Array) -> Array:
     stratum = np.minimum(places * _WIDE, _WIDE - 1).astype(np.int64)
     sizes = np.bincount(stratum, minlength=_WIDE)
     mean = np.bincount(stratum, chances, minlength=_WIDE) / np.maximum(sizes, 1)
-    found: Array = mean[stratum]
-    return found
+    return mean[stratum]  # type: ignore[no-any-return]
 
 
 def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
@@ -257,8 +256,7 @@ class Rule:
 def _early(count: int, most: int) -> Array:
     """An offset of 0 to `most` - 1 epochs per id, which spreads the epochs in which overdue samples are drawn."""
     mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E37_79B9_7F4A_7C15)
-    early: Array = ((mixed >> np.uint64(40)) % np.uint64(max(1, most))).astype(np.int32)
-    return early
+    return ((mixed >> np.uint64(40)) % np.uint64(max(1, most))).astype(np.int32)
 
 
 @dataclass(frozen=True)

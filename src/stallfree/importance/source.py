@@ -20,10 +20,8 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Position, SourceSetup
 from stallfree.datasets.reader import Reader
 from stallfree.errors import (
-    InputError,
     StorageError,
     argument_conflict,
-    cache_required,
     sampler_mismatch,
     state_mismatch,
     text_of,
@@ -74,7 +72,7 @@ class Packager:
     Attributes:
         shared: the flags of the samples, and the counts.
 
-    Raises `InputError` for invalid arguments, `StorageError` if the folder or shared memory is not usable.
+    Raises `StorageError` if the folder or shared memory is not usable.
     """
 
     def __init__(
@@ -87,13 +85,7 @@ class Packager:
         package_bytes: int = PACKAGE_BYTES,
     ) -> None:
         cache = reader.cache
-        if cache is None or not cache.policy.given:
-            policy = "no cache" if cache is None else f"a cache with policy={cache.policy.name!r}"
-            raise cache_required(f"packages need scores that say what stays: give policy='importance', not {policy}")
-        if package_bytes < 1:
-            raise InputError(
-                f"package_bytes={package_bytes}: give the bytes of a package, {PACKAGE_BYTES} for instance"
-            )
+        assert cache is not None  # of the policy "importance", as the sampler has checked
         budget, place = parse_size(write_budget, "write_budget"), _prepare(folder)
         self._cache = cache
         self.shared = SharedFlags(cache.num_ids)

@@ -202,7 +202,7 @@ class Server:
             if not self.lost:
                 cells[_PAUSE] = min(max(2 * cells[_PAUSE], PAUSE), LONGEST)
                 cells[_RETRY_AT] = time.monotonic() + cells[_PAUSE]
-                log.warning("the server %s is lost, its samples are read from storage: %s", self.name, reason)
+                log.warning("the server %s is lost, its samples are read from storage: %s", self.name, str(reason))
 
     def is_usable(self) -> bool:
         """Return whether requests may be sent. If not, start a ping if one is due."""
