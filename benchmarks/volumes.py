@@ -1,18 +1,21 @@
-"""Small 3D volumes with label volumes, and the pipeline over them that all contenders share.
+"""Small 3D volumes with label volumes, the pipeline over them, and the clock of the Smart Cache.
 
-Needs NumPy, torch and nibabel only, because it also runs in the environment of a peer.
+Needs NumPy, torch and nibabel only, because it also runs in the environment of MONAI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
+
+from benchmarks.timing import MIN_EPOCHS, processor_seconds
 
 SIDE = 64
 MARGIN = 4
@@ -150,10 +153,9 @@ def find_pairs(folder: str | Path) -> list[Sample]:
 
 
 def make_volumes(folder: Path, data: Path | None, count: int = 260) -> tuple[Path, str]:
-    """Where the volumes are, and what they are: those below `data`, else `count` made-up ones, written to `folder`."""
-    pairs = [] if data is None else find_pairs(data)
-    if data is not None and pairs:
-        return data, f"{len(pairs)} volumes of the given folder"
+    """Return the folder of the volumes below `data`, or of `count` made-up ones, and what they are."""
+    if data is not None and (pairs := find_pairs(data)):
+        return data, f"{len(pairs)} volumes of the folder `--data`"
     generator = np.random.default_rng(SEED)
     for name in ("images", "labels"):
         (folder / name).mkdir(parents=True)
@@ -181,6 +183,47 @@ def _save(volume: Any, path: Path) -> None:
     volume.to_filename(str(path))
 
 
-def window(total: int, size: int, replace: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The ids that a Smart Cache trains on in `epoch`, when it runs over the samples in their order."""
-    return (np.arange(size) + epoch * replace) % total
+# -- windows ----------------------------------------------------------------------------------------------------------
+
+
+def time_windows(
+    epoch: Callable[[int], Iterable[Any]], total: int, seconds: float, step: float, size: int = 0, rate: float = 0.0
+) -> dict[str, Any]:
+    """Return steps/s of whole epochs after the first, from before the window moves to after the last step.
+
+    Raises `AssertionError` unless each epoch has exactly the samples that a window over `total` samples has then, or
+    all without a window.
+
+    Args:
+        epoch: starts the epoch of a number.
+        total: number of samples.
+        seconds: how long to time.
+        step: seconds that the device takes for a batch.
+        size: samples of the window; 0 for no window.
+        rate: fraction of the window that is replaced after each epoch.
+    """
+    figures: dict[str, list[float]] = {"rate": [], "of_device": [], "first": [], "processor": []}
+    replaced, number, spent = math.ceil(round(size * rate, 9)), 0, 0.0
+    while len(figures["rate"]) < MIN_EPOCHS or spent < seconds:
+        ids: list[int] = []
+        first = busy = 0.0
+        steps, processor, start = 0, processor_seconds(), time.perf_counter()
+        for batch in epoch(number):
+            stepped = time.perf_counter()
+            first = first or stepped - start
+            time.sleep(step)
+            busy += time.perf_counter() - stepped
+            ids += np.asarray(batch["id"]).tolist()
+            steps += 1
+        taken = time.perf_counter() - start
+        expected = (np.arange(size) + number * replaced) % total if size else np.arange(total)
+        if sorted(ids) != sorted(expected.tolist()):
+            raise AssertionError(f"epoch {number} trained on other samples than its window")
+        if number:
+            figures["rate"].append(steps / taken)
+            figures["of_device"].append(busy / taken)
+            figures["first"].append(1000 * first)
+            figures["processor"].append(1000 * (processor_seconds() - processor) / steps)
+            spent += taken
+        number += 1
+    return figures

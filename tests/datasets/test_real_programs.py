@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 from benchmarks.programs import files
-from benchmarks.programs.model import digest, torch_epochs
 from benchmarks.volumes import make_volumes
 
 import stallfree as sf
+from torch_batches import digest, torch_epochs
 
 pytestmark = pytest.mark.libraries
 EPOCHS, SAMPLES, SEED = 3, 8, 5
