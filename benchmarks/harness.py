@@ -222,7 +222,7 @@ def _table(case: Case, runs: dict[tuple[str, str], list[Figures]], missing: dict
     columns = labels + [[each.title, each.format] for each in case.figures.values()]
     compares = len(case.contenders) > 1 and any(each.key == case.ours for each in case.contenders)
     if compares:
-        columns.append([f"speed of {case.subject} over this", ".2f"])
+        columns.append([f"{case.subject}: times as fast as this", ".2f"])
     rows: list[list[Any]] = []
     for condition in case.conditions:
         for entry in case.contenders:

@@ -13,28 +13,28 @@ import numpy as np
 from PIL import Image
 
 from benchmarks.harness import Options
+from benchmarks.timing import make_noise_pictures
 
 SIDE, QUALITY, SEED, CLASSES = 224, 90, 7, 10
-MADE_SIZE = (375, 500, 3)
+MADE_SIZE = (375, 500)
 _FIELD = 1024
 
 
-def photos(count: int) -> Any:
-    """Return the `prepare` of a case: `count` crops of the photographs of `--data`, or made-up pictures."""
+def photos(count: int, *, repeat: bool = False, pictures: tuple[int, int] | None = None) -> Any:
+    """Return the `prepare` of a case that makes photographs.
+
+    Args:
+        count: of the photographs.
+        repeat: take the photographs of `--data` as they are, again and again, instead of crops of them.
+        pictures: side and number of noise pictures that are made, too.
+    """
 
     def prepare(scratch: Path, options: Options) -> dict[str, Any]:
-        number = min(count, 320) if options.quick else count
-        return {"photos": str(scratch / "photos"), "about": make_photos(scratch / "photos", options.data, number)}
-
-    return prepare
-
-
-def large_photos(count: int) -> Any:
-    """Return the `prepare` of a case: the photographs of `--data` as they are, repeated, or made-up pictures."""
-
-    def prepare(scratch: Path, options: Options) -> dict[str, Any]:
-        number = min(count, 320) if options.quick else count
-        return {"photos": str(scratch / "photos"), "about": repeat_photos(scratch / "photos", options.data, number)}
+        make = repeat_photos if repeat else make_photos
+        about = make(scratch / "photos", options.data, min(count, 320) if options.quick else count)
+        if pictures is not None:
+            about += " " + make_noise_pictures(scratch, pictures[0], pictures[1] // (8 if options.quick else 1))
+        return {"photos": str(scratch / "photos"), "about": about}
 
     return prepare
 
@@ -44,24 +44,24 @@ def jpeg_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.suffix.lower() in (".jpg", ".jpeg") and path.is_file())
 
 
-def make_photos(folder: Path, data: Path | None, count: int) -> str:
+def make_photos(folder: Path, data: Path | None, count: int, side: int = 0, quality: int = QUALITY) -> str:
     """Write `count` JPEG files to `folder`/CLASS/NNNNN.jpg and return what they are.
 
-    With `data`: random crops of the photographs below it, 0.8 to 1 of each side, at quality 90, with a fixed seed.
+    With `data`: random crops of the photographs below it, of `side` pixels or of 0.8 to 1 of each side.
     """
     if data is None:
-        size = make_pictures(folder, count)
+        size = make_pictures(folder, count, (side, side) if side else MADE_SIZE, quality)
         return f"{count:,} made-up JPEG pictures of {size / count / 1000:.0f} KB on average (1/f noise)."
     files = sorted(path for path in jpeg_files(data) if min(Image.open(path).size) >= SIDE)
     if not files:
         raise FileNotFoundError(f"no JPEG file of {SIDE} pixels or more on each side is below {data}")
     _make_classes(folder)
-    jobs = [(folder, files[number % len(files)], number) for number in range(count)]
+    jobs = [(folder, files[number % len(files)], number, side, quality) for number in range(count)]
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
         size = sum(pool.map(_crop, jobs, chunksize=64))
     return (
         f"{count:,} JPEG files of {size / count / 1000:.0f} KB on average: random crops of {len(files)} photographs "
-        f"at quality {QUALITY}."
+        f"at quality {quality}."
     )
 
 
@@ -81,26 +81,7 @@ def repeat_photos(folder: Path, data: Path | None, count: int) -> str:
     return f"{count:,} JPEG files of {size / count / 1000:.0f} KB on average: {len(files)} photographs, repeated."
 
 
-def make_thumbs(folder: Path, data: Path | None, count: int, side: int, quality: int) -> str:
-    """Write `count` JPEG files of `side` pixels: pieces of photographs."""
-    if data is None:
-        make_pictures(folder / "large", 64)
-    files = jpeg_files(data or folder / "large")
-    _make_classes(folder / "thumbs")
-    size = 0
-    for number in range(count):
-        generator = np.random.default_rng([SEED, number])
-        with Image.open(files[number % len(files)]) as image:
-            picture = image.convert("RGB")
-        left, top = (int(generator.integers(0, max(1, length - side))) for length in picture.size)
-        encoded = io.BytesIO()
-        picture.crop((left, top, left + side, top + side)).save(encoded, "JPEG", quality=quality)
-        path = folder / "thumbs" / f"class-{number % CLASSES}" / f"{number:05d}.jpg"
-        size += path.write_bytes(encoded.getbuffer())
-    return f"{count:,} JPEG files of {side}x{side} pixels, {size / count / 1000:.0f} KB on average."
-
-
-def make_pictures(folder: Path, count: int) -> int:
+def make_pictures(folder: Path, count: int, size: tuple[int, int], quality: int) -> int:
     """Write `count` made-up JPEG files to `folder`/CLASS/NNNNN.jpg and return their bytes.
 
     The spectrum of a photograph falls as 1/f. So does that of this noise: its JPEG is of a photograph's size and takes
@@ -112,16 +93,16 @@ def make_pictures(folder: Path, count: int) -> int:
     fields = [np.fft.irfft2(np.fft.rfft2(generator.standard_normal((_FIELD, _FIELD))) / frequency) for _ in range(3)]
     noise = np.stack([field / field.std() for field in fields], axis=2)
     _make_classes(folder)
-    size = 0
+    written = 0
     for number in range(count):
-        top, left = generator.integers(0, [_FIELD - MADE_SIZE[0], _FIELD - MADE_SIZE[1]])
-        piece = noise[top : top + MADE_SIZE[0], left : left + MADE_SIZE[1]]
+        top, left = generator.integers(0, [_FIELD - size[0], _FIELD - size[1]])
+        piece = noise[top : top + size[0], left : left + size[1]]
         tints = np.array([[1, 0.3, -0.2], [1, -0.1, 0.3], [1, 0.2, 0.1]])
         encoded = io.BytesIO()
         pixels = np.clip(128 + 42 * piece @ tints.T, 0, 255).astype(np.uint8)
-        Image.fromarray(pixels).save(encoded, "JPEG", quality=QUALITY)
-        size += (folder / f"class-{number % CLASSES}" / f"{number:05d}.jpg").write_bytes(encoded.getbuffer())
-    return size
+        Image.fromarray(pixels).save(encoded, "JPEG", quality=quality)
+        written += (folder / f"class-{number % CLASSES}" / f"{number:05d}.jpg").write_bytes(encoded.getbuffer())
+    return written
 
 
 def _make_classes(folder: Path) -> None:
@@ -129,13 +110,13 @@ def _make_classes(folder: Path) -> None:
         (folder / f"class-{number}").mkdir(parents=True, exist_ok=True)
 
 
-def _crop(job: tuple[Path, Path, int]) -> int:
-    folder, path, number = job
+def _crop(job: tuple[Path, Path, int, int, int]) -> int:
+    folder, path, number, side, quality = job
     generator = np.random.default_rng([SEED, number])
     with Image.open(path) as image:
         picture = image.convert("RGB")
-    width, height = (max(SIDE, int(side * generator.uniform(0.8, 1))) for side in picture.size)
+    width, height = (side or max(SIDE, int(length * generator.uniform(0.8, 1))) for length in picture.size)
     left, top = (int(generator.integers(0, a - b + 1)) for a, b in zip(picture.size, (width, height), strict=True))
     encoded = io.BytesIO()
-    picture.crop((left, top, left + width, top + height)).save(encoded, "JPEG", quality=QUALITY)
+    picture.crop((left, top, left + width, top + height)).save(encoded, "JPEG", quality=quality)
     return (folder / f"class-{number % CLASSES}" / f"{number:05d}.jpg").write_bytes(encoded.getbuffer())

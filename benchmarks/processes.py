@@ -1,11 +1,13 @@
-"""Several jobs or nodes at once, as forked processes of one host."""
+"""Several jobs or nodes at once, as forked processes of one host, and rates of threads and processes."""
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -118,3 +120,33 @@ def _as_node(number: int, meet: Meet, count: int, port: Any, target: Callable[..
         "GROUP_WORLD_SIZE": str(count),
     }
     return target(number, meet, *arguments)
+
+
+def fetch_rate(fetch: Callable[[int], object], ids: Sequence[int], threads: int) -> float:
+    """Return fetches per second of `ids` by several threads at once."""
+    with ThreadPoolExecutor(threads) as pool:
+        begun = time.perf_counter()
+        for _ in pool.map(fetch, ids):
+            pass
+        return len(ids) / (time.perf_counter() - begun)
+
+
+def prep_rate(prepare: Callable[[Any], object], records: Sequence[Any], workers: int, seconds: float) -> float:
+    """Return calls of `prepare` per second by `workers` processes at once, on `records` that are in memory."""
+    with Team(workers, _prepare, prepare, records, seconds) as team:
+        team.meet()
+        return float(sum(team.results()))
+
+
+def _prepare(
+    _number: int, meet: Meet, prepare: Callable[[Any], object], records: Sequence[Any], seconds: float
+) -> float:
+    torch.set_num_threads(1)
+    for record in records[:8]:
+        prepare(record)
+    meet()
+    calls, begun = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - begun) < seconds:
+        prepare(records[calls % len(records)])
+        calls += 1
+    return calls / elapsed

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from torch.utils.data import Dataset
 
 import stallfree as sf
-from benchmarks.timing import family
+from benchmarks.data import FromFunction
 
 Json = dict[str, Any]
 NAME, SEED = "soak", 7
@@ -38,14 +38,9 @@ _MIB = 1 << 20
 # -- one job ----------------------------------------------------------------------------------------------------------
 
 
-class Values(Dataset[Any]):
-    """Arrays of 64 KiB, each full of its id."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, id: int) -> Any:
-        return np.full(VALUES, id, np.float32)
+def make_value(id: int) -> Any:
+    """An array of 64 KiB, full of its id."""
+    return np.full(VALUES, id, np.float32)
 
 
 @sf.mark_random
@@ -63,7 +58,7 @@ def job(folder: str) -> None:
     options: Json = {"batch_size": BATCH, "shuffle": True, "num_workers": 2, "seed": SEED, "with_ids": True}
     with (
         sf.RedisStore(capacity_per_node=CAPACITY_PER_NODE) as store,
-        sf.CachedDataset(Values(), store=store, **cache) as cached,
+        sf.CachedDataset(FromFunction(SAMPLES, make_value), store=store, **cache) as cached,
         sf.SharedLoader(cached, group=NAME, **options) as loader,
     ):
         while not ending:
@@ -150,46 +145,27 @@ class Run:
         os.kill(pid, kind)
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process, as `/proc` shows it."""
-
-    pid: int
-    parent: int
-    command: bytes
-
-    @property
-    def is_server(self) -> bool:
-        return b"redis-server" in self.command or b"valkey-server" in self.command
-
-
-def below() -> list[Process]:
+def below() -> list[psutil.Process]:
     """Return all processes below this one, and those that lost their parents."""
-    processes = []
-    for pid in family()[1:]:
-        try:
-            status = Path(f"/proc/{pid}/stat").read_text()
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        processes.append(Process(pid, int(status.rpartition(")")[2].split()[1]), command))
-    return processes
+    return psutil.Process().children(recursive=True)
 
 
-def figures(pid: int) -> list[float]:
+def is_server(process: psutil.Process) -> bool:
+    return process.name() in ("redis-server", "valkey-server")
+
+
+def figures(process: psutil.Process) -> list[float]:
     """Return memory in bytes, descriptors and threads of a process; nothing for one that has ended.
 
     Memory is the process's proportional part of its anonymous and shared memory. Pages of files are left out: the
     kernel can drop them, and their parts depend on what else runs on the machine.
     """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        threads = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
-    except OSError:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        memory = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+        return [sum(memory), process.num_fds(), process.num_threads()]
+    except (OSError, psutil.Error):
         return []
-    memory = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
-    return [sum(memory), descriptors, threads]
 
 
 def shm_bytes() -> int:
@@ -264,18 +240,17 @@ def growth(seconds: Any, values: Any, events: list[tuple[float, str]], warm: flo
 def _disturb(run: Run, event: int, generator: random.Random) -> str:
     """Do the next thing to the jobs; returns what."""
     processes = below()
-    parents = {process.parent for process in processes}
-    loader = [process for process in processes if process.pid not in run.jobs and not process.is_server]
-    coordinators = [process.pid for process in loader if process.pid in parents]
+    parents = {process.pid: process.ppid() for process in processes}
+    loader = [process.pid for process in processes if process.pid not in run.jobs and not is_server(process)]
+    coordinators = [pid for pid in loader if pid in parents.values()]
     if event % 20 == 15 and coordinators:
         os.kill(coordinators[0], signal.SIGKILL)
         return "coordinator killed"
     if event % 20 == 10:
-        for process in processes:
-            if process.is_server:
-                os.kill(process.pid, signal.SIGKILL)
+        for process in filter(is_server, processes):
+            process.kill()
         return "server killed"
-    workers = [process.pid for process in loader if process.parent in coordinators]
+    workers = [pid for pid in loader if parents[pid] in coordinators]
     if event % 3 == 1 and workers:
         os.kill(generator.choice(workers), signal.SIGKILL)
         return "worker killed"
@@ -285,9 +260,7 @@ def _disturb(run: Run, event: int, generator: random.Random) -> str:
 
 
 def _sample(run: Run, moment: float, empty: int) -> None:
-    run.series.append(
-        [sum(values) for values in zip(*filter(None, (figures(each.pid) for each in below())), strict=True)]
-    )
+    run.series.append([sum(values) for values in zip(*filter(None, map(figures, below())), strict=True)])
     run.seconds.append(moment)
     run.shm.append(shm_bytes() - empty)
 
@@ -301,10 +274,9 @@ def _finish(run: Run) -> None:
     while processes := below():
         run.reap()
         if time.monotonic() > begun + END_SECONDS:
-            commands = Counter(process.command[:200].decode(errors="replace") for process in processes)
-            run.failed.append(f"still there after {END_SECONDS:.0f} s: {dict(commands)}")
+            run.failed.append(f"still there after {END_SECONDS:.0f} s: {processes}")
             for process in processes:
-                os.kill(process.pid, signal.SIGKILL)
+                process.kill()
             break
         time.sleep(0.05)
 

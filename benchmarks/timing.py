@@ -80,8 +80,8 @@ def best_of(settings: dict[str, Callable[[], Epoch]], setting: str, measure: Cal
 # -- prepared pictures ------------------------------------------------------------------------------------------------
 
 
-def make_noise_pictures(folder: Path, side: int, samples: int) -> None:
-    """Write the pictures of `prepared_*`: noise with a fixed seed, (samples, side, side, 3)."""
+def make_noise_pictures(folder: Path, side: int, samples: int) -> str:
+    """Write noise pictures with a fixed seed, (samples, side, side, 3), and return what they are."""
     shape = (samples, side, side, 3)
     pictures = np.lib.format.open_memmap(folder / f"pictures-{side}.npy", mode="w+", dtype=np.uint8, shape=shape)
     generator = np.random.default_rng(side)
@@ -89,6 +89,7 @@ def make_noise_pictures(folder: Path, side: int, samples: int) -> None:
         part = pictures[start : start + 256]
         part[:] = generator.integers(0, 256, part.shape, dtype=np.uint8)
     pictures.flush()
+    return f"{samples:,} pictures of {side}x{side}x3 bytes ({pictures.nbytes / 2**30:.2f} GiB) in memory."
 
 
 def load_noise_pictures(folder: str, side: int) -> Bytes:

@@ -52,16 +52,13 @@ class Scale:
 
 
 class Resample:
-    """To `side` voxels along each axis of the patient: the image linearly, the label by its nearest voxel."""
-
-    def __init__(self, side: int = SIDE) -> None:
-        self.side = side
+    """To `SIDE` voxels along each axis of the patient: the image linearly, the label by its nearest voxel."""
 
     def __call__(self, sample: Sample) -> Sample:
         turn = sample["affine"][:3, :3]
         turn = (turn / np.linalg.norm(turn, axis=0)).T[::-1, ::-1].copy()  # torch counts the axes from the last one
         theta = torch.cat((torch.from_numpy(turn), torch.zeros(3, 1)), dim=1)[None]
-        grid = functional.affine_grid(theta, [1, 1, *[self.side] * 3], align_corners=False)
+        grid = functional.affine_grid(theta, [1, 1, *[SIDE] * 3], align_corners=False)
         image, label = sample["image"][None], sample["label"][None].float()
         image = functional.grid_sample(image, grid, padding_mode="border", align_corners=False)
         label = functional.grid_sample(label, grid, mode="nearest", padding_mode="border", align_corners=False)
@@ -71,11 +68,8 @@ class Resample:
 class Pad:
     """Zeros on all sides."""
 
-    def __init__(self, margin: int = MARGIN) -> None:
-        self.margin = margin
-
     def __call__(self, sample: Sample) -> Sample:
-        around = [self.margin] * 6
+        around = [MARGIN] * 6
         return {
             **sample,
             "image": functional.pad(sample["image"], around),
@@ -86,13 +80,10 @@ class Pad:
 class RandomCrop:
     """A random cube."""
 
-    def __init__(self, side: int = CROP) -> None:
-        self.side = side
-
     def __call__(self, sample: Sample) -> Sample:
-        room = torch.tensor(sample["image"].shape[1:]) - self.side + 1
+        room = torch.tensor(sample["image"].shape[1:]) - CROP + 1
         corner = (torch.rand(3) * room).long().tolist()
-        cube = (slice(None), *(slice(start, start + self.side) for start in corner))
+        cube = (slice(None), *(slice(start, start + CROP) for start in corner))
         return {**sample, "image": sample["image"][cube], "label": sample["label"][cube]}
 
 
@@ -107,12 +98,9 @@ class RandomFlip:
 class RandomNoise:
     """Normal noise on the image."""
 
-    def __init__(self, sigma: float = 0.05) -> None:
-        self.sigma = sigma
-
     def __call__(self, sample: Sample) -> Sample:
         image = sample["image"]
-        return {**sample, "image": torch.randn(image.shape).mul_(self.sigma).add_(image)}
+        return {**sample, "image": torch.randn(image.shape).mul_(0.05).add_(image)}
 
 
 def prepare() -> list[Step]:
@@ -175,12 +163,8 @@ def _write_pair(folder: Path, name: str, generator: np.random.Generator) -> None
     label = (inside * np.where(axes[1] < middle[1], 1, 2)).astype(np.uint8)
     image = 40 + 30 * (label > 0) + 10 * (label == 2) + generator.normal(0, 12, shape)
     image = (image.clip(0) * 10 ** generator.uniform(0, 3.5)).round().astype(np.float32)
-    _save(nibabel.Nifti1Image(image, np.eye(4)), folder / "images" / name)
-    _save(nibabel.Nifti1Image(label, np.eye(4)), folder / "labels" / name)
-
-
-def _save(volume: Any, path: Path) -> None:
-    volume.to_filename(str(path))
+    nibabel.Nifti1Image(image, np.eye(4)).to_filename(str(folder / "images" / name))
+    nibabel.Nifti1Image(label, np.eye(4)).to_filename(str(folder / "labels" / name))
 
 
 # -- windows ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from torch import nn
 import stallfree as sf
 from benchmarks.data import FromFunction
 from benchmarks.harness import Case, Condition, Contender, Figure
-from benchmarks.photos import large_photos
+from benchmarks.photos import photos
 from benchmarks.timing import find_photos
 
 Figures = dict[str, Any]
@@ -337,7 +337,7 @@ CASES = {
         params={"count": 6400, "batch": 128, "workers": 16, "bandwidth": 60e6, "epochs": 3},
         quick={"count": 64, "batch": 8, "workers": 1, "epochs": 1},
         rounds=1,
-        prepare=large_photos(1000),
+        prepare=photos(1000, repeat=True),
     ),
     "gpu_prep": Case(
         question="How many photographs do CPU cores and the GPU's decoder prepare, and how busy is the GPU that "
@@ -360,6 +360,6 @@ CASES = {
         params={"batch": 128},
         quick={"batch": 8},
         rounds=1,
-        prepare=large_photos(200),
+        prepare=photos(200, repeat=True),
     ),
 }

@@ -182,6 +182,7 @@ CASES = {
             for size, count in ((110, 1024), (600, 512))
             for batch in (64, 256)
         ],
+        quick={"count": 256},
         rounds=5,
     ),
     "store_partitioned": Case(

@@ -15,7 +15,7 @@ import stallfree as sf
 from benchmarks import small_resnet
 from benchmarks.data import FromFunction
 from benchmarks.harness import ROOT, Case, Condition, Contender, Figure, Options
-from benchmarks.photos import make_thumbs
+from benchmarks.photos import make_photos
 from benchmarks.timing import find_photos
 
 Figures = dict[str, Any]
@@ -101,8 +101,8 @@ def epochs(
 
 
 def thumbs(scratch: Path, options: Options) -> Figures:
-    about = make_thumbs(scratch / "photos", options.data, 300 if options.quick else 1600, side=144, quality=96)
-    return {"photos": str(scratch / "photos" / "thumbs"), "about": about}
+    about = make_photos(scratch / "photos", options.data, 300 if options.quick else 1600, side=144, quality=96)
+    return {"photos": str(scratch / "photos"), "about": about}
 
 
 # -- accuracy ---------------------------------------------------------------------------------------------------------

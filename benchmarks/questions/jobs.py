@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import math
-import os
-import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 
 import stallfree as sf
 from benchmarks.consumers import run_consumers
 from benchmarks.data import Pairs
 from benchmarks.harness import Case, Condition, Contender, Figure, Options
 from benchmarks.photos import photos
-from benchmarks.processes import Meet, Team
-from benchmarks.questions.prep import CropAndFlip, Files, timed
+from benchmarks.processes import Meet, Team, prep_rate
+from benchmarks.questions.prep import CropAndFlip, Files, ResizedCrop, timed
 from benchmarks.questions.prepared import loader_options, pictures
-from benchmarks.rates import prep_rate
 from benchmarks.timing import find_photos, load_noise_pictures, prepared_rates
 
 Figures = dict[str, Any]
@@ -31,26 +25,17 @@ BATCH, SIDE = 32, 224
 
 
 @sf.mark_random
-class ResizedCrop:
-    """8 to 100% of the picture, sides 3:4 to 4:3, scaled to 224 pixels, mirrored half the time. Counts in a file."""
+class CountedCrop(ResizedCrop):
+    """A random resized crop that counts the pictures in a file."""
 
     def __init__(self, ledger: str) -> None:
+        super().__init__()
         self.ledger = ledger
 
     def __call__(self, pixels: Any) -> torch.Tensor:
-        descriptor = os.open(self.ledger, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        os.write(descriptor, b".")
-        os.close(descriptor)
-        height, width = pixels.shape[:2]
-        area = height * width * random.uniform(0.08, 1)
-        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
-        wide, high = min(width, round(math.sqrt(area * ratio))), min(height, round(math.sqrt(area / ratio)))
-        left, top = random.randint(0, width - wide), random.randint(0, height - high)
-        box = (left, top, left + wide, top + high)
-        picture = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.BILINEAR, box=box)
-        if random.random() < 0.5:
-            picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
-        return torch.from_numpy(np.ascontiguousarray(np.asarray(picture).transpose(2, 0, 1)))
+        with open(self.ledger, "ab", buffering=0) as ledger:
+            ledger.write(b".")
+        return super().__call__(pixels)
 
 
 def jobs(
@@ -73,7 +58,7 @@ def jobs(
     """
     ledger = Path(folder) / "decoded"
     ledger.touch()
-    source: Any = sf.ImageFolder(photos, ResizedCrop(str(ledger)))
+    source: Any = sf.ImageFolder(photos, CountedCrop(str(ledger)))
     count = len(source) // BATCH * BATCH
     size = sum(path.stat().st_size for path in find_photos(photos))
     if bandwidth:
@@ -104,7 +89,7 @@ def _job(
     torch.set_num_threads(1)
     torch.manual_seed(number)  # jobs that share nothing have different orders
     options: Figures = {"batch_size": BATCH, "shuffle": True, "drop_last": True}
-    data: Any = Files(find_photos(photos), ResizedCrop(ledger))
+    data: Any = Files(find_photos(photos), CountedCrop(ledger))
     if shared or hasattr(source, "bytes"):
         data = sf.CachedDataset(source, **cache)
     if shared:
@@ -139,7 +124,7 @@ def _job(
 def photos_and_prep(scratch: Path, options: Options) -> Figures:
     """Photographs, and the samples/s that two processes prepare out of memory."""
     made: Figures = photos(480)(scratch, options)
-    folder = sf.ImageFolder(made["photos"], ResizedCrop(str(scratch / "measured")))
+    folder = sf.ImageFolder(made["photos"], CountedCrop(str(scratch / "measured")))
     records = [folder.fetch(id) for id in range(0, len(folder), 2)]
     prep = prep_rate(folder.pipeline, records, 2, seconds=options.seconds / 2)
     return made | {"prep": prep, "about": f"{made['about']} P: {prep:,.0f} samples/s."}
@@ -166,12 +151,6 @@ def single(loader: str, data: str, photos: str, folder: str, batch: int, workers
         for _batch in made:  # fills the cache
             pass
         return {"rate": prepared_rates(lambda: made, load_noise_pictures(folder, SIDE), batch, seconds)}
-
-
-def photos_and_pictures(scratch: Path, options: Options) -> Figures:
-    made: Figures = pictures(SIDE, 3200)(scratch, options)
-    photographs = photos(640)(scratch, options)
-    return photographs | {"about": f"{photographs['about']} {made['about']}"}
 
 
 # -- batches for several processes ------------------------------------------------------------------------------------
@@ -270,7 +249,7 @@ CASES = {
         ours="shared",
         subject="SharedLoader",
         params={"batch": 64, "workers": 2},
-        prepare=photos_and_pictures,
+        prepare=photos(640, pictures=(SIDE, 3200)),
     ),
     "shared_batches": Case(
         question="How many batches of 64x3x224x224 bytes pass on to 1 and to 3 processes that take every batch?",

@@ -7,6 +7,7 @@ import io
 import itertools
 import random
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from PIL import Image
 from torch.nn.utils.rnn import pad_sequence
 
 import stallfree as sf
+from benchmarks.data import FromFunction
 from benchmarks.harness import Case, Condition, Contender, Figure
-from benchmarks.photos import large_photos
+from benchmarks.photos import photos
 from benchmarks.timing import find_photos
 
 Figures = dict[str, Any]
@@ -35,41 +37,34 @@ SHAPES = {
 """Kinds of samples: what they are, and how many an epoch has."""
 
 
-class Samples(torch.utils.data.Dataset[Any]):
-    """Samples of one kind, made in memory; photographs are decoded from JPEG bytes."""
+def make_samples(shape: str) -> FromFunction:
+    """Return the samples of one kind, made in memory; photographs are decoded from JPEG bytes."""
+    generator, count = np.random.default_rng(0), SHAPES[shape][1]
+    tiny = torch.from_numpy(generator.random((count, 10, 4), np.float32))
+    floats = torch.from_numpy(generator.random((8, 3, 224, 224), np.float32))
+    large = generator.integers(0, 255, (8, 256 << 10), np.uint8)
+    lengths = generator.integers(5, 200, count)
+    words = torch.from_numpy(generator.integers(0, 30_000, (200,)))
+    encoded = io.BytesIO()
+    Image.fromarray(generator.integers(0, 255, (60, 80, 3), np.uint8)).resize((640, 480)).save(
+        encoded, "JPEG", quality=90
+    )
 
-    def __init__(self, shape: str) -> None:
-        self.shape, self.count = shape, SHAPES[shape][1]
-        generator = np.random.default_rng(0)
-        self.tiny = torch.from_numpy(generator.random((self.count, 10, 4), np.float32))
-        self.floats = torch.from_numpy(generator.random((8, 3, 224, 224), np.float32))
-        self.large = generator.integers(0, 255, (8, 256 << 10), np.uint8)
-        self.lengths = generator.integers(5, 200, self.count)
-        self.words = torch.from_numpy(generator.integers(0, 30_000, (200,)))
-        encoded = io.BytesIO()
-        small = Image.fromarray(generator.integers(0, 255, (60, 80, 3), np.uint8))
-        small.resize((640, 480)).save(encoded, "JPEG", quality=90)
-        self.encoded = encoded.getvalue()
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, id: int) -> Any:
-        if self.shape == "tuples":
-            return self.tiny[id, 0], id
-        if self.shape == "dicts":
-            return {f"field_{number}": self.tiny[id, number] for number in range(10)}
-        if self.shape == "lengths":
-            return self.words[: self.lengths[id]], id
-        if self.shape == "strings":
-            return f"sample number {id}"
-        if self.shape == "floats":
-            return self.floats[id % 8], id
-        if self.shape == "large":
-            return self.large[id % 8], id
+    def photograph(id: int) -> Any:
         left, top = random.randrange(200), random.randrange(100)
-        picture = Image.open(io.BytesIO(self.encoded)).convert("RGB").crop((left, top, left + 400, top + 300))
+        picture = Image.open(io.BytesIO(encoded.getvalue())).convert("RGB").crop((left, top, left + 400, top + 300))
         return torch.from_numpy(np.array(picture.resize((224, 224)))), id
+
+    make: dict[str, Callable[[int], Any]] = {
+        "tuples": lambda id: (tiny[id, 0], id),
+        "dicts": lambda id: {f"field_{number}": tiny[id, number] for number in range(10)},
+        "lengths": lambda id: (words[: lengths[id]], id),
+        "strings": lambda id: f"sample number {id}",
+        "floats": lambda id: (floats[id % 8], id),
+        "large": lambda id: (large[id % 8], id),
+        "photographs": photograph,
+    }
+    return FromFunction(count, make[shape])
 
 
 def pad(samples: list[Any]) -> Any:
@@ -80,7 +75,7 @@ def pad(samples: list[Any]) -> Any:
 def plain_epochs(loader: str, shape: str, workers: int, epochs: int) -> Figures:
     """Milliseconds of an epoch, and to its first batch, with workers that are kept."""
     torch.set_num_threads(1)
-    data = Samples(shape)
+    data = make_samples(shape)
     options: Figures = {"batch_size": BATCH, "shuffle": True, "num_workers": workers, "persistent_workers": workers > 0}
     made = LOADERS[loader](data, collate_fn=pad if shape == "lengths" else None, **options)
     figures: dict[str, list[float]] = {"epoch": [], "first": []}
@@ -99,7 +94,7 @@ def plain_epochs(loader: str, shape: str, workers: int, epochs: int) -> Figures:
 def first_batch(loader: str, shape: str, workers: int) -> Figures:
     """Milliseconds from `DataLoader(...)` to the first batch, in this process."""
     torch.set_num_threads(1)
-    data = Samples(shape)
+    data = make_samples(shape)
     begun = time.perf_counter()
     batches = iter(LOADERS[loader](data, batch_size=BATCH, shuffle=True, num_workers=workers))
     pictures, ids = next(batches)
@@ -233,6 +228,6 @@ CASES = {
         ],
         ours="looks",
         subject="the epoch with the looks",
-        prepare=large_photos(640),
+        prepare=photos(640, repeat=True),
     ),
 }

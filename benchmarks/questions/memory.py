@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 import stallfree as sf
+from benchmarks.data import FromFunction
 from benchmarks.harness import Case, Condition, Contender, Figure, Options
 
 Figures = dict[str, Any]
@@ -25,22 +26,11 @@ SAMPLES = {"fixed": 4_000, "varied": 4_000, "small": 60_000}
 # -- peak memory ------------------------------------------------------------------------------------------------------
 
 
-class Arrays(torch.utils.data.Dataset[Any]):
-    """Made-up records: of one size, of varied sizes, or small."""
-
-    def __init__(self, records: str) -> None:
-        self.records = records
-
-    def __len__(self) -> int:
-        return SAMPLES[self.records]
-
-    def __getitem__(self, id: int) -> Any:
-        return np.full(self.size(id), id % 251, np.uint8), id
-
-    def size(self, id: int) -> int:
-        if self.records == "varied":
-            return 10_000 + id * 7919 % 240_000
-        return 224 * 224 * 3 if self.records == "fixed" else 4096
+def record_size(records: str, id: int) -> int:
+    """Bytes of a made-up record: of one size, of varied sizes, or small."""
+    if records == "varied":
+        return 10_000 + id * 7919 % 240_000
+    return 224 * 224 * 3 if records == "fixed" else 4096
 
 
 def concatenate(samples: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -82,7 +72,7 @@ class PeakMemory:
 
 def peak_memory(records: str, policy: str, capacity: int, staging: int) -> Figures:
     """Bytes in shared memory during two epochs over data that are several times as large as the cache."""
-    data = Arrays(records)
+    data = FromFunction(SAMPLES[records], lambda id: (np.full(record_size(records, id), id % 251, np.uint8), id))
     root = Path(os.environ["STALLFREE_ROOT"])
     with PeakMemory(root) as memory, sf.CachedDataset(data, capacity=capacity * MIB, policy=policy) as cached:
         loader = sf.DataLoader(
@@ -99,7 +89,7 @@ def peak_memory(records: str, policy: str, capacity: int, staging: int) -> Figur
             memory.look()
         evictions = cached.stats().evictions
     granted = capacity + staging
-    size = sum(data.size(id) for id in range(len(data)))
+    size = sum(record_size(records, id) for id in range(len(data)))
     peak = memory.peak / MIB
     return {"peak": peak, "granted": granted, "fraction": peak / granted, "data": size / MIB, "evictions": evictions}
 

@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import interpolate
 
 import stallfree as sf
-from benchmarks.harness import Case, Condition, Contender, Figure, Options
-from benchmarks.photos import large_photos, photos
-from benchmarks.questions.prepared import loader_options, pictures
+from benchmarks.harness import Case, Condition, Contender, Figure
+from benchmarks.photos import photos
+from benchmarks.questions.prepared import loader_options
 from benchmarks.timing import CROP_SIDE, crop_rates, epoch_rates, find_photos
 
 Figures = dict[str, Any]
@@ -45,6 +45,7 @@ class Files(torch.utils.data.Dataset[Any]):
         return self.augment(np.asarray(self.decode(self.paths[index].read_bytes()))), index
 
 
+@sf.mark_random
 class ResizedCrop:
     """The crops of `DecodeRandomResizedCrop`, of decoded pictures, resized by torch."""
 
@@ -102,12 +103,6 @@ def crops_stallfree(photos: str, batch: int, workers: int, seconds: float, form:
 # -- cases ------------------------------------------------------------------------------------------------------------
 
 
-def photos_and_pictures(scratch: Path, options: Options) -> Figures:
-    made = pictures(224, 12_800)(scratch, options)["about"]
-    photographs = large_photos(4096)(scratch, options)
-    return photographs | {"about": f"{photographs['about']} {made}"}
-
-
 HERE = "benchmarks.questions.prep"
 STALLFREE = "stallfree, encoded pictures in the cache"
 CASES = {
@@ -142,7 +137,7 @@ CASES = {
             Condition("decoded", "decoded pictures in memory", {"form": "prepared"}),
         ],
         params={"batch": 64, "workers": 2},
-        prepare=large_photos(2000),
+        prepare=photos(2000, repeat=True),
     ),
     "jpeg_warm": Case(
         question="When files are warm and workers decode anyway, does the cache do harm? Decode, random crop of 224, "
@@ -175,6 +170,6 @@ CASES = {
         ours="",
         params={"batch": 64, "side": 224},
         rounds=1,
-        prepare=photos_and_pictures,
+        prepare=photos(4096, repeat=True, pictures=(224, 12_800)),
     ),
 }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import random
 import shutil
 import tempfile
 import time
@@ -20,9 +19,9 @@ from benchmarks import venvs
 from benchmarks.data import capacity_for, make_records
 from benchmarks.harness import Case, Condition, Contender, Figure, Options
 from benchmarks.photos import make_photos, photos
+from benchmarks.processes import fetch_rate, prep_rate
 from benchmarks.programs import PROGRAMS
 from benchmarks.questions.prep import CropAndFlip
-from benchmarks.rates import fetch_rate, prep_rate
 from benchmarks.slow_disk import SlowDisk, forget_pages, join, make_slow_disk, why_not
 from benchmarks.timing import MIN_EPOCHS, check_labels, epoch_rates
 
@@ -159,23 +158,12 @@ class Resize:
     def __init__(self, side: int, blurs: int) -> None:
         self.side, self.blurs = side, blurs
 
-    def __call__(self, pixels: Any) -> torch.Tensor:
+    def __call__(self, pixels: Any) -> Any:
         picture = torch.from_numpy(np.asarray(pixels)).permute(2, 0, 1)[None]
         small = torch.nn.functional.interpolate(picture, (self.side, self.side), mode="bilinear", antialias=True)[0]
         for _ in range(self.blurs):
             small = torch.nn.functional.avg_pool2d(small.float(), 5, 1, 2).to(torch.uint8)
-        return small.contiguous()
-
-
-@sf.mark_random
-class SquareAndFlip:
-    """A random square of 7/8 of the side, mirrored half the time."""
-
-    def __call__(self, picture: torch.Tensor) -> torch.Tensor:
-        side = picture.shape[1] * 7 // 8
-        top, left = (random.randint(0, picture.shape[1] - side) for _ in range(2))
-        square = picture[:, top : top + side, left : left + side]
-        return (square.flip(2) if random.random() < 0.5 else square).contiguous()
+        return small.permute(1, 2, 0).contiguous().numpy()
 
 
 def auto_cache(
@@ -185,7 +173,7 @@ def auto_cache(
 
     `requests` are those of the storage per second, None for no limit; `capacity` is relative to the prepared pictures.
     """
-    source: Any = sf.ImageFolder(photos, sf.Compose([Resize(side, blurs), SquareAndFlip()]))
+    source: Any = sf.ImageFolder(photos, sf.Compose([Resize(side, blurs), CropAndFlip()]))
     count = len(source)
     if requests:
         source = sf.testing.ThrottledSource(source, iops=requests, latency=0.002)

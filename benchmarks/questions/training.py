@@ -14,6 +14,7 @@ import torch
 from PIL import Image
 from torch.nn import functional
 
+import stallfree as sf
 from benchmarks.harness import Case, Condition, Contender, Figure, Options
 from benchmarks.photos import repeat_photos
 from benchmarks.slow_disk import forget_pages, join, make_slow_disk, why_not
@@ -90,28 +91,17 @@ def train(make_loader: Callable[[], Any], photos: str, epochs: int, slow: str) -
     return {"seconds": ends[-1], "later": later, "loss": sum(losses) / len(losses)}
 
 
-def torch_loader(photos: str, epochs: int, disk: str = "", throttled: bool = False) -> Figures:
-    options: Figures = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
-    return train(
-        lambda: torch.utils.data.DataLoader(Photographs(photos), **options), photos, epochs, disk if throttled else ""
-    )
-
-
-def auto(photos: str, epochs: int, disk: str = "", throttled: bool = False) -> Figures:
-    import stallfree as sf
-
-    options: Figures = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS, "persistent_workers": True}
-    return train(
-        lambda: sf.DataLoader(Photographs(photos), cache="auto", **options), photos, epochs, disk if throttled else ""
-    )
-
-
-def shared(photos: str, epochs: int, round: int) -> Figures:
-    import stallfree as sf
-
+def one_line(photos: str, epochs: int, loader: str, round: int, disk: str = "", throttled: bool = False) -> Figures:
+    """The script as it is ("torch"), or with one changed line."""
     options: Figures = {"batch_size": BATCH, "shuffle": True, "num_workers": WORKERS}
-    group = f"training-{round}"
-    return train(lambda: sf.SharedLoader(Photographs(photos), group=group, **options), photos, epochs, "")
+    kept = options | {"persistent_workers": True}
+    lines: dict[str, Callable[[], Any]] = {
+        "torch": lambda: torch.utils.data.DataLoader(Photographs(photos), **kept),
+        "auto": lambda: sf.DataLoader(Photographs(photos), cache="auto", **kept),
+        "shared": lambda: sf.SharedLoader(Photographs(photos), group=f"training-{round}", **options),
+    }
+    _imported = sf.DataLoader, sf.SharedLoader  # before the clock starts
+    return train(lines[loader], photos, epochs, disk if throttled else "")
 
 
 # -- the case ---------------------------------------------------------------------------------------------------------
@@ -136,9 +126,9 @@ CASES = {
         "the encoded files in memory. Slow storage is a disk image whose reads the kernel throttles, with the page "
         "cache emptied before each epoch. Of two jobs, the slower counts.",
         contenders=[
-            Contender("torch", "torch DataLoader", f"{HERE}:torch_loader"),
-            Contender("auto", 'stallfree DataLoader(cache="auto")', f"{HERE}:auto"),
-            Contender("shared", "stallfree SharedLoader", f"{HERE}:shared", only=("two",)),
+            Contender("torch", "torch DataLoader", f"{HERE}:one_line", {"loader": "torch"}),
+            Contender("auto", 'stallfree DataLoader(cache="auto")', f"{HERE}:one_line", {"loader": "auto"}),
+            Contender("shared", "stallfree SharedLoader", f"{HERE}:one_line", {"loader": "shared"}, only=("two",)),
             Contender("tfdata", "tf.data", "benchmarks.peers.training:tfdata", venv="training"),
             Contender("ffcv", "FFCV", "benchmarks.peers.training:ffcv", venv="training"),
         ],

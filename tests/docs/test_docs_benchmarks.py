@@ -37,7 +37,7 @@ def make_case(**more: Any) -> Case:
 def test_figures_are_medians_of_rounds_and_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     result = run_case("made_up", make_case(), Options())
-    assert [title for title, _ in result["columns"]][-1] == "speed of stallfree over this"
+    assert [title for title, _ in result["columns"]][-1] == "stallfree: times as fast as this"
     assert result["rows"][:2] == [
         ["once", "slow", [11, 2, 20], [0.5, 0.5, 0.5], [3, 3, 3]],
         ["once", "ours", [33, 6, 60], [0.16667, 0.16667, 0.16667], ""],
