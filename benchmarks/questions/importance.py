@@ -137,7 +137,7 @@ def training(
         pictures, labels = pictures[chosen], labels[chosen]
     count = len(labels)
     samples, classes = pictures.numpy(), labels.tolist()
-    source = sf.testing.ThrottledSource(FromFunction(count, lambda id: (samples[id], classes[id])))
+    source = FromFunction(count, lambda id: (samples[id], classes[id]))
     capacity = int(fraction * count * (pictures[0].nbytes + 64)) + 28 * count
     policy = "minio" if plan == "full" else "importance"
     with sf.CachedDataset(source, capacity=capacity, policy=policy, form="fetched", seed=round) as data:
@@ -161,7 +161,7 @@ def training(
                     loader.update(ids, losses)
 
             net = small_resnet.train(batches(), expected, round, learn)
-        operations = source.requests / count
+        operations = data.stats().misses / count
     accuracy = small_resnet.accuracy(net, test_pictures, test_labels)
     return {"accuracy": accuracy, "operations": operations, "served": served[0] / count}
 

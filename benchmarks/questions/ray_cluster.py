@@ -266,6 +266,6 @@ CASES = {
         quick={"trials": 2, "epochs": 2},
         rounds=2,
         prepare=photos(2000),
-        needs=ray_missing("ray.tune") if find_spec("ray") else ray_missing("ray"),
+        needs=ray_missing("ray", "pandas", "pyarrow"),
     ),
 }
