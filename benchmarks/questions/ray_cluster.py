@@ -49,6 +49,7 @@ def computing(id: int, rounds: int) -> Any:
 def batches_per_second(loader: str, workers: int, sines: int, nodes: int, short: bool) -> Figures:
     """Batches/s of a loader on a Ray cluster of `nodes` nodes on this machine, after all workers are ready."""
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - as local workers have it; Ray's default is 15
+    import ray
     from ray.cluster_utils import Cluster
 
     torch.set_num_threads(1)
@@ -62,14 +63,15 @@ def batches_per_second(loader: str, workers: int, sines: int, nodes: int, short:
         if loader == "ray_data":
             return {"rate": _ray_data_rate(data, workers, count, cluster.address)}
         if loader == "ray":
-            spec = sf.RayWorkers(workers, address=cluster.address)
-            made: Any = sf.DataLoader(data, batch_size=BATCH, workers=spec)
+            ray.init(address=cluster.address, log_to_driver=False)
+            made: Any = sf.DataLoader(data, batch_size=BATCH, workers=sf.RayWorkers(workers))
         else:
             kind: Any = torch.utils.data.DataLoader if loader == "torch" else sf.DataLoader
             made = kind(data, batch_size=BATCH, num_workers=workers)
         batches = iter(made)
         _wait_for_workers(batches, workers, loader == "ray")
-        for _ in islice(batches, max(20, 2 * workers + 2)):  # those that are prepared already
+        ahead = 2 if short else max(20, 2 * workers + 2)
+        for _ in islice(batches, ahead):  # those that are prepared already
             pass
         begun = time.perf_counter()
         for _ in islice(batches, count):
@@ -80,6 +82,7 @@ def batches_per_second(loader: str, workers: int, sines: int, nodes: int, short:
             made.close()
         return {"rate": rate}
     finally:
+        ray.shutdown()
         cluster.shutdown()
 
 
