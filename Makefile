@@ -93,7 +93,7 @@ test-browser: $(VENV)/.browser
 	$(BIN)/python -m pytest tests/browser $(ARGS)
 
 bench: $(VENV)/.test
-	$(BIN)/python benchmarks/run.py $(ARGS)
+	$(BIN)/python -m benchmarks.run $(ARGS)
 
 check: $(VENV)/.check
 	$(BIN)/ruff check

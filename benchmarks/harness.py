@@ -1,13 +1,14 @@
-"""The one harness: contenders in turns, each in a fresh process, and what becomes of their figures.
+"""The one harness: contenders in turns, each in a fresh process; medians with their spread go to `results/CASE.json`.
 
-    case.run(options) -> Report -> benchmarks/results/NAME.json -> docs/benchmarks/results/NAME.md, charts/NAME.svg
+    run_case(name, case, options) -> result -> benchmarks/results/NAME.json -> pages.py -> docs/benchmarks/
 
-A ratio is taken within a round, between neighbours in time, and what is reported is the median over the rounds with the
-lowest and the highest.
+A ratio is taken within a round, between neighbours in time. A result holds the median over the rounds, and the lowest
+and the highest figure.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import platform
@@ -16,263 +17,271 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from benchmarks.charts import chart
-from benchmarks.peers import venvs
+from benchmarks import venvs
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = ROOT / "docs" / "benchmarks"
 CHILD_SECONDS = 900.0
 """Longest run of one contender."""
 
 Json = dict[str, Any]
+Figures = dict[str, Any]
+
+
+class BenchmarkError(RuntimeError):
+    """A contender failed. The message holds the end of its output."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line asks for.
+    """Options of the command line.
 
     Attributes:
-        data: folder with pictures, or None to make some.
-        quick: fewer and shorter runs, to see that they work; the pages are left as they are.
-        minutes: length of the soak; its own if None.
+        data: folder with photographs or volumes; None for made-up ones.
+        quick: short runs, to see that they work.
+        seconds: how long to time a contender in each round, at least.
+        minutes: length of the soak.
     """
 
     data: Path | None = None
     quick: bool = False
-    minutes: float | None = None
-
-    @property
-    def rounds(self) -> int:
-        """How often each contender runs."""
-        return 2 if self.quick else 7
-
-    @property
-    def seconds(self) -> float:
-        """How long a contender is timed per round, at least."""
-        return 0.5 if self.quick else 3.0
+    seconds: float = 3.0
+    minutes: float = 60.0
 
 
-class BenchmarkError(RuntimeError):
-    """A contender failed. The message holds the end of what it wrote."""
-
-
-# -- running ----------------------------------------------------------------------------------------------------------
-
-
-def run_child(
-    module: str,
-    params: Json,
-    *,
-    scratch: Path,
-    python: str | Path = sys.executable,
-    seconds: float = CHILD_SECONDS,
-) -> Json:
-    """Run `python -m module PARAMS` in a fresh process; the JSON on the last line of its standard output."""
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
-        "STALLFREE_ROOT": str(scratch / "stallfree"),
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [str(python), "-m", module, json.dumps(params)]
-    try:
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired as error:
-        raise BenchmarkError(f"{module} has not ended for {seconds:.0f} s") from error
-    lines = done.stdout.strip().splitlines()
-    if done.returncode or not lines:
-        tail = "\n".join(done.stderr.strip().splitlines()[-25:])
-        raise BenchmarkError(f"{module} ended with {done.returncode}:\n{tail}")
-    result: Json = json.loads(lines[-1])
-    return result
-
-
-@dataclass
+@dataclass(frozen=True)
 class Contender:
     """One of those that are compared.
 
     Attributes:
-        name: as it stands in the table.
-        module: started with `python -m`.
-        params: what it is given, on top of what all are given.
-        venv: the environment of a peer; "" for our own.
-        tunes: whether it has settings to choose from; the best is chosen once, before the rounds.
-        missing: why it cannot run.
-        tried: samples/s of each of its settings.
-        results: what it gave, one per round.
+        key: short name.
+        title: name in the table.
+        run: `module:function`.
+        params: parameters of the function, besides those of the case and of the condition.
+        venv: environment of a peer; "" for this one.
+        tunes: whether it has settings; the fastest is chosen once per condition, before the rounds.
+        only: keys of the conditions in which it takes part; all if empty.
+        source: folder to import stallfree from; "" for this checkout's.
     """
 
-    name: str
-    module: str
+    key: str
+    title: str
+    run: str
     params: Json = field(default_factory=dict)
     venv: str = ""
     tunes: bool = False
-    missing: str | None = None
-    tried: dict[str, float] = field(default_factory=dict)
-    results: list[Json] = field(default_factory=list)
-
-    def run(self, common: Json, scratch: Path) -> Json:
-        python = venvs.python_of(self.venv) if self.venv else sys.executable
-        return run_child(self.module, common | self.params, scratch=scratch, python=python)
-
-    def rates(self) -> list[float]:
-        """The median rate of each round."""
-        return [statistics.median(result["rates"]) for result in self.results]
+    only: tuple[str, ...] = ()
+    source: str = ""
 
 
-def alternate(contenders: Sequence[Contender], common: Json, rounds: int, scratch: Path) -> None:
-    """Run A B C A B C ...; each gets its `results`, or the reason why it is `missing`."""
-    for contender in contenders:
-        if contender.venv:
-            contender.missing = venvs.why_missing(contender.venv)
-        if contender.tunes and not contender.missing:
-            say(f"  {contender.name}: looking for its best setting")
-            tuning = contender.run(common | {"setting": "tune", "seconds": min(1.0, common["seconds"])}, scratch)
-            contender.tried = tuning["tried"]
-            contender.params = contender.params | {"setting": tuning["setting"]}
-    for round_ in range(rounds):
-        for contender in contenders:
-            if contender.missing:
-                continue
-            result = contender.run(common, scratch)
-            contender.results.append(result)
-            say(f"  round {round_ + 1}: {contender.name}: {statistics.median(result['rates']):,.0f} samples/s")
+@dataclass(frozen=True)
+class Condition:
+    """A variant of the task, the same for all contenders. `copies` processes run at once; the slowest counts."""
+
+    key: str
+    title: str
+    params: Json = field(default_factory=dict)
+    copies: int = 1
 
 
-@contextmanager
-def scratch_folder() -> Iterator[Path]:
-    """An empty folder in memory, removed afterwards."""
-    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=base))
+@dataclass(frozen=True)
+class Figure:
+    """A column of the table. `less`: whether less is better."""
+
+    title: str
+    format: str = ",.0f"
+    less: bool = False
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        question: in one sentence.
+        setup: how it is measured.
+        contenders: those that are compared.
+        figures: the columns, by the keys of what contenders return; the first one is compared and drawn.
+        conditions: variants of the task.
+        ours: key of the contender whose first figure is compared with the others'; "" if nothing is compared.
+        subject: its name in the title of that column.
+        params: parameters for all contenders.
+        quick: what replaces them in a short run.
+        rounds: how often each contender runs; once in a short run.
+        prepare: makes the data in a folder and returns more parameters; "about" says what the data are.
+        needs: returns why the case cannot run here, or None.
+        limit: longest run of one contender, in seconds.
+    """
+
+    question: str
+    setup: str
+    contenders: Sequence[Contender]
+    figures: dict[str, Figure]
+    conditions: Sequence[Condition] = (Condition("", ""),)
+    ours: str = "stallfree"
+    subject: str = "stallfree"
+    params: Json = field(default_factory=dict)
+    quick: Json = field(default_factory=dict)
+    rounds: int = 7
+    prepare: Callable[[Path, Options], Json] | None = None
+    needs: Callable[[], str | None] = lambda: None
+    limit: float = CHILD_SECONDS
+
+
+def run_case(name: str, case: Case, options: Options) -> Json:
+    """Run all contenders of `case` in turns and return the result. Raises `BenchmarkError`."""
+    if reason := case.needs():
+        raise BenchmarkError(reason)
+    rounds = 1 if options.quick else case.rounds
+    params = {"seconds": options.seconds, "short": options.quick} | case.params
+    runs: dict[tuple[str, str], list[Figures]] = {}
+    missing: dict[str, str | None] = {each.key: each.venv and venvs.why_missing(each.venv) for each in case.contenders}
+    notes: list[str] = []
+    versions: dict[str, str] = {}
+    with scratch_folder() as scratch:
+        params |= {"folder": str(scratch)} | (case.prepare(scratch, options) if case.prepare else {})
+        about = params.pop("about", "")
+        for condition in case.conditions[: 1 if options.quick else None]:
+            entries = [each for each in case.contenders if not each.only or condition.key in each.only]
+            entries = [each for each in entries if not missing[each.key]]
+            for position, entry in enumerate(entries):
+                if entry.tunes:
+                    best = _run(entry, condition, params | {"setting": "", "seconds": 1.0}, scratch, case)["figures"]
+                    entries[position] = replace(entry, params=entry.params | {"setting": best["setting"]})
+                    where = f", {condition.title}" if condition.title else ""
+                    notes.append(f"{entry.title}{where}: best of {best['tried']} settings: {best['setting']}.")
+            for number in range(rounds):
+                turn = number % max(1, len(entries))
+                for entry in entries[turn:] + entries[:turn]:
+                    output = _run(entry, condition, params | {"round": number}, scratch, case)
+                    versions |= output["versions"]
+                    runs.setdefault((condition.key, entry.key), []).append(output["figures"])
+                    say(f"  {number + 1}: {condition.title} {entry.title}: {_short(output['figures'], case)}")
+    return {
+        "name": name,
+        "question": case.question,
+        "setup": " ".join(filter(None, [about, case.setup, f"{rounds} rounds." if rounds > 1 else ""])),
+        "date": f"{datetime.date.today():%Y-%m}",
+        "machine": machine(),
+        "versions": versions,
+        **_table(case, runs, missing),
+        "notes": notes,
+    }
+
+
+def _run(entry: Contender, condition: Condition, params: Json, scratch: Path, case: Case) -> Json:
+    """Run a contender in `condition.copies` processes and return figures and versions; the worst copy's figures."""
+    params = params | condition.params | entry.params
+    params |= case.quick if params["short"] else {}
+    with ThreadPoolExecutor(condition.copies) as pool:
+        outputs = list(pool.map(lambda _: run_child(entry, params, scratch, case.limit), range(condition.copies)))
+    for output in outputs:
+        values = output["figures"].items()
+        output["figures"] = {
+            key: statistics.median(value) if isinstance(value, list) else value for key, value in values
+        }
+    first = next(iter(case.figures.items()))
+    worst = max if first[1].less else min
+    return worst(outputs, key=lambda output: output["figures"].get(first[0], 0.0))
+
+
+def run_child(entry: Contender, params: Json, scratch: Path, limit: float = CHILD_SECONDS) -> Json:
+    """Run one contender in a fresh process and return the JSON of its last line. Raises `BenchmarkError`."""
+    source = entry.source or str(ROOT / "src")
+    environment = os.environ | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [source, str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "STALLFREE_ROOT": str(scratch / "stallfree"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    python = venvs.python_of(entry.venv) if entry.venv else sys.executable
+    command = [str(python), "-m", "benchmarks.child", entry.run, json.dumps(params)]
     try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired as error:
+        raise BenchmarkError(f"{entry.run} has not ended for {limit:.0f} s") from error
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        tail = "\n".join(done.stderr.strip().splitlines()[-25:])
+        raise BenchmarkError(f"{entry.run} ended with {done.returncode}:\n{tail}")
+    output: Json = json.loads(lines[-1])
+    return output
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+# -- the table --------------------------------------------------------------------------------------------------------
 
 
-# -- figures ----------------------------------------------------------------------------------------------------------
+def _table(case: Case, runs: dict[tuple[str, str], list[Figures]], missing: dict[str, str | None]) -> Json:
+    labels = [["", ""]] * any(each.title for each in case.conditions) + [["contender", ""]]
+    columns = labels + [[each.title, each.format] for each in case.figures.values()]
+    compares = len(case.contenders) > 1 and any(each.key == case.ours for each in case.contenders)
+    if compares:
+        columns.append([f"{case.subject}: times as fast as this", ".2f"])
+    rows: list[list[Any]] = []
+    for condition in case.conditions:
+        for entry in case.contenders:
+            if entry.only and condition.key not in entry.only:
+                continue
+            label = ([condition.title] if len(labels) > 1 else []) + [entry.title]
+            measured = runs.get((condition.key, entry.key), [])
+            if not measured:
+                if reason := missing[entry.key]:
+                    rows.append([*label, reason, *[""] * (len(columns) - len(label) - 1)])
+                continue
+            cells = [spread([each[key] for each in measured if key in each]) for key in case.figures]
+            if compares:
+                cells.append(_ratio(case, entry.key, runs.get((condition.key, case.ours), []), measured))
+            rows.append(label + cells)
+    return {"columns": columns, "rows": rows, "bars": len(labels)}
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median, lowest and highest of some figures, and the range of their middle half."""
-
-    median: float
-    low: float
-    high: float
-    iqr: float
-
-    @staticmethod
-    def of(figures: Sequence[float]) -> Spread:
-        quarters = statistics.quantiles(figures, n=4, method="inclusive") if len(figures) > 1 else [figures[0]] * 3
-        return Spread(statistics.median(figures), min(figures), max(figures), quarters[2] - quarters[0])
-
-    def show(self, form: str = ",.0f") -> str:
-        """Such as `12,300 (11,900 to 12,800)`."""
-        if self.low == self.high:
-            return format(self.median, form)
-        return f"{self.median:{form}} ({self.low:{form}} to {self.high:{form}})"
+def _ratio(case: Case, key: str, ours: list[Figures], theirs: list[Figures]) -> Any:
+    """Return how many times as fast ours is, round by round."""
+    name, figure = next(iter(case.figures.items()))
+    if key == case.ours or not ours:
+        return ""
+    pairs = [(mine[name], other[name]) for mine, other in zip(ours, theirs, strict=True)]
+    return spread([other / mine if figure.less else mine / other for mine, other in pairs])
 
 
-def ratios(ours: Contender, theirs: Contender) -> Spread:
-    """Ours over theirs, round by round."""
-    return Spread.of([a / b for a, b in zip(ours.rates(), theirs.rates(), strict=True)])
+def spread(values: Sequence[float]) -> Any:
+    """Return the median, the lowest and the highest value; "" without values."""
+    return [_rounded(each) for each in (statistics.median(values), min(values), max(values))] if values else ""
 
 
-@dataclass(frozen=True)
-class Check:
-    """A figure beside what was asked of it.
-
-    Attributes:
-        what: in words.
-        value: the figure (a median).
-        wanted: the bound.
-        sense: ">=", "<=", "<" or "==".
-        form: how to print both.
-        spread: lowest and highest, if there are several.
-        failed: why there is no figure.
-    """
-
-    what: str
-    value: float | None
-    wanted: float
-    sense: str = ">="
-    form: str = ".2f"
-    spread: tuple[float, float] | None = None
-    failed: str = ""
-
-    @property
-    def met(self) -> bool:
-        if self.value is None:
-            return False
-        return {
-            ">=": self.value >= self.wanted,
-            "<=": self.value <= self.wanted,
-            "<": self.value < self.wanted,
-            "==": self.value == self.wanted,
-        }[self.sense]
-
-    def row(self) -> list[str]:
-        words = {">=": "at least", "<=": "at most", "<": "below", "==": "exactly"}
-        figure = self.failed or "not measured" if self.value is None else format(self.value, self.form)
-        if self.spread is not None and self.value is not None:
-            figure += f" ({self.spread[0]:{self.form}} to {self.spread[1]:{self.form}})"
-        verdict = "not measured" if self.value is None else "yes" if self.met else "no"
-        return [self.what, figure, f"{words[self.sense]} {self.wanted:{self.form}}", verdict]
+def _rounded(value: float) -> float:
+    return float(f"{value:.5g}")
 
 
-def check_ratio(what: str, ours: Contender, theirs: Contender, wanted: float) -> Check:
-    """The check that ours over theirs is at least `wanted`."""
-    if ours.missing or theirs.missing:
-        return Check(what, None, wanted, failed=ours.missing or theirs.missing or "")
-    spread = ratios(ours, theirs)
-    return Check(what, spread.median, wanted, spread=(spread.low, spread.high))
+def _short(figures: Figures, case: Case) -> str:
+    return ", ".join(
+        f"{figures[key]:{each.format}} {each.title}" for key, each in case.figures.items() if key in figures
+    )
 
 
-@dataclass
-class Report:
-    """What a case found.
-
-    Attributes:
-        columns, rows: the table.
-        checks: what was asked for, beside what is.
-        notes: sentences below the table.
-        versions: of what took part.
-        raw: every figure, written beside the result of a quick run.
-    """
-
-    columns: list[str]
-    rows: list[list[str]]
-    checks: list[Check] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    versions: dict[str, str] = field(default_factory=dict)
-    raw: Any = None
+# -- baseline ---------------------------------------------------------------------------------------------------------
 
 
-class Case(Protocol):
-    """A module with one question."""
+def against_baseline(case: Case, source: str) -> Case:
+    """Return `case` with stallfree's contender of this checkout and that of `source` only, for measuring a change."""
+    chosen = [each for each in case.contenders if each.key == case.ours] or list(case.contenders)
+    baseline = [
+        replace(each, key=f"{each.key} before", title=f"{each.title}, before", source=source) for each in chosen
+    ]
+    return replace(case, contenders=[*baseline, *chosen])
 
-    NAME: str
-    QUESTION: str
 
-    def run(self, options: Options) -> Report: ...
-
-
-# -- machine ----------------------------------------------------------------------------------------------------------
+# -- machine and files ------------------------------------------------------------------------------------------------
 
 
 def machine() -> dict[str, str]:
-    """The machine in words: processor, cores, memory and kernel."""
+    """Return processor, cores, memory and kernel."""
     model, memory = platform.processor() or platform.machine(), 0
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -289,36 +298,10 @@ def machine() -> dict[str, str]:
     }
 
 
-# -- results and page -------------------------------------------------------------------------------------------------
-
-
-def save(case: Case, report: Report, options: Options) -> Path:
-    """Write the results of `case` as JSON. A quick run's go elsewhere."""
-    folder = ROOT / ".bench" / "quick" if options.quick else RESULTS
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{case.NAME}.json"
-    content = {
-        "name": case.NAME,
-        "question": case.QUESTION,
-        "machine": machine(),
-        "versions": report.versions,
-        "columns": report.columns,
-        "rows": report.rows,
-        "checks": [asdict(check) | {"met": check.met} for check in report.checks],
-        "notes": report.notes,
-    }
-    if getattr(case, "KEEPS_RAW", False):  # a page is computed from the figures
-        content["raw"] = report.raw
-    path.write_text(as_text(content))
-    if options.quick:
-        path.with_suffix(".raw.json").write_text(json.dumps(report.raw))
-    return path
-
-
-def as_text(content: Json) -> str:
-    """JSON of a result, with one line per row, check and note."""
+def as_text(result: Json) -> str:
+    """Return the JSON of a result, with one line per column, row and note."""
     lines = []
-    for key, value in content.items():
+    for key, value in result.items():
         text = json.dumps(value, ensure_ascii=False)
         if isinstance(value, list) and value:
             text = "[\n" + ",\n".join("  " + json.dumps(each, ensure_ascii=False) for each in value) + "\n ]"
@@ -326,67 +309,16 @@ def as_text(content: Json) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+@contextmanager
+def scratch_folder() -> Iterator[Path]:
+    """An empty folder in memory, removed afterwards."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="bench-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def result_page(content: Json) -> str:
-    """The page of one result."""
-    checks = [_check(found) for found in content["checks"]]
-    parts = [f"# {content['name']}", content["question"], table(content["columns"], content["rows"])]
-    if checks:
-        parts.append(table(["asked", "found", "wanted", "met"], [check.row() for check in checks]))
-    parts += content["notes"]
-    here = content["machine"]
-    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    parts.append(
-        f"<sub>{here['processor']}, {here['cores']} cores, {here['memory']}, Linux {here['kernel']}; {versions}. "
-        "Medians, with the lowest and the highest figure.</sub>"
-    )
-    return "\n\n".join(parts) + "\n"
-
-
-def _check(found: Json) -> Check:
-    spread = tuple(found["spread"]) if found["spread"] else None
-    return Check(**{key: value for key, value in found.items() if key not in ("met", "spread")}, spread=spread)
-
-
-def pages(names: Sequence[str]) -> dict[Path, str]:
-    """The generated files for all results: one page and at most one chart each, and the page of missed figures."""
-    found: dict[Path, str] = {}
-    missed, count = [], 0
-    for name in names:
-        path = RESULTS / f"{name}.json"
-        if not path.exists():
-            continue
-        content = json.loads(path.read_text())
-        found[PAGES / "results" / f"{name}.md"] = result_page(content)
-        if (drawn := chart(content)) is not None:
-            found[PAGES / "charts" / f"{name}.svg"] = drawn
-        checks = [_check(check) for check in content["checks"]]
-        count += len(checks)
-        missed += [[*check.row()[:3], f"[{name}](results/{name}.md)"] for check in checks if not check.met]
-    summary = f"{len(missed)} of {count} figures miss their target:\n\n"
-    page = PAGES / "missed.md"
-    shown = summary + table(["asked", "found", "wanted", "result"], missed)
-    found[page] = between(page.read_text(), "missed", shown)
-    return found
-
-
-def write_pages(names: Sequence[str]) -> None:
-    """Write the generated files of the benchmark pages."""
-    for path, text in pages(names).items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text)
-
-
-def between(text: str, name: str, content: str) -> str:
-    """`text` with `content` between the markers of `name`. Raises `BenchmarkError` if they are not there."""
-    begin, end = f"<!-- {name} begin -->", f"<!-- {name} end -->"
-    before, found, rest = text.partition(begin)
-    _, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise BenchmarkError(f"there are no markers {begin} and {end}")
-    return f"{before}{begin}\n{content}\n{end}{after}"
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,100 +1,86 @@
-"""Run benchmarks: `python benchmarks/run.py [NAME ...] [--data FOLDER] [--quick]`; all of them without a name.
-
-Results go to `benchmarks/results/NAME.json` and into `docs/benchmarks/`. With `--quick` they are printed only: that
-shows that all runs, the figures are too short to mean much.
-"""
+"""Runs benchmarks: `python -m benchmarks.run [CASE ...] [--quick] [--baseline SRC]`; see benchmarks/README.md."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that `benchmarks` is found when this file is started
+from benchmarks import pages
+from benchmarks.harness import RESULTS, ROOT, BenchmarkError, Case, Options, against_baseline, as_text, run_case, say
 
-from benchmarks import harness
+QUESTIONS = {
+    "training": ("training",),
+    "storage": ("cold_storage", "bound", "tiers", "auto_cache", "real_programs"),
+    "prep": ("fast_prep", "jpeg_warm", "cores"),
+    "prepared": ("prepared_224", "prepared_32", "get_many"),
+    "jobs": ("shared_jobs", "shared_storage", "shared_single", "shared_batches"),
+    "smart_cache": ("smart_cache",),
+    "importance": ("importance_time", "importance_accuracy"),
+    "hosts": ("store_reads", "store_partitioned"),
+    "ray_cluster": ("ray_workers", "shared_search"),
+    "device": ("device_gpu", "gpu_photos", "gpu_prep"),
+    "loader": ("plain_loader", "first_batch", "watch_cost"),
+    "memory": ("memory", "growth", "soak"),
+}
+"""The cases of each module of `questions/`."""
 
-NAMES = (
-    "prepared_224",
-    "prepared_32",
-    "jpeg_warm",
-    "fast_prep",
-    "cold_storage",
-    "end_to_end",
-    "real_programs",
-    "tiers",
-    "lru_formula",
-    "bound",
-    "memory",
-    "auto_cache",
-    "get_many",
-    "growth",
-    "scale",
-    "smart_cache",
-    "smart_boundary",
-    "smart_failures",
-    "dice",
-    "shared_jobs",
-    "shared_storage",
-    "shared_single",
-    "shared_ceiling",
-    "shared_faults",
-    "shared_search",
-    "importance_counts",
-    "importance_time",
-    "importance_accuracy",
-    "importance_cost",
-    "store_reads",
-    "store_partitioned",
-    "device_law",
-    "predicted",
-    "stall_shares",
-    "model_rates",
-    "observer",
-    "plain_loader",
-    "first_batch",
-    "watch_cost",
-    "replay",
-    "ray_workers",
-)
+NAMED = ("device_gpu", "gpu_photos", "gpu_prep", "cores", "importance_accuracy", "soak")
+"""Cases that run only if they are named: they take a GPU, many cores or an hour."""
+
+NAMES = tuple(name for names in QUESTIONS.values() for name in names)
 
 
-NAMED = ("device_gpu", "gpu_photos", "gpu_prep", "cores", "soak")
-"""Those that run only when they are named: on a GPU and many cores (see gpu.py), and for an hour."""
+def find_case(name: str) -> Case:
+    """Return the case `name`."""
+    module = next(module for module, names in QUESTIONS.items() if name in names)
+    case: Case = importlib.import_module(f"benchmarks.questions.{module}").CASES[name]
+    return case
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"which: {', '.join(NAMES + NAMED)}")
-    parser.add_argument("--data", type=Path, help="a folder of JPEG photographs and of volumes; made-up ones without")
-    parser.add_argument("--quick", action="store_true", help="short runs, results printed only")
-    parser.add_argument("--minutes", type=float, help="length of the soak; 60, or 3 with --quick")
-    parser.add_argument("--page", action="store_true", help="measure nothing, render the results that are there")
-    given = parser.parse_args()
-    if unknown := sorted(set(given.names) - {*NAMES, *NAMED}):
-        parser.error(f"unknown: {', '.join(unknown)}; there are {', '.join(NAMES + NAMED)}")
-    if given.page:
-        harness.write_pages(NAMES + NAMED)
+    parser.add_argument("names", nargs="*", metavar="CASE", help="without a name: all that need no GPU and no hour")
+    parser.add_argument("--list", action="store_true", help="print the cases and their questions")
+    parser.add_argument(
+        "--data", type=Path, help="folder of photographs, volumes or CIFAR-10; without it, made-up data"
+    )
+    parser.add_argument("--quick", action="store_true", help="one short round, printed only")
+    parser.add_argument("--rounds", type=int, help="how often each contender runs")
+    parser.add_argument("--baseline", metavar="SRC", help="compare with stallfree in this folder; printed only")
+    parser.add_argument("--out", type=Path, help="folder for the results, in place of benchmarks/results")
+    parser.add_argument("--minutes", type=float, default=60.0, help="length of the soak")
+    arguments = parser.parse_args()
+    if unknown := sorted(set(arguments.names) - set(NAMES)):
+        parser.error(f"unknown: {', '.join(unknown)}; the cases are {', '.join(NAMES)}")
+    if arguments.list:
+        print("\n".join(f"{name}: {find_case(name).question}" for name in NAMES))
         return 0
-    options = harness.Options(data=given.data, quick=given.quick, minutes=given.minutes)
+    quick = arguments.quick
+    options = Options(arguments.data, quick, 0.3 if quick else 3.0, 1.0 if quick else arguments.minutes)
     failed = []
-    for name in given.names or NAMES:
-        case: harness.Case = importlib.import_module(f"benchmarks.{name}")
-        harness.say(f"{name}: {case.QUESTION}")
+    for name in arguments.names or [name for name in NAMES if name not in NAMED]:
+        case = find_case(name)
+        if arguments.rounds:
+            case = replace(case, rounds=arguments.rounds)
+        say(f"{name}: {case.question}")
         try:
-            report = case.run(options)
-        except harness.BenchmarkError as error:
-            harness.say(f"{name} failed: {error}")
+            if arguments.baseline:
+                case = against_baseline(case, str(Path(arguments.baseline).resolve()))
+            result = run_case(name, case, options)
+        except BenchmarkError as error:
+            say(f"{name} failed: {error}")
             failed.append(name)
             continue
-        path = harness.save(case, report, options)
-        print(harness.result_page(json.loads(path.read_text())), flush=True)
-        if not options.quick:
-            harness.write_pages(NAMES + NAMED)
+        only_printed = ROOT / ".bench" / "results" if quick or arguments.baseline else RESULTS
+        pages.RESULTS = arguments.out or only_printed
+        pages.RESULTS.mkdir(parents=True, exist_ok=True)
+        (pages.RESULTS / f"{name}.json").write_text(as_text(result))
+        print(pages.table(name), flush=True)
     if failed:
-        harness.say(f"failed: {', '.join(failed)}")
+        say(f"failed: {', '.join(failed)}")
     return 1 if failed else 0
 
 

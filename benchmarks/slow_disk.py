@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,13 +25,13 @@ class SlowDisk:
     device: str
 
     def bytes_read(self) -> int:
-        """Bytes read from the device so far: what the page cache has is not among them."""
+        """Return the bytes read from the device so far, without those from the page cache."""
         fields = Path(f"/sys/block/{Path(self.device).name}/stat").read_text().split()
         return int(fields[2]) * 512
 
 
 def why_not() -> str | None:
-    """None if a `SlowDisk` can be had, else the reason."""
+    """Return why there can be no `SlowDisk`, or None."""
     if os.geteuid():
         return "only root may mount and throttle a disk"
     if not (CGROUPS / "blkio" / "blkio.throttle.read_bps_device").exists():
@@ -40,28 +39,25 @@ def why_not() -> str | None:
     return None
 
 
-@contextmanager
-def slow_disk(scratch: Path, megabytes: int, rate: int) -> Iterator[SlowDisk]:
-    """A disk of so many MB in a file below `scratch`, which processes of its control group read at `rate` bytes/s."""
+def make_slow_disk(scratch: Path, megabytes: int, rate: int) -> SlowDisk:
+    """Mount a disk of so many MB, in a file below `scratch`, until this process ends.
+
+    Processes of its control group read it at `rate` bytes/s.
+    """
     image, folder, slow = scratch / "disk", scratch / "mounted", CGROUPS / "blkio" / f"bench-{os.getpid()}"
     folder.mkdir()
     with open(image, "wb") as file:
         file.truncate(megabytes << 20)
     _call("mkfs.ext4", "-q", "-F", "-m", "0", str(image))
     device = _call("losetup", "--find", "--show", str(image))
-    try:
-        _call("mount", "-o", "noatime", device, str(folder))
-        try:
-            slow.mkdir()
-            number = os.stat(device).st_rdev
-            limit = f"{os.major(number)}:{os.minor(number)} {rate}"
-            (slow / "blkio.throttle.read_bps_device").write_text(limit)
-            yield SlowDisk(folder, slow, device)
-        finally:
-            _call("umount", "--lazy", str(folder))
-            slow.rmdir()
-    finally:
-        _call("losetup", "--detach", device)
+    atexit.register(_call, "losetup", "--detach", device)
+    _call("mount", "-o", "noatime", device, str(folder))
+    atexit.register(_call, "umount", "--lazy", str(folder))
+    slow.mkdir()
+    atexit.register(slow.rmdir)
+    number = os.stat(device).st_rdev
+    (slow / "blkio.throttle.read_bps_device").write_text(f"{os.major(number)}:{os.minor(number)} {rate}")
+    return SlowDisk(folder, slow, device)
 
 
 def _call(*command: str) -> str:
@@ -69,10 +65,11 @@ def _call(*command: str) -> str:
 
 
 def forget_pages(folder: Path) -> None:
-    """Have the kernel drop what its page cache has of the files below `folder`."""
+    """Drop the files below `folder` from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             number = os.open(path, os.O_RDONLY)
+            os.fsync(number)
             os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(number)
 

@@ -1,63 +1,36 @@
-"""Six jobs on one shared loader over a tier, with kills and joins: does anything grow?
-
-`python benchmarks/run.py soak [--minutes 60]` runs it and draws the chart; `--quick` takes three minutes.
-"""
+"""Six jobs on one shared loader over a tier, with kills and joins: does anything grow?"""
 
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import random
-import runpy
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import torch
-from torch.utils.data import Dataset
 
 import stallfree as sf
-from benchmarks.contender import emit
-from benchmarks.harness import ROOT, Check, Json, Options, Report, run_child, say, scratch_folder
+from benchmarks.data import FromFunction
 
-NAME = "soak"
-QUESTION = (
-    "Six jobs on one `SharedLoader` over memory, disk and Redis, of which some are killed, leave and join: do memory, "
-    "descriptors, threads or shared memory grow?"
-)
-MODULE = "benchmarks.soak"
-PICTURE = ROOT / "docs" / "benchmarks" / "soak.svg"
-
-MINUTES, QUICK_MINUTES = 60.0, 3.0
-WARM_SECONDS = 600.0
-"""The start, which is not counted; at most a third of the run."""
+Json = dict[str, Any]
+NAME, SEED = "soak", 7
 JOBS, STEADY = 6, 3
 """Jobs, and those of them that are never killed."""
 SAMPLES, VALUES, BATCH = 2000, 16_384, 32
-STEP_SECONDS = 0.05
-ROOM = {"capacity": "48MiB", "redis": "96MiB"}
+STEP_SECONDS, END_SECONDS = 0.05, 60.0
+CAPACITY, CAPACITY_PER_NODE = "48MiB", "96MiB"
 """Of memory and the server; the samples take 125 MiB."""
-MOST_GROWTH = 1.0
-"""Percent per hour, of memory."""
-MOST_RATIO = 1.05
-"""Of the last quarter over the first: descriptors, threads and shared memory."""
-EVENT_SECONDS, QUICK_EVENT_SECONDS = 30.0, 6.0
-END_SECONDS = 60.0
-WHAT = ("memory", "rss", "descriptors", "threads", "shm")
-GROUPS = ("steady jobs", "other jobs", "shared loader", "servers")
-_FIELDS = ("Pss_Anon:", "Pss_Shmem:", "Rss:")
-_SEED = 7
+WHAT = ("memory", "descriptors", "threads")
 _SUBREAPER = 36  # of prctl
 _MIB = 1 << 20
 
@@ -65,14 +38,9 @@ _MIB = 1 << 20
 # -- one job ----------------------------------------------------------------------------------------------------------
 
 
-class Values(Dataset[Any]):
-    """Arrays of 64 KiB, each full of its id."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, id: int) -> Any:
-        return np.full(VALUES, id, np.float32)
+def make_value(id: int) -> Any:
+    """An array of 64 KiB, full of its id."""
+    return np.full(VALUES, id, np.float32)
 
 
 @sf.mark_random
@@ -81,35 +49,21 @@ def shift(values: Any) -> Any:
     return torch.from_numpy(values + random.random() / 2)
 
 
-def job(given: Json) -> None:
+def job(folder: str) -> None:
     """Train until SIGTERM; each epoch has every sample once, with its own values."""
     ending: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, _: ending.append(number))
     torch.set_num_threads(1)
+    cache: Json = {"capacity": CAPACITY, "form": "prepared", "transform": shift, "name": NAME, "seed": SEED}
+    options: Json = {"batch_size": BATCH, "shuffle": True, "num_workers": 2, "seed": SEED, "with_ids": True}
     with (
-        sf.RedisStore(capacity_per_node=ROOM["redis"]) as store,
-        sf.CachedDataset(
-            Values(),
-            capacity=ROOM["capacity"],
-            store=store,
-            form="prepared",
-            transform=shift,
-            name=NAME,
-            seed=_SEED,
-        ) as cached,
-        sf.SharedLoader(
-            cached,
-            group=NAME,
-            batch_size=BATCH,
-            shuffle=True,
-            num_workers=2,
-            seed=_SEED,
-            with_ids=True,
-        ) as loader,
+        sf.RedisStore(capacity_per_node=CAPACITY_PER_NODE) as store,
+        sf.CachedDataset(FromFunction(SAMPLES, make_value), store=store, **cache) as cached,
+        sf.SharedLoader(cached, group=NAME, **options) as loader,
     ):
         while not ending:
             _epoch(loader, ending)
-            with open(given["ledger"], "ab") as ledger:  # appended in one write
+            with open(Path(folder, "ledger"), "ab") as ledger:  # appended in one write
                 ledger.write(b"." if not ending else b"")
 
 
@@ -136,27 +90,33 @@ class Run:
     """The jobs, what was done to them, and the samples of what they take.
 
     Attributes:
+        folder: for a file that counts epochs, and the output of the jobs.
         jobs: number of each running job by its process id.
         events: (seconds since the start, what was done).
-        series: per sample and group, the figures of `WHAT` but shared memory.
+        series: per sample, the sums of `WHAT` over all processes.
         shm: bytes in use in `/dev/shm` per sample.
-        failed: jobs that ended by themselves.
+        failed: what jobs that ended by themselves wrote.
+        ending: process ids of the jobs that were killed, or told to leave.
     """
 
-    given: Json
+    folder: str
     jobs: dict[int, int] = field(default_factory=dict)
     events: list[tuple[float, str]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    series: list[dict[str, list[float]]] = field(default_factory=list)
+    series: list[list[float]] = field(default_factory=list)
     shm: list[float] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
     ending: set[int] = field(default_factory=set)
 
+    @property
+    def ledger(self) -> Path:
+        return Path(self.folder, "ledger")
+
     def start(self, number: int) -> None:
         """Start a job."""
-        given = json.dumps({"what": "job", "number": number, **self.given})
-        with open(f"{self.given['disk']}-{number}.log", "wb") as log:
-            process = subprocess.Popen([sys.executable, "-m", MODULE, given], stdout=log, stderr=log)
+        self.ledger.touch()
+        with open(Path(self.folder, f"job-{number}.log"), "wb") as log:
+            process = subprocess.Popen([sys.executable, "-m", "benchmarks.soak", self.folder], stdout=log, stderr=log)
         process.returncode = 0  # waited for in `reap`
         self.jobs[process.pid] = number
 
@@ -175,7 +135,7 @@ class Run:
                 continue
             ended.append(number)
             if pid not in self.ending:
-                log = Path(f"{self.given['disk']}-{number}.log").read_text(errors="replace")
+                log = Path(self.folder, f"job-{number}.log").read_text(errors="replace")
                 self.failed.append(f"job {number} ended with {status}: {log[-2000:]}")
 
     def end(self, number: int, kind: int) -> None:
@@ -185,60 +145,27 @@ class Run:
         os.kill(pid, kind)
 
 
-@dataclass(frozen=True)
-class Process:
-    """A process, as `/proc` shows it."""
-
-    pid: int
-    parent: int
-    command: bytes
+def below() -> list[psutil.Process]:
+    """Return all processes below this one, and those that lost their parents."""
+    return psutil.Process().children(recursive=True)
 
 
-def below() -> dict[int, Process]:
-    """All processes below this one, and those that lost their parents."""
-    every = {}
-    for entry in os.listdir("/proc"):
-        if entry.isdigit():
-            try:
-                status = Path(f"/proc/{entry}/stat").read_text()
-                command = Path(f"/proc/{entry}/cmdline").read_bytes()
-            except OSError:
-                continue
-            every[int(entry)] = Process(int(entry), int(status.rpartition(")")[2].split()[1]), command)
-    found: dict[int, Process] = {}
-    todo = [os.getpid()]
-    while todo:
-        parent = todo.pop()
-        for pid, process in every.items():
-            if process.parent == parent:
-                found[pid] = process
-                todo.append(pid)
-    return found
+def is_server(process: psutil.Process) -> bool:
+    return process.name() in ("redis-server", "valkey-server")
 
 
-def group_of(process: Process, jobs: dict[int, int]) -> str:
-    """The group of a process."""
-    if process.pid in jobs:
-        return GROUPS[0] if jobs[process.pid] < STEADY else GROUPS[1]
-    if b"redis-server" in process.command or b"valkey-server" in process.command:
-        return GROUPS[3]
-    return GROUPS[2]
-
-
-def figures(pid: int) -> list[float]:
-    """Memory and RSS in bytes, descriptors and threads of a process; nothing for one that has ended.
+def figures(process: psutil.Process) -> list[float]:
+    """Return memory in bytes, descriptors and threads of a process; nothing for one that has ended.
 
     Memory is the process's proportional part of its anonymous and shared memory. Pages of files are left out: the
-    kernel can drop them, and their parts depend on what else runs on the machine (libraries).
+    kernel can drop them, and their parts depend on what else runs on the machine.
     """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        descriptors = len(os.listdir(f"/proc/{pid}/fd"))
-        threads = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[17])
-    except OSError:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        memory = [int(line.split()[1]) * 1024 for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:"))]
+        return [sum(memory), process.num_fds(), process.num_threads()]
+    except (OSError, psutil.Error):
         return []
-    memory = {words[0]: int(words[1]) * 1024 for words in map(str.split, lines) if words[0] in _FIELDS}
-    return [memory.get("Pss_Anon:", 0) + memory.get("Pss_Shmem:", 0), memory.get("Rss:", 0), descriptors, threads]
 
 
 def shm_bytes() -> int:
@@ -247,245 +174,112 @@ def shm_bytes() -> int:
     return (found.f_blocks - found.f_bfree) * found.f_frsize
 
 
-def soak(given: Json) -> Json:
-    """The run: starts the jobs, disturbs them, and samples what they take once per second."""
+def soak(folder: str, minutes: float) -> Json:
+    """Start the jobs, disturb them, and sample what they take once per second."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
-    rng, empty = random.Random(_SEED), shm_bytes()
-    run = Run({"ledger": given["ledger"]})
-    Path(given["ledger"]).touch()
+    generator, empty = random.Random(SEED), shm_bytes()
+    seconds, pause = 60 * minutes, 6.0 if minutes <= 10 else 30.0
+    run = Run(folder)
     for number in range(JOBS):
         run.start(number)
     began = time.monotonic()
-    due, events = began + given["event_seconds"], 0
-    while (now := time.monotonic()) < began + given["seconds"] and not run.failed:
+    due, events = began + pause, 0
+    while (now := time.monotonic()) < began + seconds and not run.failed:
         for number in run.reap():
             if not run.failed:
                 run.start(number)
-                run.events.append((now - began, f"job {number} joins"))
+                run.events.append((now - began, "joins"))
         if now >= due:
-            due, events = due + given["event_seconds"], events + 1
-            run.events.append((now - began, _disturb(run, events, rng)))
+            due, events = due + pause, events + 1
+            run.events.append((now - began, _disturb(run, events, generator)))
         _sample(run, now - began, empty)
         time.sleep(max(0.0, began + len(run.seconds) - time.monotonic()))
-    ended = _finish(run)
+    _finish(run)
+    print("\n".join(run.failed), Counter(event for _, event in run.events), file=sys.stderr)
+    warm = min(600.0, seconds / 3)
+    kept = np.array(run.seconds) >= warm
+    series = {what: np.array([sample[number] for sample in run.series])[kept] for number, what in enumerate(WHAT)}
+    series["shm"] = np.array(run.shm)[kept]
     return {
-        "seconds": run.seconds,
-        "total": {what: _total(run, place) for place, what in enumerate(WHAT[:4])} | {"shm": run.shm},
-        "groups": {group: _thinned(run, group) for group in GROUPS},
-        "events": run.events,
-        "failed": run.failed,
-        "epochs": os.stat(given["ledger"]).st_size,
-        "end_seconds": ended,
+        "epochs": os.stat(run.ledger).st_size,
+        "kills": sum("killed" in event for _, event in run.events),
+        "joins": sum("joins" in event for _, event in run.events),
+        "failed": len(run.failed),
+        "memory": float(np.median(series["memory"])) / _MIB,
+        "memory_growth": growth(np.array(run.seconds)[kept], series["memory"], run.events, warm),
+        **{what: last_over_first(series[what]) for what in ("descriptors", "threads", "shm")},
         "left": shm_bytes() - empty,
     }
 
 
-def _disturb(run: Run, event: int, rng: random.Random) -> str:
+def last_over_first(values: Any) -> float:
+    """Return the median of the last quarter over that of the first."""
+    first, *_, last = np.array_split(values, 4)
+    return float(np.median(last) / np.median(first))
+
+
+def growth(seconds: Any, values: Any, events: list[tuple[float, str]], warm: float) -> float:
+    """Return percent per hour: the median of the slopes between all pairs of quiet moments, over the median.
+
+    A quiet moment is the last third of the time between two events: what was disturbed has settled.
+    """
+    moments = [moment for moment, event in events if moment >= warm and event != "joins"]
+    times, medians = [], []
+    for before, event in pairwise(moments):
+        quiet = (seconds > event - (event - before) / 3) & (seconds < event)
+        if quiet.any():
+            times.append(event)
+            medians.append(float(np.median(values[quiet])))
+    if len(times) < 2:
+        return 0.0
+    first, second = np.triu_indices(len(times), 1)
+    slopes = (np.array(medians)[second] - np.array(medians)[first]) / (np.array(times)[second] - np.array(times)[first])
+    return 100 * 3600 * float(np.median(slopes)) / float(np.median(values))
+
+
+def _disturb(run: Run, event: int, generator: random.Random) -> str:
     """Do the next thing to the jobs; returns what."""
     processes = below()
-    parents = {process.parent for process in processes.values()}
-    loader = [process for process in processes.values() if group_of(process, run.jobs) == GROUPS[2]]
-    coordinators = [process.pid for process in loader if process.pid in parents]
+    parents = {process.pid: process.ppid() for process in processes}
+    loader = [process.pid for process in processes if process.pid not in run.jobs and not is_server(process)]
+    coordinators = [pid for pid in loader if pid in parents.values()]
     if event % 20 == 15 and coordinators:
         os.kill(coordinators[0], signal.SIGKILL)
         return "coordinator killed"
     if event % 20 == 10:
-        for process in processes.values():
-            if b"redis-server" in process.command or b"valkey-server" in process.command:
-                os.kill(process.pid, signal.SIGKILL)
+        for process in filter(is_server, processes):
+            process.kill()
         return "server killed"
-    workers = [process.pid for process in loader if process.parent in coordinators]
+    workers = [pid for pid in loader if parents[pid] in coordinators]
     if event % 3 == 1 and workers:
-        os.kill(rng.choice(workers), signal.SIGKILL)
+        os.kill(generator.choice(workers), signal.SIGKILL)
         return "worker killed"
-    number = rng.choice([number for number in run.jobs.values() if number >= STEADY])
-    kind = signal.SIGKILL if event % 3 == 2 else signal.SIGTERM
-    run.end(number, kind)
-    return f"job {number} {'killed' if kind == signal.SIGKILL else 'leaves'}"
+    number = generator.choice([number for number in run.jobs.values() if number >= STEADY])
+    run.end(number, signal.SIGKILL if event % 3 == 2 else signal.SIGTERM)
+    return "job killed" if event % 3 == 2 else "job leaves"
 
 
-def _sample(run: Run, at: float, empty: int) -> None:
-    sums = {group: [0.0] * 4 for group in GROUPS}
-    for process in below().values():
-        for place, value in enumerate(figures(process.pid)):
-            sums[group_of(process, run.jobs)][place] += value
-    run.seconds.append(round(at, 2))
-    run.series.append(sums)
+def _sample(run: Run, moment: float, empty: int) -> None:
+    run.series.append([sum(values) for values in zip(*filter(None, map(figures, below())), strict=True)])
+    run.seconds.append(moment)
     run.shm.append(shm_bytes() - empty)
 
 
-def _finish(run: Run) -> float:
-    """Let all jobs leave; returns the seconds until no process is left."""
-    start = time.monotonic()
+def _finish(run: Run) -> None:
+    """Let all jobs leave, and wait until no process is left."""
+    begun = time.monotonic()
     for pid in list(run.jobs):
         run.ending.add(pid)
         os.kill(pid, signal.SIGTERM)
-    while below():
+    while processes := below():
         run.reap()
-        if time.monotonic() > start + END_SECONDS:
-            commands = Counter(process.command[:200].decode(errors="replace") for process in below().values())
-            run.failed.append(f"still there after {END_SECONDS:.0f} s: {dict(commands)}")
-            for pid in below():
-                os.kill(pid, signal.SIGKILL)
+        if time.monotonic() > begun + END_SECONDS:
+            run.failed.append(f"still there after {END_SECONDS:.0f} s: {processes}")
+            for process in processes:
+                process.kill()
             break
         time.sleep(0.05)
-    return time.monotonic() - start
-
-
-def _total(run: Run, place: int) -> list[float]:
-    return [sum(each[group][place] for group in GROUPS) for each in run.series]
-
-
-def _thinned(run: Run, group: str) -> dict[str, list[float]]:
-    """The medians of ten seconds each."""
-    return {
-        what: [
-            statistics.median(each[group][place] for each in run.series[at : at + 10])
-            for at in range(0, len(run.series), 10)
-        ]
-        for place, what in enumerate(WHAT[:4])
-    }
-
-
-# -- the report -------------------------------------------------------------------------------------------------------
-
-
-def run(options: Options) -> Report:
-    minutes = options.minutes or (QUICK_MINUTES if options.quick else MINUTES)
-    seconds = 60 * minutes
-    event_seconds = QUICK_EVENT_SECONDS if minutes <= 10 else EVENT_SECONDS
-    say(f"  {minutes:g} minutes")
-    with scratch_folder() as scratch, tempfile.TemporaryDirectory() as folder:
-        found = run_child(
-            MODULE,
-            {
-                "what": "soak",
-                "ledger": str(Path(folder) / "ledger"),
-                "seconds": seconds,
-                "event_seconds": event_seconds,
-            },
-            scratch=scratch,
-            seconds=seconds + 2 * END_SECONDS,
-        )
-    if found["failed"]:
-        say("  " + "\n  ".join(found["failed"]))
-    if not options.quick:
-        PICTURE.write_text(chart(found), encoding="utf-8")
-    warm = min(WARM_SECONDS, seconds / 3)
-    rows = [
-        [name, *(f"{each / unit:,.0f}" for each in quarters(found, what, warm)), f"{growth(found, what, warm):+.2f}%"]
-        for what, (name, unit) in _SHOWN.items()
-    ]
-    done = Counter(_kind(what) for _, what in found["events"])
-    checks = [
-        Check(
-            "six jobs, kills and joins: growth of memory, % per hour", growth(found, "memory", warm), MOST_GROWTH, "<="
-        )
-    ]
-    for what, words in (("descriptors", "descriptors"), ("threads", "threads"), ("shm", "shared memory")):
-        first, *_, last = quarters(found, what, warm)
-        checks.append(Check(f"the same: {words}, last quarter over first", last / first, MOST_RATIO, "<="))
-    wrong = "the same: jobs that failed, or had a wrong, missing or repeated sample"
-    checks += [
-        Check(wrong, len(found["failed"]), 0, "==", ".0f"),
-        Check("the same: bytes left in shared memory at the end", found["left"], 0, "<=", ",.0f"),
-    ]
-    return Report(
-        columns=["of all processes", "1st quarter", "2nd", "3rd", "last", "growth per hour"],
-        rows=rows,
-        checks=checks,
-        notes=[
-            "![Memory, descriptors, threads and shared memory over time](../soak.svg)",
-            f"{minutes:g} minutes, {found['epochs']:,} epochs of {SAMPLES:,} samples of 64 KiB in all jobs together, "
-            "each checked for missing, repeated and wrong samples. "
-            + ", ".join(f"{count} x {what}" for what, count in sorted(done.items()))
-            + f". Sampled once per second; the first {warm / 60:g} minutes are left out. Quarters are medians; growth "
-            "is the median of the slopes between all pairs of quiet moments, over the median; one is the last "
-            "third of the time between two events. Memory is anonymous and shared memory, each shared page counted "
-            "once (`Pss_Anon` and `Pss_Shmem` of `smaps_rollup`); pages of files, such as libraries, are in RSS only. "
-            "Shared memory is what `/dev/shm` has in use beyond the start.",
-        ],
-        versions=found.pop("versions"),
-        raw=found,
-    )
-
-
-_SHOWN = {
-    "memory": ("memory, MiB", _MIB),
-    "rss": ("resident sizes (RSS), MiB", _MIB),
-    "descriptors": ("descriptors", 1),
-    "threads": ("threads", 1),
-    "shm": ("shared memory, MiB", _MIB),
-}
-
-
-def _kind(event: str) -> str:
-    """What happened, without the job's number."""
-    return " ".join(word for word in event.split() if not word.isdigit())
-
-
-def _after(found: Json, what: str, warm: float) -> tuple[Any, Any]:
-    """Seconds and values of a series after the start."""
-    at, values = np.array(found["seconds"]), np.array(found["total"][what], float)
-    return at[at >= warm], values[at >= warm]
-
-
-def quarters(found: Json, what: str, warm: float) -> list[float]:
-    """The median of each quarter."""
-    return [float(np.median(part)) for part in np.array_split(_after(found, what, warm)[1], 4)]
-
-
-def growth(found: Json, what: str, warm: float) -> float:
-    """Percent per hour: the median of the slopes between all pairs of quiet moments, over the median.
-
-    A quiet moment is the last third of the time between two events: what was disturbed has settled.
-    """
-    at, values = _after(found, what, warm)
-    events = [moment for moment, did in found["events"] if moment >= warm and not did.endswith("joins")]
-    times, medians = [], []
-    for before, event in pairwise(events):
-        quiet = (at > event - (event - before) / 3) & (at < event)
-        if quiet.any():
-            times.append(event)
-            medians.append(float(np.median(values[quiet])))
-    first, second = np.triu_indices(len(times), 1)
-    slopes = (np.array(medians)[second] - np.array(medians)[first]) / (np.array(times)[second] - np.array(times)[first])
-    middle = float(np.median(values))
-    return 100 * 3600 * float(np.median(slopes)) / middle if middle else 0.0
-
-
-def chart(found: Json) -> str:
-    """Memory, descriptors, threads and shared memory over time, as an SVG."""
-    drawing: Any = runpy.run_path(str(ROOT / "docs" / "pictures" / "draw.py"))
-    shown = [what for what in _SHOWN if what != "rss"]
-    minutes = max(1.0, found["seconds"][-1] / 60)
-    picture = drawing["Picture"]("What six jobs take while some are killed, leave and join", 720, 40 + 90 * len(shown))
-    for row, what in enumerate(shown):
-        name, unit = _SHOWN[what]
-        values = np.array(found["total"][what]) / unit
-        top, base = float(values.max()), 100 + 90 * row
-        points = [
-            drawing["Point"](150 + 540 * at / 60 / minutes, base - 70 * float(value) / top)
-            for at, value in zip(found["seconds"], values, strict=True)
-        ]
-        picture.parts.append(f'<path d="M150 {base}H690" class="none"/>')
-        picture.curve(points, "curve")
-        picture.text((140, base - 42), name.split(",")[0], "end small")
-        picture.text((140, base - 24), f"{np.median(values):,.0f}" + (" MiB" if unit > 1 else ""), "end small faint")
-    base = 100 + 90 * (len(shown) - 1)
-    for minute in np.linspace(0, minutes, 7).round(1):
-        picture.text((150 + 540 * minute / minutes, base + 20), f"{minute:g}", "mid small")
-    picture.text((150, 18), "minutes; each scale begins at 0", "start small faint")
-    return str(picture.svg())
-
-
-def child() -> None:
-    given = json.loads(sys.argv[1])
-    if given["what"] == "job":
-        job(given)
-        return
-    emit(soak(given), stallfree=version("stallfree"), torch=torch.__version__, numpy=np.__version__)
 
 
 if __name__ == "__main__":
-    child()
+    job(sys.argv[1])

@@ -1,18 +1,21 @@
-"""Small 3D volumes with label volumes, and the pipeline over them that all contenders share.
+"""Small 3D volumes with label volumes, the pipeline over them, and the clock of the Smart Cache.
 
-Needs NumPy, torch and nibabel only, because it also runs in the environment of a peer.
+Needs NumPy, torch and nibabel only, because it also runs in the environment of MONAI.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn import functional
+
+from benchmarks.timing import MIN_EPOCHS, processor_seconds
 
 SIDE = 64
 MARGIN = 4
@@ -49,16 +52,13 @@ class Scale:
 
 
 class Resample:
-    """To `side` voxels along each axis of the patient: the image linearly, the label by its nearest voxel."""
-
-    def __init__(self, side: int = SIDE) -> None:
-        self.side = side
+    """To `SIDE` voxels along each axis of the patient: the image linearly, the label by its nearest voxel."""
 
     def __call__(self, sample: Sample) -> Sample:
         turn = sample["affine"][:3, :3]
         turn = (turn / np.linalg.norm(turn, axis=0)).T[::-1, ::-1].copy()  # torch counts the axes from the last one
         theta = torch.cat((torch.from_numpy(turn), torch.zeros(3, 1)), dim=1)[None]
-        grid = functional.affine_grid(theta, [1, 1, *[self.side] * 3], align_corners=False)
+        grid = functional.affine_grid(theta, [1, 1, *[SIDE] * 3], align_corners=False)
         image, label = sample["image"][None], sample["label"][None].float()
         image = functional.grid_sample(image, grid, padding_mode="border", align_corners=False)
         label = functional.grid_sample(label, grid, mode="nearest", padding_mode="border", align_corners=False)
@@ -68,11 +68,8 @@ class Resample:
 class Pad:
     """Zeros on all sides."""
 
-    def __init__(self, margin: int = MARGIN) -> None:
-        self.margin = margin
-
     def __call__(self, sample: Sample) -> Sample:
-        around = [self.margin] * 6
+        around = [MARGIN] * 6
         return {
             **sample,
             "image": functional.pad(sample["image"], around),
@@ -83,13 +80,10 @@ class Pad:
 class RandomCrop:
     """A random cube."""
 
-    def __init__(self, side: int = CROP) -> None:
-        self.side = side
-
     def __call__(self, sample: Sample) -> Sample:
-        room = torch.tensor(sample["image"].shape[1:]) - self.side + 1
+        room = torch.tensor(sample["image"].shape[1:]) - CROP + 1
         corner = (torch.rand(3) * room).long().tolist()
-        cube = (slice(None), *(slice(start, start + self.side) for start in corner))
+        cube = (slice(None), *(slice(start, start + CROP) for start in corner))
         return {**sample, "image": sample["image"][cube], "label": sample["label"][cube]}
 
 
@@ -104,12 +98,9 @@ class RandomFlip:
 class RandomNoise:
     """Normal noise on the image."""
 
-    def __init__(self, sigma: float = 0.05) -> None:
-        self.sigma = sigma
-
     def __call__(self, sample: Sample) -> Sample:
         image = sample["image"]
-        return {**sample, "image": torch.randn(image.shape).mul_(self.sigma).add_(image)}
+        return {**sample, "image": torch.randn(image.shape).mul_(0.05).add_(image)}
 
 
 def prepare() -> list[Step]:
@@ -150,10 +141,9 @@ def find_pairs(folder: str | Path) -> list[Sample]:
 
 
 def make_volumes(folder: Path, data: Path | None, count: int = 260) -> tuple[Path, str]:
-    """Where the volumes are, and what they are: those below `data`, else `count` made-up ones, written to `folder`."""
-    pairs = [] if data is None else find_pairs(data)
-    if data is not None and pairs:
-        return data, f"{len(pairs)} volumes of the given folder"
+    """Return the folder of the volumes below `data`, or of `count` made-up ones, and what they are."""
+    if data is not None and (pairs := find_pairs(data)):
+        return data, f"{len(pairs)} volumes of the folder `--data`"
     generator = np.random.default_rng(SEED)
     for name in ("images", "labels"):
         (folder / name).mkdir(parents=True)
@@ -173,14 +163,51 @@ def _write_pair(folder: Path, name: str, generator: np.random.Generator) -> None
     label = (inside * np.where(axes[1] < middle[1], 1, 2)).astype(np.uint8)
     image = 40 + 30 * (label > 0) + 10 * (label == 2) + generator.normal(0, 12, shape)
     image = (image.clip(0) * 10 ** generator.uniform(0, 3.5)).round().astype(np.float32)
-    _save(nibabel.Nifti1Image(image, np.eye(4)), folder / "images" / name)
-    _save(nibabel.Nifti1Image(label, np.eye(4)), folder / "labels" / name)
+    nibabel.Nifti1Image(image, np.eye(4)).to_filename(str(folder / "images" / name))
+    nibabel.Nifti1Image(label, np.eye(4)).to_filename(str(folder / "labels" / name))
 
 
-def _save(volume: Any, path: Path) -> None:
-    volume.to_filename(str(path))
+# -- windows ----------------------------------------------------------------------------------------------------------
 
 
-def window(total: int, size: int, replace: int, epoch: int) -> npt.NDArray[np.int64]:
-    """The ids that a Smart Cache trains on in `epoch`, when it runs over the samples in their order."""
-    return (np.arange(size) + epoch * replace) % total
+def time_windows(
+    epoch: Callable[[int], Iterable[Any]], total: int, seconds: float, step: float, size: int = 0, rate: float = 0.0
+) -> dict[str, Any]:
+    """Return steps/s of whole epochs after the first, from before the window moves to after the last step.
+
+    Raises `AssertionError` unless each epoch has exactly the samples that a window over `total` samples has then, or
+    all without a window.
+
+    Args:
+        epoch: starts the epoch of a number.
+        total: number of samples.
+        seconds: how long to time.
+        step: seconds that the device takes for a batch.
+        size: samples of the window; 0 for no window.
+        rate: fraction of the window that is replaced after each epoch.
+    """
+    figures: dict[str, list[float]] = {"rate": [], "of_device": [], "first": [], "processor": []}
+    replaced, number, spent = math.ceil(round(size * rate, 9)), 0, 0.0
+    while len(figures["rate"]) < MIN_EPOCHS or spent < seconds:
+        ids: list[int] = []
+        first = busy = 0.0
+        steps, processor, start = 0, processor_seconds(), time.perf_counter()
+        for batch in epoch(number):
+            stepped = time.perf_counter()
+            first = first or stepped - start
+            time.sleep(step)
+            busy += time.perf_counter() - stepped
+            ids += np.asarray(batch["id"]).tolist()
+            steps += 1
+        taken = time.perf_counter() - start
+        expected = (np.arange(size) + number * replaced) % total if size else np.arange(total)
+        if sorted(ids) != sorted(expected.tolist()):
+            raise AssertionError(f"epoch {number} trained on other samples than its window")
+        if number:
+            figures["rate"].append(steps / taken)
+            figures["of_device"].append(busy / taken)
+            figures["first"].append(1000 * first)
+            figures["processor"].append(1000 * (processor_seconds() - processor) / steps)
+            spent += taken
+        number += 1
+    return figures

@@ -1,1 +1,1 @@
-"""Other loaders, each in a virtual environment of its own (see `venvs.py`)."""
+"""Contenders of other libraries. All but redis-py run in environments of their own, see `benchmarks/venvs.py`."""

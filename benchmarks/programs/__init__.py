@@ -4,21 +4,16 @@ Each module has `make(root)`, which gives the data set over the files below `roo
 the loader. Nothing in them knows of stallfree.
 """
 
-PROGRAMS = {
-    "torchvision_folder": "photos",
-    "csv_labels": "photos",
-    "timm_dataset": "photos",
-    "huggingface_images": "photos",
-    "polygon_masks": "photos",
-    "monai_dictionaries": "volumes",
-    "nibabel_slices": "volumes",
-    "torchaudio_spectrograms": "words",
-    "numpy_archives": "features",
-    "saved_tensors": "clips",
-    "opencv_albumentations": "photos",
-    "hdf5_spectra": "spectra",
-}
-"""The modules, and which files they read."""
-
-NATIVE = ("hdf5_spectra",)
-"""Those whose libraries open files themselves, unseen by stallfree."""
+PROGRAMS = (
+    "torchvision_folder",
+    "csv_labels",
+    "timm_dataset",
+    "huggingface_images",
+    "polygon_masks",
+    "monai_dictionaries",
+    "nibabel_slices",
+    "torchaudio_spectrograms",
+    "numpy_archives",
+    "saved_tensors",
+    "opencv_albumentations",
+)

@@ -65,25 +65,4 @@ def clips(root: Path, count: int) -> None:
         torch.save({"frames": frames, "label": number % 10}, root / "clips" / f"{number:05d}.pt")
 
 
-def spectra(root: Path, count: int) -> None:
-    """An HDF5 file of spectra with 4096 numbers each."""
-    import h5py
-
-    with h5py.File(root / "spectra.h5", "w") as file:
-        file["spectra"] = np.random.default_rng(0).random((count, 4096), np.float32)
-        file["labels"] = np.arange(count) % 10
-
-
-def enlarge(photos: Path, folder: Path, count: int) -> None:
-    """Copies of the photographs that have about 400 KB each."""
-    found = sorted(photos.rglob("*.jpg"))
-    for number in range(count):
-        with Image.open(found[number % len(found)]) as image:
-            side = 2400 + number % 50
-            large = image.convert("RGB").resize((side, side * image.height // image.width))
-        path = folder / f"class-{number % 10}" / f"{number:05d}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        large.save(path, "JPEG", quality=90)
-
-
-MAKERS = {"words": words, "features": features, "clips": clips, "spectra": spectra}
+MAKERS = {"words": words, "features": features, "clips": clips}

@@ -1,24 +1,117 @@
-"""The benchmark pages are made from the results."""
+"""The benchmarks: their harness, their results, and the pages that show them."""
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
+from pathlib import Path
+from typing import Any
 
-from benchmarks import harness, scale
-from benchmarks.run import NAMED, NAMES
+import pytest
+from benchmarks import harness, pages
+from benchmarks.harness import Case, Condition, Contender, Figure, Options, against_baseline, run_case
+from benchmarks.run import NAMES, find_case
 
-FOLDER = harness.PAGES
-
-
-def test_generated_pages_and_charts_equal_the_results_and_are_linked() -> None:
-    made = harness.pages(NAMES + NAMED)
-    stale = [path.name for path, text in made.items() if not path.exists() or path.read_text() != text]
-    assert not stale, f"run benchmarks/run.py --page; stale: {stale}"
-    assert {*FOLDER.glob("results/*"), *FOLDER.glob("charts/*")} == {path for path in made if path.parent != FOLDER}
-    linked = set(re.findall(r"\(results/(\w+)\.md\)", "".join(page.read_text() for page in FOLDER.glob("*.md"))))
-    assert linked >= {path.stem for path in FOLDER.glob("results/*.md")}
+PAGES = sorted((harness.ROOT / "docs" / "benchmarks").glob("*.md"))
+RESULTS = sorted(harness.RESULTS.glob("*.json"))
+MARKS = re.compile(r"\{\{(.+?)\}\}")
 
 
-def test_the_tables_of_growth_are_those_of_the_results() -> None:
-    text = scale.SITE.read_text(encoding="utf-8")
-    assert scale.page(text, scale.measured()) == text, "run: python -m benchmarks.scale"
+def rate(fast: float, factor: float, round: int) -> dict[str, Any]:
+    """A contender for the harness; its second run is ten times as fast."""
+    return {"rate": [fast * factor * 10**round] * 3, "seconds": 1 / fast}
+
+
+def make_case(**more: Any) -> Case:
+    contenders = [
+        Contender("slow", "slow", "test_docs_benchmarks:rate", {"fast": 2}),
+        Contender("stallfree", "ours", "test_docs_benchmarks:rate", {"fast": 6}),
+        Contender("peer", "a peer", "nowhere:rate", venv="no such environment"),
+    ]
+    figures = {"rate": Figure("samples/s"), "seconds": Figure("s", ".2f", less=True)}
+    conditions = [Condition("1", "once", {"factor": 1}), Condition("2", "twice", {"factor": 2})]
+    return Case("How fast?", "In memory.", contenders, figures, conditions, rounds=2, **more)
+
+
+def test_figures_are_medians_of_rounds_and_ratios_are_taken_within_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    result = run_case("made_up", make_case(), Options())
+    assert [title for title, _ in result["columns"]][-1] == "stallfree: times as fast as this"
+    assert result["rows"][:2] == [
+        ["once", "slow", [11, 2, 20], [0.5, 0.5, 0.5], [3, 3, 3]],
+        ["once", "ours", [33, 6, 60], [0.16667, 0.16667, 0.16667], ""],
+    ]
+    assert "not installed" in result["rows"][2][2]
+    assert result["rows"][4][2] == [66, 12, 120]
+    assert "2 rounds." in result["setup"]
+    assert "python" in result["versions"]
+
+
+def test_a_baseline_is_run_from_the_other_source() -> None:
+    before, after = against_baseline(make_case(), "/elsewhere/src").contenders
+    assert [before.key, before.source, after.key, after.source] == [
+        "stallfree before",
+        "/elsewhere/src",
+        "stallfree",
+        "",
+    ]
+
+
+def test_a_contender_that_fails_is_an_error_with_its_message() -> None:
+    case = Case("?", "", [Contender("stallfree", "", "nowhere:rate")], {"rate": Figure("samples/s")})
+    with pytest.raises(harness.BenchmarkError, match="No module named 'nowhere'"):
+        run_case("made_up", case, Options())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_contenders_of_a_case_exist_and_are_told_apart(name: str) -> None:
+    case = find_case(name)
+    keys = [each.key for each in case.contenders]
+    assert len(set(keys)) == len(keys)
+    assert not case.ours or case.ours in keys or len(keys) == 1
+    for entry in case.contenders:
+        module, function = entry.run.split(":")
+        if not module.startswith("benchmarks.peers."):
+            assert callable(getattr(importlib.import_module(module), function))
+        assert f"def {function}(" in (harness.ROOT / f"{module.replace('.', '/')}.py").read_text()
+        assert set(entry.only) <= {each.key for each in case.conditions}
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
+def test_a_result_has_medians_with_their_spread_versions_and_machine(path: Path) -> None:
+    result = json.loads(path.read_text())
+    assert path.stem in NAMES
+    assert {"question", "setup", "date", "machine", "versions", "notes"} < set(result)
+    assert {"processor", "cores", "memory", "kernel"} <= set(result["machine"])
+    assert harness.as_text(result) == path.read_text()
+    for row in result["rows"]:
+        assert len(row) == len(result["columns"])
+        for cell in row:
+            assert isinstance(cell, str) or (len(cell) == 3 and cell[1] <= cell[0] <= cell[2]), row
+
+
+def test_each_case_is_on_one_page() -> None:
+    shown = [
+        mark.split()[1] for page in PAGES for mark in MARKS.findall(page.read_text()) if mark.startswith("result ")
+    ]
+    assert sorted(shown) == sorted(NAMES)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_figures_on_a_page_come_from_results(page: Path) -> None:
+    text = page.read_text()
+    for mark in MARKS.findall(text):
+        name, *where = mark.removeprefix("result ").split(" :: ")
+        if where and (harness.RESULTS / f"{name}.json").exists():
+            assert pages.figure(name, *where)
+    assert not MARKS.search(pages.fill(text))
+
+
+def test_a_page_says_what_was_not_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(pages, "RESULTS", tmp_path)
+    text = (
+        "# Title\n\nIt gives {{fast :: row :: column}} samples/s.\n\n{{result fast}}\n\n| a | {{fast :: row :: b}} x |"
+    )
+    missing = "Not measured for this version"
+    assert pages.fill(text) == f"# Title\n\n*{missing}.*\n\n*{missing}.*\n\n| a | {missing.lower()} |"

@@ -1,1 +1,0 @@
-"""What is measured in stallfree's own environment: stallfree, torch's loader and the limit of the memory."""

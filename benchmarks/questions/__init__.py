@@ -1,0 +1,1 @@
+"""One module per question: its cases, and the contenders of stallfree and torch."""
