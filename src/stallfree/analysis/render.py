@@ -109,8 +109,8 @@ def as_text(blocks: Iterable[Block]) -> str:
                 console.print(row)
         elif isinstance(block, Table):
             table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-            for place, heading in enumerate(block.headings):
-                table.add_column(heading, justify="right" if place else "left", overflow="fold")
+            for column, heading in enumerate(block.headings):
+                table.add_column(heading, justify="right" if column else "left", overflow="fold")
             for cells in block.rows:
                 table.add_row(*map(plain, cells))
             console.print(Padding(table, 0))
@@ -210,17 +210,17 @@ def _embedded(data: Mapping[str, Any]) -> str:
 # -- data and figures -------------------------------------------------------------------------------------------------
 
 
-def expect_format(data: Any, form: str, keys: Iterable[str], place: str = "this") -> None:
-    """Raise `InputError` unless `data`, from `place`, is of the format `form`, version 1, and has these keys."""
+def expect_format(data: Any, form: str, keys: Iterable[str], origin: str = "this") -> None:
+    """Raise `InputError` unless `data`, from `origin`, is of the format `form`, version 1, and has these keys."""
     if not isinstance(data, dict) or data.get("format") != form:
         known = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise file_unreadable(f"{place} is no {form} (its format is {known!r}): give what stallfree saved as one")
+        raise file_unreadable(f"{origin} is no {form} (its format is {known!r}): give what stallfree saved as one")
     if data.get("version") != 1:
         raise file_unreadable(
-            f"{place} is a {form} of version {data.get('version')!r}, and version 1 can be read: make it again"
+            f"{origin} is a {form} of version {data.get('version')!r}, and version 1 can be read: make it again"
         )
     if absent := [key for key in keys if key not in data]:
-        raise file_unreadable(f"{place} is a {form} and lacks {', '.join(absent)}: make it again")
+        raise file_unreadable(f"{origin} is a {form} and lacks {', '.join(absent)}: make it again")
 
 
 def number(value: float, width: float = 0.0) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -102,11 +102,11 @@ def _transform_at(dataset: Any, name: str) -> Transform:
 # --- any data set ---------------------------------------------------------------------------------------------------
 
 
-def cut_any(dataset: Any) -> tuple[Source | None, str]:
+def cut_any(dataset: Any, run: Callable[..., Any] = call_in_child) -> tuple[Source | None, str]:
     """Cut a data set at the transforms among its attributes; return it and its words, or None and the reason.
 
     The attributes of nested data sets count too. Those whose names suggest a transform are tried together, then with
-    all others that can be called, then one by one.
+    all others that can be called, then one by one. `run` makes a call in a child process, as `call_in_child` does.
     """
     names = [name for name in _callables(dataset) if not _READER.search(name.rpartition(".")[2])]
     likely = [name for name in names if _TRANSFORM.search(name.rpartition(".")[2])]
@@ -115,7 +115,7 @@ def cut_any(dataset: Any) -> tuple[Source | None, str]:
     if not tries:
         return None, f"no attribute of {type(dataset).__name__} holds a transform"
     try:
-        source = call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}").source(dataset)
+        source = run(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}").source(dataset)
     except InputError as error:
         return None, text_of(error)
     except Exception as error:  # of a sample
