@@ -195,12 +195,6 @@ def test_without_workers_nothing_is_shared() -> None:
     assert check(report, {"cpus": 4}).binds == "compute"
 
 
-def test_jobs_that_are_fed_are_counted_on_the_whole_host() -> None:
-    report = make({"G": 100, "P": 450, "S": 5000, "warm": 100, "cold": 100})
-    for jobs in (1, 2, 4, 8):
-        assert report.predict(jobs=jobs).answers[-1].startswith("jobs on this host: 4 fed")
-
-
 def in_rounds(rng: np.random.Generator, rounds: int) -> Report:
     """A report of a machine whose speed, that of its storage too, drifts by 5% from round to round."""
     speeds = 1 + 0.05 * rng.standard_normal(rounds)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from report_data import make
@@ -20,11 +19,8 @@ def test_shares_are_differences_of_times() -> None:
     cold, warm = data["shares"]["cold"], data["shares"]["warm"]
     assert cold == pytest.approx({"compute": 0.25, "copy": 0, "prep_stall": 0.25, "fetch_stall": 0.5})
     assert warm == pytest.approx({"compute": 0.5, "copy": 0, "prep_stall": 0.5, "fetch_stall": 0})
-
-
-def test_copies_have_a_share_of_their_own() -> None:
-    shares = make({"G": 1000, "copy": 2000, "warm": 500, "cold": 500}).data["shares"]["warm"]
-    assert shares == pytest.approx({"compute": 0.5, "copy": 0.25, "prep_stall": 0.25, "fetch_stall": 0})
+    warm = make({"G": 1000, "copy": 2000, "warm": 500, "cold": 500}).data["shares"]["warm"]
+    assert warm == pytest.approx({"compute": 0.5, "copy": 0.25, "prep_stall": 0.25, "fetch_stall": 0})
 
 
 def test_predictions_are_the_formula() -> None:
@@ -108,13 +104,6 @@ def test_the_bottleneck_and_what_helps(rates: dict[str, float | None], bottlenec
     assert report.data["bottleneck"].startswith(bottleneck)
     helping = [line for line in report.predict().answers if line.startswith(answer)]
     assert len(helping) == 1
-    assert "gain nothing" not in helping[0]
-    assert "gains nothing" not in helping[0]
-
-
-def test_each_question_has_one_answer() -> None:
-    starts = [line.split(":")[0] for line in make({}).predict(cache="10%").answers]
-    assert starts == ["cache", "more CPUs", "faster storage", "a faster device", "jobs on this host"]
 
 
 def test_with_a_cache_the_report_is_about_the_cached_job() -> None:
@@ -158,23 +147,6 @@ def test_files_that_are_no_reports(tmp_path: Path, content: str, message: str) -
         Report.load(tmp_path / "report.json")
     with pytest.raises(InputError, match="cannot be read as a report"):
         Report.load(tmp_path / "absent.json")
-
-
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({"cache": "120%"}, "cache='120%': a share is 0% to 100%"),
-    ({"cache": "half"}, "cache='half' is no size"),
-    ({"cpus": 0}, "cpus=0"),
-    ({"devices": 1.5}, "devices=1.5"),
-    ({"jobs": True}, "jobs=True"),
-    ({"storage": "530"}, "storage='530' is no rate"),
-    ({"storage": "530MB"}, "such as '60MB/s'"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), BAD)
-def test_bad_questions(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        make({}).predict(**arguments)
 
 
 def test_a_loader_that_fetches_and_prepares_in_turn_gains_from_every_hit() -> None:
