@@ -141,17 +141,8 @@ def test_the_script_sees_what_it_sees_under_python(method: str, tmp_path: Path) 
         SAME.replace("METHOD", method), tmp_path, command, "--lr", "0.1", "--", "-m", "--json", "x", "--help"
     )
     assert watched.returncode == 0
-    assert counts(found) == [
-        ("Data", 1, 6),
-        ("Data", 1, 5),
-        ("Data", 1, 3),
-        ("Stream", 1, 4),
-        ("Data", 3, 10),
-        ("Data", 1, 3),
-        ("Data", 1, 2),
-        ("Data", 1, 0),
-        ("Data", 1, 1),
-    ]
+    passes = [(1, 6), (1, 5), (1, 3), (1, 4), (3, 10), (1, 3), (1, 2), (1, 0), (1, 1)]
+    assert [row[1:] for row in counts(found)] == passes
     assert found["total"]["batches"] == 34
 
 
@@ -159,31 +150,22 @@ MODULE = """
 import sys
 from . import data
 print(__name__, __package__, __spec__.name, __file__, sys.argv[1:], sys.path)
-"""
-LOADER = """
 from torch.utils.data import DataLoader
-if __name__ == "__main__":
-    print([x.tolist() for x in DataLoader(data.Data(), num_workers=1, multiprocessing_context="forkserver")])
+print([x.tolist() for x in DataLoader(data.numbers)])
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "loader"), [("job.train", ""), ("job", ""), pytest.param("job.train", LOADER, marks=pytest.mark.slow)]
-)
-def test_modules(name: str, loader: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["job.train", "job"])
+def test_modules(name: str, tmp_path: Path) -> None:
     package = tmp_path / "job"
     package.mkdir()
     (package / "__init__.py").write_text("print('package')\n")
-    (package / "data.py").write_text(
-        "class Data:\n    def __len__(self): return 2\n    def __getitem__(self, i): return i\n"
-    )
+    (package / "data.py").write_text("numbers = range(2)\n")
     for file in ("train", "__main__"):
-        (package / f"{file}.py").write_text(MODULE + loader)
+        (package / f"{file}.py").write_text(MODULE)
     bare, watched = start(tmp_path, plain("-m", name, "-m", "x"), watching("--json", "out.json", "-m", name, "-m", "x"))
     assert (watched.stdout, watched.returncode) == (bare.stdout, 0)
-    found = json.loads((tmp_path / "out.json").read_text())
-    assert counts(found) == ([("Data", 1, 2)] if loader else [])
-    assert (HEAD in watched.stderr) == bool(loader)
+    assert counts(json.loads((tmp_path / "out.json").read_text())) == [("range", 1, 2)]
 
 
 # -- one script of many loops -----------------------------------------------------------------------------------------
