@@ -246,12 +246,12 @@ class AutoCache:
         """Cut the data set, and look at its samples and measure them in the process that verified the cut."""
         results = list[Any]()
 
-        def cut_and_measure(cut: Callable[[], Any]) -> tuple[Any, Any]:
-            made = cut()
-            return made, self._look_and_measure(made.source(self._dataset), began)
+        def run(cut: Callable[[], Any], build: Callable[[Any], Source]) -> Any:
+            def cut_and_measure() -> tuple[Any, Any]:
+                made = cut()
+                return made, self._look_and_measure(build(made), began)
 
-        def run(cut: Callable[[], Any], what: str) -> Any:
-            made, result = call_in_child(partial(cut_and_measure, cut), what)
+            made, result = call_in_child(cut_and_measure, "the cut for cache='auto'")
             results.append(result)
             return made
 
