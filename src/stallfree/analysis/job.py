@@ -1,4 +1,4 @@
-"""The analysed job: its data set, loader and step, and sample records read before the timed runs."""
+"""The analysed job: its data set, loader and step, and the files that its samples come from."""
 
 from __future__ import annotations
 
