@@ -204,8 +204,8 @@ BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     (range(9), nothing, {"device": "gpu7"}, "device='gpu7' is no device"),
     (range(9), nothing, {"cache": "much"}, "cache='much'"),
     (iter(range(9)), nothing, {}, "map-style"),
-    (range(9), nothing, {"workers": 3}, "the loader cannot be made: .*'workers'"),
-    ([[1] * (1 + id) for id in range(9)], nothing, {}, "cannot make a batch: RuntimeError: "),
+    (range(9), nothing, {"workers": 3}, "making the loader failed: .*'workers'"),
+    ([[1] * (1 + id) for id in range(9)], nothing, {}, "making a batch failed: RuntimeError: "),
 ]
 
 
@@ -305,7 +305,7 @@ def test_the_commands_end_to_end(tmp_path: Path, command: Callable[..., tuple[An
         (("analyze", "my_job.py:small"), "has 64 samples, less than a batch of 65"),
         (("analyze", "my_job.py:number"), "has no function 'number'"),
         (("analyze", "absent.py:build"), "there is no file absent.py"),
-        (("analyze", "broken.py:build"), "broken.py cannot be loaded: SyntaxError"),
+        (("analyze", "broken.py:build"), "loading broken.py failed: SyntaxError"),
         (("analyze", "my_job.py:build", "--json", "no/folder/r.json"), "there is no folder no/folder"),
         (("analyze", "my_job.py:build", "--cache", "101%"), "cache='101%'"),
     ],

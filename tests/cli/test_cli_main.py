@@ -43,11 +43,8 @@ def run_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     return exit.value.code
 
 
-@pytest.mark.parametrize("arguments", [("-h",), ()])
-def test_help_names_the_commands(
-    arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_here(monkeypatch, *arguments)
+def test_help_names_the_commands(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here(monkeypatch) == run_here(monkeypatch, "nonsense") == 2
     shown = "".join(capsys.readouterr())
     for word in ("Usage", "run", "analyze", "predict", "simulate", "replay", "cache", "--version"):
         assert word in shown
@@ -70,11 +67,6 @@ def test_an_error_is_one_clear_line_and_a_link(
     said, link = shown.err.splitlines()
     assert words in said
     assert link.startswith(DOCUMENTATION)
-
-
-@pytest.mark.parametrize("arguments", [("nonsense",), ("simulate", "--seeds", "none")])
-def test_wrong_options(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run_here(monkeypatch, *arguments) == 2
 
 
 def commands(command: Any, *names: str) -> Iterator[tuple[str, ...]]:

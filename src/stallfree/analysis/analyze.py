@@ -16,10 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, islice
+from itertools import cycle
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.progress import Progress
 
@@ -172,7 +173,8 @@ class Analysis:
         self._notes: list[str] = []
         self._machine: list[float] = []
         self._source = PartSource(job.source, job.steps)
-        self._ids = np.random.default_rng(0).permutation(len(job.source)).tolist()
+        self._ids = np.random.default_rng(0).permutation(len(job.source))
+        self._known = self._ids
         self._first: FirstLook | None = None
         self._full: CachedDataset[Any] | None = None
         self._files: dict[int, list[str]] = {}
@@ -247,13 +249,13 @@ class Analysis:
         """Prepare the inputs of all rounds: batches, and a cache with as many samples as fit, or the samples' files."""
         job = self._job
         self._cold = job.dataset if job.loader == "torch" else self._source
-        with users_code("the job cannot be analysed", "Leave this sample out, or correct it"):
+        with users_code("the analysis", "Leave this sample out, or correct it"):
             if job.parted:
-                self._first, self._known = look(self._source, job.steps), self._ids
+                self._first = look(self._source, job.steps)
             else:
-                call = partial(find_files, job.source, self._ids[: max(_SOME, job.batch_size)], self._seconds)
+                call = partial(find_files, job.source, self._ids[: max(_SOME, job.batch_size)].tolist(), self._seconds)
                 self._files = call_in_child(call, "the reading of samples")
-                self._known = list(self._files)
+                self._known = np.array(list(self._files))
                 sizes = [sum(map(os.path.getsize, paths)) for paths in self._files.values()]
                 self._sample_bytes = sum(sizes) / len(sizes)
         self._few = self._some_batches(self._cold, self._known)
@@ -271,7 +273,9 @@ class Analysis:
         name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
         cached, end = cached_after(first, source, capacity=capacity, form=form, name=name), time.monotonic() + 5
         try:
-            for number, _ in enumerate(self._batches(cached, self._ids[: max(_SOME, 2 * self._job.batch_size)])):
+            for number, _ in enumerate(
+                self._batches(cached, self._ids[: max(_SOME, 2 * self._job.batch_size)].tolist())
+            ):
                 if number and time.monotonic() > end:
                     break
         except BaseException:
@@ -379,10 +383,10 @@ class Analysis:
                     self._job.train(batch)
                 yield self._job.batch_size
 
-    def _some_batches(self, dataset: Any, ids: Sequence[int]) -> list[Any]:
+    def _some_batches(self, dataset: Any, ids: npt.NDArray[np.int64]) -> list[Any]:
         """Four batches of the job's loader, copied."""
-        loader = self._job.load(dataset, list(islice(cycle(ids), 4 * self._job.batch_size)))
-        with users_code("the loader cannot make a batch", "Iterate it to see where"), _iterated(loader) as batches:
+        loader = self._job.load(dataset, np.resize(ids, 4 * self._job.batch_size).tolist())
+        with users_code("making a batch", "Iterate the loader to see where"), _iterated(loader) as batches:
             return [_copied(batch) for batch in batches]
 
     def _files_of(self, id: int) -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from stallfree.datasets.cached_dataset import CachedDataset
@@ -46,8 +47,8 @@ _MOST_SAMPLES, _MOST_BYTES, _MOST_SECONDS = 2048, 1 << 28, 5.0
 
 
 @contextlib.contextmanager
-def users_code(failed: str, advice: str, value: object = None) -> Iterator[None]:
-    """Within it, an error of the user's code is raised as an `InputError`: what `failed`, why, and the advice.
+def users_code(doing: str, advice: str, value: object = None) -> Iterator[None]:
+    """Within it, an error of the user's code is raised as an `InputError`: what failed, why, and the advice.
 
     "{}" in the advice stands for a description of `value`.
     """
@@ -56,7 +57,7 @@ def users_code(failed: str, advice: str, value: object = None) -> Iterator[None]
     except StallfreeError:
         raise
     except Exception as error:
-        raise job_failed(f"{failed}: {described(error)}. {advice.format(_shape(value))}") from error
+        raise job_failed(f"{doing} failed: {described(error)}. {advice.format(_shape(value))}") from error
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Job:
         """The job's loader over `ids` of `dataset`."""
         arguments = {**self.arguments, "sampler": ids, **changed}
         arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        with users_code("the loader cannot be made", "Give arguments of its class"):
+        with users_code("making the loader", "Give arguments of its class"):
             if self.loader == "stallfree":
                 return DataLoader(dataset, **arguments)
             known = {key: value for key, value in arguments.items() if key not in _OF_STALLFREE}
@@ -112,7 +113,7 @@ class Job:
 
     def train(self, batch: Any) -> None:
         """Run one step and synchronize the device. Raises `InputError` if the step raises."""
-        with users_code("step(batch) failed", "It gets what the loader yields, here {}", batch):
+        with users_code("step(batch)", "It gets what the loader yields, here {}", batch):
             self.step(batch)
             self.wait()
 
@@ -174,11 +175,11 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
         problem = f"there is no file {module}" if name.isidentifier() else f"{where!r} names no function"
         raise job_function(f"{problem}: give a file or a module and a function, such as my_job.py:build")
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())  # worker processes import from it
-    with users_code(f"{module} cannot be loaded", "Correct it there"):
+    with users_code(f"loading {module}", "Correct it there"):
         build = getattr(importlib.import_module(path.stem if is_file else module), name, None)
     if not callable(build):
         raise job_function(f"{module} has no function {name!r}: give one that it has")
-    with users_code(f"{where} failed", "Correct it there"):
+    with users_code(where, "Correct it there"):
         built = build()
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
         raise job_function(
@@ -236,7 +237,7 @@ class CyclingSampler:
 
     _CHECKED = 200
 
-    def __init__(self, ids: Sequence[int], paths: Callable[[int], list[str]] | None = None) -> None:
+    def __init__(self, ids: npt.ArrayLike, paths: Callable[[int], list[str]] | None = None) -> None:
         self._ids, self._paths = np.asarray(ids), paths
         self.resident: list[float] = []
 

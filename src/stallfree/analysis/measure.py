@@ -240,10 +240,6 @@ class Rate:
         """The rate as stored in a report."""
         return asdict(self) | {"rounds": list(self.rounds)}
 
-    def within(self, share: float) -> bool:
-        """Whether the interval is at most this share of the rate to each side."""
-        return self.value is not None and self.high is not None and self.high - self.value <= share * self.value
-
     def __float__(self) -> float:
         return math.inf if self.value is None else self.value
 
