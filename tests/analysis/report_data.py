@@ -19,35 +19,17 @@ def make(
     remedy: Remedy | None = None,
     placement: dict[str, Any] | None = None,
     measured: dict[str, Rate] | None = None,
-    **changed: Any,
+    workers: int = 4,
 ) -> Report:
-    """A report with these rates: G, P, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
-    workers = changed.get("num_workers", 4)
-    job = {
-        "dataset": "Source",
-        "samples": 10_000,
-        "batch_size": 32,
-        "num_workers": workers,
-        "ahead": 2 * max(1, workers),
-        "loader": "stallfree" if parted else "torch",
-        "parted": parted,
-        "device": "cpu",
-        "sample_bytes": 50_000.0 if parted else None,
-        "record_bytes": 50_000.0,
-        "prepared_bytes": 150_528.0,
-        "fetch_share": 0.0,
-        **changed,
-    }
+    """A report with these rates: G, P, P_miss, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
+    job = {"dataset": "Source", "samples": 10_000, "batch_size": 32, "num_workers": workers}
+    job |= {"ahead": 2 * max(1, workers), "loader": "stallfree" if parted else "torch", "parted": parted}
+    job |= {"sample_bytes": 50_000.0 if parted else None, "record_bytes": 50_000.0}
     default: dict[str, float | None] = {"G": 1000, "P": 2000, "S": 250, "C": 50_000, "copy": None}
-    merged = {**default, **rates}
-    merged.setdefault("P_hit", merged["P"])
-    merged.setdefault("cold", 250)
-    merged.setdefault("warm", 1000)
-    found = {
-        name: Rate(None, note="not measured here")
-        if value is None
-        else Rate(float(value), 0.99 * value, 1.01 * value, 100)
+    merged = {**default, "cold": 250, "warm": 1000, **rates}
+    merged = {"P_miss": merged["P"], "P_hit": merged["P"], **merged}
+    all_rates = {
+        name: Rate(None, note="not measured here") if value is None else Rate(float(value), 0.99 * value, 1.01 * value)
         for name, value in merged.items()
-    }
-    found |= measured or {}
-    return make_report(job, torch.device("cpu"), found, cache, [], remedy=remedy, placement=placement)
+    } | (measured or {})
+    return make_report(job, torch.device("cpu"), all_rates, cache, [], remedy=remedy, placement=placement)

@@ -19,7 +19,7 @@ from cached_data import Numbers
 from stallfree.analysis import auto
 from stallfree.analysis.auto import AutoCache
 from stallfree.cache import capacity as limits
-from stallfree.errors import CapacityError, StorageError, text_of
+from stallfree.errors import StorageError
 from stallfree.ipc.folders import default_root
 from stallfree.testing import ThrottledSource
 
@@ -294,19 +294,14 @@ def test_workers_are_not_chosen_for_a_data_set_that_holds_an_open_file(
         assert "; no worker processes" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("error", [CapacityError("no room"), StorageError("full")])
-def test_without_room_there_is_no_cache(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], error: Exception
-) -> None:
+def test_without_room_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
-        raise error
+        raise StorageError("full")
 
     monkeypatch.setattr(auto, "cached_after", refuse)
     with sf.DataLoader(Slow(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
         assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
-        said = f"cache='auto' keeps no samples in memory: {text_of(error)}; no worker processes"
-        assert loader.decision == said
-        assert said in capfd.readouterr().err
+        assert loader.decision == "cache='auto' keeps no samples in memory: full; no worker processes"
 
 
 def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch() -> None:
@@ -335,26 +330,17 @@ def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"capacity": "1GiB"}, "give cache='auto', or leave them out"),
         ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto', or leave them out"),
         ({"transform": str}, "give cache='auto', or leave them out"),
         ({"cache": "auto", "transform": 3}, "transform=3 cannot be called"),
         ({"cache": "auto", "capacity": "0%"}, "share above 0%"),
-        ({"cache": "auto", "capacity": "120%"}, "a share is 0% to 100%"),
-        ({"cache": "auto", "capacity": "much"}, "is no size"),
         ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sf.InputError, match=message):
         sf.DataLoader(Numbers(), 4, **options)
-
-
-def test_a_data_set_with_a_cache_of_its_own_is_refused() -> None:
-    with (
-        sf.CachedDataset(Numbers(), capacity=ROOM) as data,
-        pytest.raises(sf.InputError, match="which has a cache"),
-    ):
+    with sf.CachedDataset(Numbers(), capacity=ROOM) as data, pytest.raises(sf.InputError, match="which has a cache"):
         sf.DataLoader(data, 4, cache="auto", capacity=ROOM)
 
 

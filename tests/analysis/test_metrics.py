@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import sys
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,53 +16,27 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 import stallfree as sf
-from stallfree.analysis.metrics import Hook, Metrics, PrometheusCollector, PrometheusServer, TensorBoardHook
-from stallfree.errors import InputError, MissingExtraError
 
-LOADER_NAMES = [
-    "stallfree_loader_batches_total",
-    "stallfree_loader_samples_total",
-    "stallfree_loader_hits_total",
-    "stallfree_loader_misses_total",
-    "stallfree_loader_storage_bytes_total",
-    "stallfree_loader_fetch_seconds_total",
-    "stallfree_loader_prep_seconds_total",
-    "stallfree_loader_wait_seconds_total",
-    "stallfree_loader_queue_depth",
-    "stallfree_loader_retries_total",
-    "stallfree_loader_workers_replaced_total",
-    "stallfree_loader_skips_total",
-    "stallfree_loader_private_copies_total",
-    "stallfree_loader_staging_bytes",
-    "stallfree_loader_workers",
-    "stallfree_loader_stall_fetch_seconds",
-    "stallfree_loader_stall_prep_seconds",
-]
-CACHE_NAMES = [
-    "stallfree_cache_hits_total",
-    "stallfree_cache_misses_total",
-    "stallfree_cache_evictions_total",
-    "stallfree_cache_rejected_total",
-    "stallfree_cache_damaged_total",
-    "stallfree_cache_storage_reads_total",
-    "stallfree_cache_storage_bytes_total",
-    "stallfree_cache_resident_items",
-    "stallfree_cache_resident_bytes",
-    "stallfree_cache_capacity_bytes",
-    "stallfree_cache_used_bytes",
-    "stallfree_cache_tier_hits_total",
-    "stallfree_cache_tier_rejected_total",
-    "stallfree_cache_hit_ratio",
-]
-WINDOW_NAMES = [
-    "stallfree_smart_cache_epoch",
-    "stallfree_smart_cache_window_start",
-    "stallfree_smart_cache_replace_num",
-    "stallfree_smart_cache_lag",
-    "stallfree_smart_cache_late_epochs_total",
-    "stallfree_smart_cache_wait_seconds_total",
-    "stallfree_smart_cache_skips_total",
-]
+
+def named(prefix: str, words: str) -> list[str]:
+    return [f"stallfree_{prefix}_{word}" for word in words.split()]
+
+
+LOADER_NAMES = named(
+    "loader",
+    "batches_total samples_total hits_total misses_total storage_bytes_total fetch_seconds_total prep_seconds_total "
+    "wait_seconds_total queue_depth retries_total workers_replaced_total skips_total private_copies_total "
+    "staging_bytes workers stall_fetch_seconds stall_prep_seconds",
+)
+CACHE_NAMES = named(
+    "cache",
+    "hits_total misses_total evictions_total rejected_total damaged_total storage_reads_total storage_bytes_total "
+    "resident_items resident_bytes capacity_bytes used_bytes tier_hits_total tier_rejected_total hit_ratio",
+)
+WINDOW_NAMES = named(
+    "smart_cache", "epoch window_start replace_num lag late_epochs_total wait_seconds_total skips_total"
+)
+SHARED_NAMES = named("shared_loader", "takeovers_total jobs")
 
 
 @pytest.fixture
@@ -78,11 +52,10 @@ def loader(dataset: sf.CachedDataset) -> Iterator[sf.DataLoader]:
 
 
 def test_names_and_values(dataset: sf.CachedDataset, loader: sf.DataLoader) -> None:
-    metrics = Metrics(train=loader, cache=dataset)
-    assert list(metrics.values()) == [f"train/{name}" for name in LOADER_NAMES] + [
-        f"cache/{name}" for name in CACHE_NAMES
-    ]
-    assert metrics.values()["train/stallfree_loader_batches_total"] == 0
+    metrics = sf.Metrics(train=loader, cache=dataset)
+    names = [f"train/{name}" for name in LOADER_NAMES] + [f"cache/{name}" for name in CACHE_NAMES]
+    assert metrics.values() | dict.fromkeys(names[:8], 0.0) == metrics.values(), "nothing was counted yet"
+    assert list(metrics.values()) == names
     list(loader)
     list(loader)
     values = metrics.values()
@@ -92,72 +65,39 @@ def test_names_and_values(dataset: sf.CachedDataset, loader: sf.DataLoader) -> N
     assert values["train/stallfree_loader_stall_prep_seconds"] == loader.stats().stall_prep_seconds
     assert values["cache/stallfree_cache_hits_total"] == dataset.stats().hits > 0
     assert values["cache/stallfree_cache_resident_items"] == 10
-    assert values["cache/stallfree_cache_hit_ratio"] == dataset.stats().hit_ratio
     assert all(type(value) is float for value in values.values())
-    assert Metrics(cache=dataset.cache).values().keys() == {f"cache/{name}" for name in CACHE_NAMES}
+    assert sf.Metrics(cache=dataset.cache).values().keys() == {f"cache/{name}" for name in CACHE_NAMES}
 
 
-def test_names_of_a_smart_cache() -> None:
-    data = list(torch.arange(10))
-    with sf.SmartCacheDataset(data, None, cache_num=5, replace_rate=0.2) as dataset:
-        values = Metrics(window=dataset).values()
-        assert list(values) == [f"window/{name}" for name in CACHE_NAMES[:-1] + WINDOW_NAMES + CACHE_NAMES[-1:]]
-        assert values["window/stallfree_smart_cache_replace_num"] == 1
+def test_names_of_special_loaders_and_caches() -> None:
+    with sf.SmartCacheDataset(list(torch.arange(10)), None, cache_num=5, replace_rate=0.2) as dataset:
+        values = sf.Metrics(window=dataset).values()
+    assert list(values) == [f"window/{name}" for name in CACHE_NAMES[:-1] + WINDOW_NAMES + CACHE_NAMES[-1:]]
+    assert values["window/stallfree_smart_cache_replace_num"] == 1
 
-
-def test_names_of_a_shared_loader() -> None:
     class Shared:
         def stats(self) -> sf.SharedStats:
             return sf.SharedStats(*range(len(fields(sf.SharedStats))))
 
-    values = Metrics(group=Shared()).values()
-    own = [f"stallfree_shared_loader_{name}" for name in ("takeovers_total", "jobs")]
-    assert list(values) == [f"group/{name}" for name in (*LOADER_NAMES[:-2], *own, *LOADER_NAMES[-2:])]
+    values = sf.Metrics(group=Shared()).values()
+    assert list(values) == [f"group/{name}" for name in (*LOADER_NAMES[:-2], *SHARED_NAMES, *LOADER_NAMES[-2:])]
     assert values["group/stallfree_shared_loader_jobs"] == len(fields(sf.SharedStats)) - 1
 
 
-@pytest.mark.parametrize("source", [None, 7, [1], torch.utils.data.DataLoader([1]), type("S", (), {"stats": dict})()])
+@pytest.mark.parametrize("source", [None, [1], torch.utils.data.DataLoader([1]), type("S", (), {"stats": dict})()])
 def test_what_has_no_statistics(source: Any) -> None:
-    with pytest.raises(InputError, match=r"train=.* has no statistics"):
-        Metrics(train=source)
-
-
-def test_no_sources() -> None:
-    with pytest.raises(InputError, match="was given nothing"):
-        Metrics()
-
-
-class Kept:
-    """A hook of one's own."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, dict[str, float]]] = []
-
-    def write(self, values: Mapping[str, float], step: int) -> None:
-        self.rows.append((step, dict(values)))
-
-
-def test_a_hook_of_ones_own(loader: sf.DataLoader) -> None:
-    metrics, kept = Metrics(train=loader), Kept()
-    hook: Hook = kept
-    for step, _ in enumerate(loader):
-        hook.write(metrics.values(), step)
-    assert [(step, values["train/stallfree_loader_batches_total"]) for step, values in kept.rows] == [
-        (0, 1),
-        (1, 2),
-        (2, 3),
-    ]
-
-
-# -- TensorBoard ------------------------------------------------------------------------------------------------------
+    with pytest.raises(sf.InputError, match=r"train=.* has no statistics"):
+        sf.Metrics(train=source)
+    with pytest.raises(sf.InputError, match="was given nothing"):
+        sf.Metrics()
 
 
 def scalars(folder: Path, name: str) -> list[tuple[int, float]]:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder))
-    found.Reload()
-    return [(event.step, event.value) for event in found.Scalars(name)]
+    log = EventAccumulator(str(folder))
+    log.Reload()
+    return [(event.step, event.value) for event in log.Scalars(name)]
 
 
 @pytest.mark.parametrize("own", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -165,8 +105,8 @@ def test_tensorboard(own: bool, loader: sf.DataLoader, tmp_path: Path) -> None:
     from torch.utils.tensorboard import SummaryWriter
 
     writer = SummaryWriter(str(tmp_path)) if own else None
-    hook = TensorBoardHook(tmp_path if writer is None else writer)
-    metrics = Metrics(train=loader)
+    hook = sf.TensorBoardHook(tmp_path if writer is None else writer)
+    metrics = sf.Metrics(train=loader)
     for step, _ in enumerate(loader):
         hook.write(metrics.values(), 10 * step)
     hook.close()
@@ -177,35 +117,16 @@ def test_tensorboard(own: bool, loader: sf.DataLoader, tmp_path: Path) -> None:
         assert scalars(tmp_path, "mine") == [(0, 1.0)]
 
 
-def test_tensorboard_wants_a_folder_or_a_writer() -> None:
-    with pytest.raises(InputError, match="give the path of a folder, or a SummaryWriter"):
-        TensorBoardHook(7)
-
-
-def test_tensorboard_is_an_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    with pytest.raises(MissingExtraError, match=r"stallfree\[tensorboard\]"):
-        TensorBoardHook(tmp_path)
-
-
-# -- Prometheus -------------------------------------------------------------------------------------------------------
-
-
 def scrape(port: int) -> dict[tuple[str, str], float]:
     """(name of the metric, label) and value, as a scraper reads them."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
-        text = answer.read().decode()
-    return {
-        (sample.name, sample.labels["name"]): sample.value
-        for family in text_string_to_metric_families(text)
-        for sample in family.samples
-    }
+        families = text_string_to_metric_families(answer.read().decode())
+    return {(one.name, one.labels["name"]): one.value for family in families for one in family.samples}
 
 
 def test_a_scrape_reads_the_present(dataset: sf.CachedDataset, loader: sf.DataLoader) -> None:
-    with PrometheusServer(Metrics(train=loader, test=sf.DataLoader(dataset), cache=dataset), port=0) as server:
-        assert server._server.server_address[0] == "127.0.0.1"
+    with sf.PrometheusServer(sf.Metrics(train=loader, test=sf.DataLoader(dataset), cache=dataset), port=0) as server:
         before = scrape(server.port)
         assert {name for name, _ in before} == {*LOADER_NAMES, *CACHE_NAMES}
         assert {label for _, label in before} == {"train", "test", "cache"}
@@ -213,28 +134,21 @@ def test_a_scrape_reads_the_present(dataset: sf.CachedDataset, loader: sf.DataLo
         after = scrape(server.port)
     name = "stallfree_loader_samples_total"
     assert (before[name, "train"], after[name, "train"], after[name, "test"]) == (0, 10, 0)
-    assert after["stallfree_cache_capacity_bytes", "cache"] == dataset.stats().capacity_bytes
-    server.close()
-
-
-def test_a_port_that_is_taken(loader: sf.DataLoader) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        with pytest.raises(InputError, match=r"nothing can listen on 127\.0\.0\.1"):
-            PrometheusServer(Metrics(train=loader), port=other.getsockname()[1])
-
-
-def test_a_registry_of_ones_own(loader: sf.DataLoader) -> None:
     registry = CollectorRegistry()
-    registry.register(PrometheusCollector(Metrics(train=loader)))
-    list(loader)
+    registry.register(sf.PrometheusCollector(sf.Metrics(train=loader)))
     assert registry.get_sample_value("stallfree_loader_batches_total", {"name": "train"}) == 3
 
 
-def test_prometheus_is_an_extra(monkeypatch: pytest.MonkeyPatch, loader: sf.DataLoader) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client", None)
-    with pytest.raises(MissingExtraError, match=r"stallfree\[prometheus\]"):
-        PrometheusServer(Metrics(train=loader))
-    with pytest.raises(MissingExtraError, match=r"stallfree\[prometheus\]"):
-        PrometheusCollector(Metrics(train=loader))
+def test_what_cannot_be_used(loader: sf.DataLoader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics = sf.Metrics(train=loader)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        with pytest.raises(sf.InputError, match=r"nothing can listen on 127\.0\.0\.1"):
+            sf.PrometheusServer(metrics, port=other.getsockname()[1])
+    for name in ("prometheus_client", "torch.utils.tensorboard"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(sf.MissingExtraError, match=r"stallfree\[prometheus\]"):
+        sf.PrometheusCollector(metrics)
+    with pytest.raises(sf.MissingExtraError, match=r"stallfree\[tensorboard\]"):
+        sf.TensorBoardHook(tmp_path)

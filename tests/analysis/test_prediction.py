@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from report_data import make
 
 from stallfree import Report
-from stallfree.analysis.measure import Rate, combined, next_half_width
+from stallfree.analysis.measure import combined, next_half_width
 from stallfree.analysis.predict import Prediction
 from stallfree.analysis.setting import Setting
 
@@ -29,10 +29,9 @@ CORES = {"prep": "more CPUs", "cpu": "more CPUs", "compute": "a faster device"}
 class DoubleFetch(Report):
     """A report of the same job, whose storage and cache are twice as fast."""
 
-    def setting(self) -> Setting:
-        found = super().setting()
-        rates = replace(found.rates, storage=2 * found.rates.storage, cache=2 * found.rates.cache)
-        return replace(found, rates=rates)
+    def setting(self, number: int | None = None) -> Setting:
+        setting = super().setting(number)
+        return replace(setting, rates=setting.rates.times(2, "storage", "cache"))
 
 
 def doubled(report: Report, asked: dict[str, Any], parts: tuple[str, ...]) -> float:
@@ -69,38 +68,17 @@ def check(report: Report, asked: dict[str, Any]) -> Prediction:
         for part, line in CORES.items():
             if part in named and part in gains:
                 assert "less than" not in answers[line]
-    check_cpus(report, asked, answers["more CPUs"])
     check_storage(report, asked, told, answers.get("faster storage", ""))
     check_cache(report, asked, told, answers["cache"])
     return told
 
 
-def check_cpus(report: Report, asked: dict[str, Any], line: str) -> None:
-    need = re.search(r"([\d,]+) end the prep stall", line)
-    if need is None:
-        return
-    given, enough = asked.get("cpus") or report.setting().cpus, int(need[1].replace(",", ""))
-    assert enough > given
-    there = report.predict(**{**asked, "cpus": enough})
-    more = report.predict(**{**asked, "cpus": 4 * enough})
-    assert more.throughput <= 1.05 * there.throughput
-
-
 def check_storage(report: Report, asked: dict[str, Any], told: Prediction, line: str) -> None:
-    size = report.data["job"]["sample_bytes"]
-    if not line:
-        return
-    data = copy.deepcopy(report.data)
-    data["rates"]["S"]["value"] *= 2
-    gain = Report(data).predict(**asked).throughput / told.throughput
-    said = re.match(r"([\d.]+)x", line)
-    assert (said is not None) == (gain > 1.02)
-    need = re.search(r"([\d.,]+) (\w*B)/s ends", line)
-    if need is not None:
-        factor = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}[need[2]]
-        enough = float(need[1].replace(",", "")) * factor
-        assert enough > 0.99 * report.data["rates"]["S"]["value"] * size
-        assert told.throughput <= report.predict(**{**asked, "storage": enough}).throughput * 1.01
+    if line:
+        data = copy.deepcopy(report.data)
+        data["rates"]["S"]["value"] *= 2
+        gain = Report(data).predict(**asked).throughput / told.throughput
+        assert (re.match(r"([\d.]+)x", line) is not None) == (gain > 1.02)
 
 
 def check_cache(report: Report, asked: dict[str, Any], told: Prediction, line: str) -> None:
@@ -144,56 +122,40 @@ def report_of(job: dict[str, Any]) -> Report:
     rates = {name: job[name] for name in "GPSC"} | {"P_hit": job["P"] * job["hit"]}
     if not job["parted"]:
         rates["P"] = rates["P_hit"] = 1 / (1 / job["P"] + 1 / job["C"])
+    rates["P_miss"] = rates["P"]
     rates["warm"] = job["shared"] * min(rates["P_hit"], rates["G"])
     rates["cold"] = min(rates["warm"], rates["S"])
-    report = make(rates, parted=job["parted"], num_workers=job["workers"])
+    report = make(rates, parted=job["parted"], workers=job["workers"])
     report.data["machine"]["cpus"] = job["host"]
     return report
-
-
-def check_job(job: dict[str, Any], asked: dict[str, Any]) -> None:
-    if asked.get("devices", 1) > 1:  # twice as many as those
-        job, asked = {**job, "G": job["G"] * asked["devices"]}, {**asked, "devices": 1}
-    check(report_of(job), asked)
 
 
 @settings(max_examples=6, phases=PHASES)
 @given(jobs, questions)
 def test_what_is_named_and_advised_is_what_helps(job: dict[str, Any], asked: dict[str, Any]) -> None:
-    check_job(job, asked)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1500)
-@settings(max_examples=2000, phases=PHASES)
-@given(jobs, questions)
-def test_what_is_named_and_advised_is_what_helps_for_2000_jobs(job: dict[str, Any], asked: dict[str, Any]) -> None:
-    check_job(job, asked)
+    if asked.get("devices", 1) > 1:  # twice as many as those
+        job, asked = {**job, "G": job["G"] * asked["devices"]}, {**asked, "devices": 1}
+    check(report_of(job), asked)
 
 
 def test_with_enough_cpus_the_device_is_named_and_helps() -> None:
     job = {"G": 2984, "P": 1600, "P_hit": 1600, "S": 40_000, "warm": 1420, "cold": 1400}
-    told = check(make(job, num_workers=2), {"cpus": 24, "cache": "100%"})
+    told = check(make(job, workers=2), {"cpus": 24, "cache": "100%"})
     assert told.binds == "compute"
     assert told.throughput == pytest.approx(2984)
     answers = "\n".join(told.answers)
     assert "a faster device: 2.00x. Use a device twice as fast" in answers
     assert "more CPUs: gains less than 2%, the device is the limit" in answers
-    assert "end the prep stall" not in answers
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_the_faster_place_of_prep_is_advised(on_device: bool) -> None:
-    """The CPUs prepare 1,000 samples/s. The device would prepare all, for 10% of its steps."""
-    placement = {"on_device": on_device, "cpu_prep": 1000, "device_prep": 20_000, "step": 4000, "step_and_prep": 3600}
-    prep, reached = (20_000, 3600) if on_device else (1000, 1000)
-    rates = {"G": 4000, "P": prep, "P_hit": prep, "S": 40_000, "warm": reached, "cold": reached}
-    report = make(rates, num_workers=2, placement=placement)
-    assert report.predict().throughput == pytest.approx(reached, rel=0.02)
+    placement = {"on_device": on_device, "CPUs": 1000.0, "device": 3600.0}
+    rate = 3600 if on_device else 1000
+    report = make({"G": 4000, "P": rate, "S": 40_000, "warm": rate, "cold": rate}, placement=placement)
     advised = [item for item in report.data["advice"] if "decode" in item["do"]]
     assert [item["do"] for item in advised] == [] if on_device else ["Let the device decode: on_device=True"]
-    for item in advised:
-        assert item["gain"] == pytest.approx(3.6)
+    assert [item["gain"] for item in advised] == [] if on_device else [pytest.approx(3.6)]
     assert Report(json.loads(json.dumps(report.data))).predict() == report.predict()
 
 
@@ -210,32 +172,33 @@ def test_a_bandwidth_comes_back_in_the_units_of_disks() -> None:
     text = str(make({}).predict(storage="530MB/s"))
     assert "(storage of 530 MB/s)" in text
     assert "iB/s" not in text
-    assert "MB/s ends the fetch stall" in str(make({}).predict())
-    advice = "".join(item["do"] for item in make({}).data["advice"])
-    assert "storage twice as fast (25 MB/s)" in advice
+    assert "storage twice as fast (25 MB/s)" in "".join(item["do"] for item in make({}).data["advice"])
 
 
 def test_without_workers_nothing_is_shared() -> None:
-    report = make({"G": 1000, "P": 1000, "S": 50_000, "warm": 490, "cold": 480}, num_workers=0)
+    report = make({"G": 1000, "P": 1000, "S": 50_000, "warm": 490, "cold": 480}, workers=0)
     told = check(report, {})
-    assert told.throughput == pytest.approx(1 / (1 / 1000 + 1 / 1000 + 1 / 50_000))
+    assert told.throughput == pytest.approx(490)  # what the job reached; its parts alone would give 495
     assert told.binds == "prep"
     assert check(report, {"cpus": 4}).binds == "compute"
-
-
-def test_jobs_that_are_fed_are_counted_on_the_whole_host() -> None:
-    report = make({"G": 100, "P": 450, "S": 5000, "warm": 100, "cold": 100})
-    for jobs in (1, 2, 4, 8):
-        assert report.predict(jobs=jobs).answers[-1].startswith("jobs on this host: 4 fed")
 
 
 def in_rounds(rng: np.random.Generator, rounds: int) -> Report:
     """A report of a machine whose speed, that of its storage too, drifts by 5% from round to round."""
     speeds = 1 + 0.05 * rng.standard_normal(rounds)
-    truth = {"G": 5000.0, "P": 900.0, "P_hit": 900.0, "S": 300.0, "C": 50_000.0, "cold": 300.0, "warm": 900.0}
+    truth = {
+        "G": 5000.0,
+        "P": 900.0,
+        "P_miss": 900.0,
+        "P_hit": 900.0,
+        "S": 300.0,
+        "C": 50_000.0,
+        "cold": 300.0,
+        "warm": 900.0,
+    }
     noise = 1 + 0.005 * rng.standard_normal((len(truth), rounds))
     measured = {
-        name: combined([Rate(float(value * speed * off), repeats=50) for speed, off in zip(speeds, offs, strict=True)])
+        name: combined([float(value * speed * off) for speed, off in zip(speeds, offs, strict=True)])
         for (name, value), offs in zip(truth.items(), noise, strict=True)
     }
     return make({}, measured=measured)

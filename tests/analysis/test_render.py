@@ -10,14 +10,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from report_examples import NAME, Page, recording, report, simulation, worked_out
+from report_examples import NAME, Page, recording, report, simulation
 from stallfree import Report
 from stallfree.analysis.render import _embedded, interval, number, percent, plural, speed
 from stallfree.analysis.report import report_page
-from stallfree.analysis.simulate import MOST_EVENTS, Pipeline, run_data, simulate, simulation_page
+from stallfree.analysis.simulate import MOST_EVENTS, run_data, simulation_page
 from stallfree.errors import InputError, MissingExtraError
 from stallfree.events import Event
 
@@ -28,20 +26,9 @@ PAGES: list[tuple[Callable[[Any], str], Callable[[], dict[str, Any]]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [(0, "0.00"), (0.854, "0.85"), (9.996, "10.0"), (99.94, "99.9"), (99.96, "100"), (12_345.6, "12,346")],
-)
-def test_numbers(value: float, text: str) -> None:
-    assert number(value) == text
-
-
-@given(st.floats(0.01, 1e9))
-def test_a_number_reads_back_within_half_a_percent(value: float) -> None:
-    assert float(number(value).replace(",", "")) == pytest.approx(value, rel=0.005, abs=0.005 + 1e-9)
-
-
 def test_figures() -> None:
+    figures = {0: "0.00", 0.854: "0.85", 9.996: "10.0", 99.94: "99.9", 99.96: "100", 12_345.6: "12,346"}
+    assert {value: number(value) for value in figures} == figures
     assert interval(22.185, 22.228) == "22.18 to 22.23", "a narrow interval shows its ends"
     assert interval(None, None) == ""
     assert [percent(share) for share in (0, 0.004, 0.01, 0.385, 1)] == ["0%", "0.4%", "1%", "38%", "100%"]
@@ -110,11 +97,10 @@ def test_the_numbers_of_a_report_are_those_of_the_json() -> None:
         rate = data["rates"][name]
         assert row[0].startswith(name)
         if rate["value"] is None:
-            assert row[1:] == ["not measured", "", ""]
+            assert row[1:] == ["not measured", ""]
         else:
-            figures = [row[1], *row[2].split(" to "), row[3]]
-            shown = [float(figure.replace(",", "")) for figure in figures]
-            assert shown == [pytest.approx(rate[key], abs=0.5) for key in ("value", "low", "high", "repeats")]
+            shown = [float(figure.replace(",", "")) for figure in (row[1], *row[2].split(" to "))]
+            assert shown == [pytest.approx(rate[key], abs=0.5) for key in ("value", "low", "high")]
     marks = {
         str(attributes["id"]): attributes["data-mark"] for _, attributes in page.elements if "data-mark" in attributes
     }
@@ -133,7 +119,7 @@ def test_everything_is_said_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> No
     for said in (NAME, data["bottleneck"], *data["notes"], *(item["do"] for item in data["advice"])):
         assert " ".join(said.split()) in flat
     assert flat.startswith(data["bottleneck"])
-    assert re.search(r"G: training on ready batches +1,234 +1,210 to 1,259 +7\n", text)
+    assert re.search(r"G: training on ready batches +1,234 +1,210 to 1,259\n", text)
     assert re.search(r"C: cache +not measured", text)
     assert re.search(r"fetch stall +62% +0%\n", text)
     assert "1. Cache 62% of the samples (140 MB) (2.69 times, 811 samples/s)" in flat
@@ -204,16 +190,3 @@ def test_a_long_log_is_cut_where_it_is_still_complete() -> None:
 def test_no_run(events: list[Event], message: str) -> None:
     with pytest.raises(InputError, match=message):
         run_data("log", events)
-
-
-def test_the_example_is_what_a_simulation_gives() -> None:
-    """The example of these tests was worked out by hand; with constant times the simulation says the same."""
-    for prefetch in (False, True):
-        run = simulate(Pipeline(2, 0.1, 0.01, 0.04, prefetch, variation=0), seconds=0.295)
-        found = {
-            (event.actor, event.batch): (round(1000 * event.start), round(1000 * event.end))
-            for event in (*run.events, *run.unfinished)
-        }
-        for event in worked_out(prefetch):
-            times = (round(1000 * event.start), round(1000 * event.end))
-            assert found[event.actor, event.batch] == times

@@ -73,10 +73,6 @@ def importance(epochs: int, num_ids: int) -> np.ndarray:
     return np.random.default_rng(num_ids).integers(0, 20, (epochs, num_ids)) / 4
 
 
-def scores_for(policy: str, epochs: int, num_ids: int) -> dict[str, Any]:
-    return {"scores": importance(epochs, num_ids)} if policy == "importance" else {}
-
-
 def record_bytes(length: int) -> int:
     """Bytes of the record of so many bytes."""
     return record_size(*encode(bytes(length)))
@@ -88,66 +84,53 @@ def typical_example(lengths: np.ndarray) -> bytes:
     return bytes(max(length for length in range(int(mean)) if record_bytes(length) <= mean))
 
 
-jobs = {
+JOBS = {
     "room": st.integers(1, 40),
     "batch_size": st.integers(1, 9),
     "trace": st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=120), min_size=1, max_size=4),
 }
-jobs_with_sizes = {"seed": st.integers(0, 10**6), "batch_size": st.sampled_from([1, 2, 4, 9, 40])}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=6)
-@given(**jobs)
+@given(**JOBS)
 def test_it_decides_as_the_live_cache(policy: str, room: int, batch_size: int, trace: list[list[int]]) -> None:
-    check_live(policy, room, batch_size, trace)
+    check_live(policy, [np.array(ids) for ids in trace], 200_000 + room * 64, batch_size)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=1)
-@given(**jobs_with_sizes)
+@given(seed=st.integers(0, 10**6), batch_size=st.sampled_from([1, 2, 4, 9, 40]))
 @example(seed=3914, batch_size=1)
 def test_it_decides_as_the_live_cache_with_sizes(policy: str, seed: int, batch_size: int) -> None:
-    check_live_with_sizes(policy, seed, batch_size)
-
-
-def check_live(policy: str, room: int, batch_size: int, trace: list[list[int]]) -> None:
-    epochs = [np.array(ids) for ids in trace]
-    num_ids = max(int(ids.max()) for ids in epochs) + 1
-    capacity = 200_000 + room * 64
-    expected, resident, blocks = live(epochs, policy, capacity, batch_size, None)
-    scores = scores_for(policy, len(epochs), num_ids)
-    found = replay(trace, policy=policy, capacity=blocks, batch_size=batch_size, **scores)
-    assert [(e.hits, e.misses, e.evictions, e.rejected) for e in found.epochs] == expected
-    assert found.resident.tolist() == resident
-    assert num_ids <= 60
-
-
-def check_live_with_sizes(policy: str, seed: int, batch_size: int) -> None:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(200, 9000, 50)
     epochs = [rng.permutation(50) for _ in range(3)] + [rng.integers(0, 50, 80)]
-    capacity = int(rng.integers(120_000, 320_000))
-    sizes = np.array([record_bytes(length) for length in lengths.tolist()])
-    expected, resident, _ = live(epochs, policy, capacity, batch_size, lengths)
-    scores = scores_for(policy, len(epochs), 50)
-    found = replay(epochs, policy=policy, capacity=capacity, sizes=sizes, batch_size=batch_size, **scores)
-    assert [(e.hits, e.misses, e.evictions, e.rejected) for e in found.epochs] == expected
-    assert found.resident.tolist() == resident
-    assert found.total.storage_bytes >= found.total.misses * 200
+    total = check_live(policy, epochs, int(rng.integers(120_000, 320_000)), batch_size, lengths)
+    assert total.storage_bytes >= total.misses * 200
 
 
 @pytest.mark.parametrize("policy", ["lru", "importance"])
 def test_it_decides_as_the_live_cache_when_only_some_are_queued(policy: str) -> None:
     """Large enough that the next victims are looked for again and again, and fewer at a time than in the replay."""
-    num_ids, rng = 8000, np.random.default_rng(2)
-    epochs = [rng.permutation(num_ids), rng.zipf(1.2, 6000) % num_ids]
-    expected, resident, blocks = live(epochs, policy, 500_000, 64, None)
-    assert 2000 < blocks < 6000
-    found = replay(epochs, policy=policy, capacity=blocks, batch_size=64, **scores_for(policy, 2, num_ids))
-    assert [(e.hits, e.misses, e.evictions, e.rejected) for e in found.epochs] == expected
-    assert found.resident.tolist() == resident
-    assert found.total.evictions > 1000
+    rng = np.random.default_rng(2)
+    assert check_live(policy, [rng.permutation(8000), rng.zipf(1.2, 6000) % 8000], 500_000, 64).evictions > 1000
+
+
+def check_live(
+    policy: str, epochs: list[np.ndarray], capacity: int, batch_size: int, lengths: np.ndarray | None = None
+) -> Any:
+    expected, resident, blocks = live(epochs, policy, capacity, batch_size, lengths)
+    options: dict[str, Any] = {"capacity": blocks}
+    if lengths is not None:
+        options = {"capacity": capacity, "sizes": [record_bytes(length) for length in lengths.tolist()]}
+    if policy == "importance":
+        num_ids = max(int(ids.max()) for ids in epochs) + 1 if lengths is None else len(lengths)
+        options["scores"] = importance(len(epochs), num_ids)
+    outcome = replay(epochs, policy=policy, batch_size=batch_size, **options)
+    assert [(e.hits, e.misses, e.evictions, e.rejected) for e in outcome.epochs] == expected
+    assert outcome.resident.tolist() == resident
+    return outcome.total
 
 
 def most_hits(trace: list[int], room: int) -> int:
@@ -178,13 +161,13 @@ def test_shuffled_epochs_hit_as_theory_says() -> None:
 
     More is not possible: what is hit in an epoch was there when it began.
     """
-    epochs = [make_plan(3000, shuffle=True, seed=3, epoch=epoch) for epoch in range(5)]
+    epochs = [make_plan(1500, shuffle=True, seed=3, epoch=epoch) for epoch in range(5)]
     steady = {}
     for policy in ("minio", "lru", "random", "oracle"):
         found = replay(epochs, policy=policy, capacity="65%", batch_size=8)
         steady[policy] = np.mean([epoch.hit_ratio for epoch in found.epochs[2:]])
     assert steady["minio"] == pytest.approx(0.65)
-    assert steady["lru"] == pytest.approx(0.65 + 0.35 * np.log(0.35), abs=0.02)
+    assert steady["lru"] == pytest.approx(0.65 + 0.35 * np.log(0.35), abs=0.03)
     assert steady["lru"] < steady["random"] < steady["minio"]
     assert steady["oracle"] == pytest.approx(steady["minio"])
 
@@ -197,17 +180,6 @@ def test_importance_keeps_the_most_important() -> None:
     assert [epoch.hits for epoch in found.epochs] == [0, 30, 30]
     turned = replay(epochs, policy="importance", capacity=30, scores=[scores, -scores, -scores])
     assert turned.resident.tolist() == sorted(np.argsort(scores)[:30].tolist())
-
-
-def test_each_epoch_is_told_when_it_is_done() -> None:
-    heard: list[Any] = []
-    found = replay([[0, 1], [1, 0], [2]], policy="lru", capacity=2, on_epoch=heard.append)
-    assert heard == list(found.epochs)
-
-
-def test_a_cache_larger_than_all_samples_holds_all() -> None:
-    found = replay([[0, 1, 2], [2, 1, 0]], policy="lru", capacity=10**15)
-    assert (found.capacity_items, found.epochs[1].hits) == (3, 3)
 
 
 def test_lru_of_single_accesses_is_the_textbook_one() -> None:
@@ -228,15 +200,16 @@ def test_lru_of_single_accesses_is_the_textbook_one() -> None:
 
 
 def test_plans_and_shares() -> None:
-    plans = [make_plan(1000, shuffle=True, seed=0, epoch=epoch) for epoch in range(3)]
-    found = replay(plans, policy="minio", capacity="35%")
-    assert [epoch.hits for epoch in found.epochs] == [0, 350, 350]
-    assert found.capacity_items == 350
-    assert found.total.accesses == 3000
-    assert found.total.hit_ratio == pytest.approx(700 / 3000)
+    plans, heard = [make_plan(1000, shuffle=True, seed=0, epoch=epoch) for epoch in range(3)], list[Any]()
+    outcome = replay(plans, policy="minio", capacity="35%", on_epoch=heard.append)
+    assert [epoch.hits for epoch in outcome.epochs] == [0, 350, 350]
+    assert heard == list(outcome.epochs)
+    assert (outcome.capacity_items, outcome.total.accesses) == (350, 3000)
+    assert outcome.total.hit_ratio == pytest.approx(700 / 3000)
     sized = replay(plans, policy="minio", capacity="100%", sizes=np.full(1000, 50_000))
     assert sized.epochs[0].storage_bytes == 50_000_000
     assert 0.9 < sized.epochs[2].hit_ratio <= 1  # blocks and index take their part
+    assert replay([[0, 1, 2], [2, 1, 0]], policy="lru", capacity=10**15).epochs[1].hits == 3
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
@@ -251,7 +224,7 @@ BAD: list[tuple[Any, dict[str, Any], str]] = [
     ([0, 1], {"capacity": 1, "policy": "best"}, "policy='best'"),
     ([0, 1], {"capacity": 1, "batch_size": 0}, "batch_size=0"),
     ([0, 5], {"capacity": "1MiB", "sizes": [1, 2, 3]}, "ids 0 to 5; given were 3"),
-    ([0, 1], {"capacity": 1, "policy": "importance"}, "policy='importance' needs scores"),
+    ([0, 1], {"capacity": 1, "policy": "importance"}, "policy='importance': give a number for each of the ids"),
     ([0, 1], {"capacity": 1, "policy": "importance", "scores": [1]}, "each of the ids 0 to 1, or a row"),
     ([0, 1], {"capacity": 1, "policy": "importance", "scores": [1, float("nan")]}, "none of them NaN"),
     ([0, 1], {"capacity": 1, "policy": "importance", "scores": ["a", "b"]}, "a number for each of the ids"),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stallfree import InputError
-from stallfree.analysis.model import Loading, Rates, knee, law, sustained
+from stallfree.analysis.model import Loading, Rates, law, sustained
+from stallfree.analysis.setting import Setting
 
 rate = st.floats(10, 1e5)
 
@@ -60,16 +62,12 @@ def test_no_workers_means_one_after_the_other() -> None:
 
 
 @given(rate, rate, rate)
-def test_knee_is_where_fetching_stops_to_bind(g: float, p: float, s: float) -> None:
-    one = rates(g, p, s, 1e9)
-    found = knee(one)
-    assert found is not None
+def test_the_knee_is_where_fetching_stops_to_bind(g: float, p: float, s: float) -> None:
+    setting = Setting(rates(g, p, s, 1e9), Loading(32, 2, 4, True), 0.0, 2, None, None, None, 100)
     limit = min(g, p)
-    assert found == pytest.approx(max(0.0, (1 / limit - 1 / s) / (1 / 1e9 - 1 / s)) if s < limit else 0.0, abs=1e-4)
-
-
-def test_no_knee_when_the_cache_is_too_slow() -> None:
-    assert knee(Rates(1000, 1000, 1000, 10, 500)) is None
+    exact = (1 / limit - 1 / s) / (1 / 1e9 - 1 / s) if s < limit else 0.0
+    assert setting.enough_cache() == pytest.approx(exact, abs=0.0101)
+    assert replace(setting, rates=Rates(1000, 1000, 1000, 10, 500)).enough_cache() is None, "the cache is too slow"
 
 
 def test_bad_shares() -> None:

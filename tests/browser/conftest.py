@@ -15,18 +15,9 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 
-WIDTHS = {"desktop": 1280, "phone": 375}
 PATIENCE = 120_000  # milliseconds that playwright waits for what must come, however busy the machine is
-ARGUMENTS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+ARGUMENTS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 
 @pytest.fixture(autouse=True)
@@ -52,14 +43,7 @@ def browser() -> Iterator[Browser]:
 
 @dataclass
 class Opened:
-    """A page, and what it did that it should not do.
-
-    Attributes:
-        page: playwright's.
-        address: its own.
-        complaints: errors and warnings of the console, exceptions, failed requests.
-        requests: every address that was asked for.
-    """
+    """A page of playwright, its address, and what it did that it should not do: errors, warnings, and requests."""
 
     page: Page
     address: str
@@ -86,22 +70,11 @@ Open = Callable[..., Opened]
 
 @pytest.fixture
 def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
-    """Opens a page from a file. At the end of the test it has had no error and asked for nothing but the file."""
-    yield from opening(browser, tmp_path)
-
-
-@pytest.fixture(scope="module")
-def open_for_all(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Open]:
-    """Opens pages that the tests of a file have in common: to load one takes longer than most tests."""
-    yield from opening(browser, tmp_path_factory.mktemp("pages"))
-
-
-def opening(browser: Browser, folder: Path) -> Iterator[Open]:
-    """What opens pages from files in `folder`. At the end they are checked and closed."""
+    """Opens pages from files. At the end of the test they have had no error and asked for nothing but the file."""
     opened: list[Opened] = []
 
-    def open_(html: str, width: int = WIDTHS["desktop"], scheme: str = "light") -> Opened:
-        path = folder / f"page-{len(opened)}.html"
+    def open_(html: str, width: int = 1280, scheme: str = "light") -> Opened:
+        path = tmp_path / f"page-{len(opened)}.html"
         path.write_text(html, encoding="utf-8")
         page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
         page.set_default_timeout(PATIENCE)

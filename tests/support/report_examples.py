@@ -14,11 +14,10 @@ NAME = "Pictures</script><b>&\"'[red]"
 """A data set's name that means harm to a page and to a terminal."""
 
 
-def measured(value: float | None, note: str = "", repeats: int = 7) -> dict[str, Any]:
+def measured(value: float | None, note: str = "") -> dict[str, Any]:
     """A rate with its interval, 2% to each side."""
-    if value is None:
-        return {"value": None, "low": None, "high": None, "repeats": 0, "note": note}
-    return {"value": value, "low": 0.98 * value, "high": 1.02 * value, "repeats": repeats, "note": note}
+    ends = {"low": None, "high": None} if value is None else {"low": 0.98 * value, "high": 1.02 * value}
+    return {"value": value, **ends, "note": note}
 
 
 def report() -> dict[str, Any]:
@@ -37,18 +36,15 @@ def report() -> dict[str, Any]:
             "batch_size": 64,
             "num_workers": 2,
             "loader": "torch",
-            "device": "cpu",
             "sample_bytes": 61_000.0,
-            "prepared_bytes": 150_528.0,
             "cache_share": 0.0,
-            "cache_bytes": 0,
         },
         "rates": {
             "G": measured(1234.5),
             "P": measured(811.25),
-            "S": measured(312.5, repeats=3),
+            "S": measured(312.5),
             "C": measured(None, "the samples are larger than the memory: no cache was made"),
-            "F": measured(312.5, "equals S: nothing is cached", repeats=3),
+            "F": measured(312.5, "equals S: nothing is cached"),
         },
         "runs": {"cold": measured(301.75), "warm": measured(797.5)},
         "shares": {

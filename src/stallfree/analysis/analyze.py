@@ -12,38 +12,50 @@ import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from itertools import cycle, islice
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from rich.progress import Progress
 
 from stallfree.analysis.auto import AutoCache, Trial
 from stallfree.analysis.job import (
-    CpuClock,
     CyclingSampler,
     Job,
     PartSource,
+    drop_pages,
+    find_files,
     make_job,
-    read_file,
-    read_some,
+    read_files,
     resident_share,
+    users_code,
 )
-from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Limits, Rate, combined, steady_rate
-from stallfree.analysis.model import choose
+from stallfree.analysis.measure import (
+    MOST_SAMPLES,
+    Rate,
+    at_once,
+    combined,
+    measure_rate,
+    measure_reads,
+    measure_samples,
+)
+from stallfree.analysis.model import Costs, choose
 from stallfree.analysis.predict import Remedy
 from stallfree.analysis.render import progress_bar
 from stallfree.analysis.report import Report, make_report
 from stallfree.cache.capacity import free_memory, free_space
-from stallfree.datasets.cached_dataset import CachedDataset
-from stallfree.device.prefetcher import DevicePrefetcher
-from stallfree.errors import InputError, argument_conflict, job_failed, text_of
+from stallfree.datasets.cached_dataset import CachedDataset, cached_after
+from stallfree.datasets.probe import FirstLook, look
+from stallfree.datasets.reader import IO_THREADS
+from stallfree.errors import InputError, argument_conflict, text_of
 from stallfree.ipc.folders import default_root
+from stallfree.ipc.forked import call_in_child
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose, OnItem
 from stallfree.pytree import take_apart
@@ -52,26 +64,24 @@ from stallfree.units import parse_room
 RUNS = {
     "G": "G: batches on the device",
     "copy": "copies to the device",
-    "P": "P: records in memory, no device",
-    "P_hit": "P of hits: out of the cache",
-    "S": "S: cold files, no prep",
-    "C": "C: out of the cache, no prep",
+    "samples": "P, S and C: single samples",
     "cold": "the job, cold",
     "warm": "the job, all in memory",
 }
 """The runs of a round, in their order."""
 
+_SOME = 2048
+"""Maximum samples that the job with all data in memory uses."""
+
 _MOST_CACHE = 4 << 30
-"""Maximum bytes of the cache for the samples; only the necessary bytes are used."""
+"""Maximum bytes of the cache for them; only the necessary bytes are used."""
 
 _MOST_ROUNDS = 5
-_NARROW = 0.02
-"""Half width of all intervals, as a share of the rate, at which the rounds end."""
-
 _COLD_RESIDENT = 0.05
 """Maximum share of a cold file's pages in memory."""
 
-_NO_STEPS = Compose([])
+_NO_WAIT = "no wait for storage was seen, or the source allows no threads: P of misses includes the fetch"
+_NO_FILES = "no file was seen to be opened, so storage cannot be separated from prep; a Source keeps them apart"
 
 
 def analyze(
@@ -88,10 +98,15 @@ def analyze(
 ) -> Report:
     """Measure where a training job waits.
 
-    Eight runs alternate in up to five rounds, until all 95% intervals are within 2%. They are G, batches already on the
-    device; P, fetch from memory and no device, without and with a cache; S, cold files and no prep; C, reads from the
-    cache; the job itself with cold files, and with all data in memory. Files are dropped from memory with
-    `posix_fadvise` and verified with `mincore`; the report notes where that was not possible.
+    Five runs alternate in five rounds, whose spread gives 95% intervals:
+
+    - G, steps on batches that are already on the device, and copies of batches to a device.
+    - P, S and C: single samples, fetched with cold files, read from memory and prepared, each part timed, in as many
+      processes at once as the loader has workers. It is the measurement of `DataLoader(cache="auto")`.
+    - The job itself, with cold files, and with all data in memory.
+
+    Files are dropped from memory with `posix_fadvise` and verified with `mincore`; the report notes where that was not
+    possible.
 
     A data set of stallfree (`CachedDataset`, `ImageFolder`, any `Source`) runs under `stallfree.DataLoader`, any other
     under `torch.utils.data.DataLoader`, where fetch and prep of a sample cannot be separated. P is then measured with
@@ -105,7 +120,7 @@ def analyze(
         num_workers: worker processes of the loader.
         cache: cache size of the job, as bytes, "4GiB" or a share such as "50%"; a `CachedDataset` has its own.
         device: device of `step`; the CPU if None.
-        seconds: maximum time for each of the eight runs, over all rounds.
+        seconds: time for each of the five runs, over all rounds; a round takes at least a second of it.
         progress: show a progress bar on standard error, if that is a terminal.
         loader_arguments: other arguments of the loader, such as `collate_fn`.
 
@@ -129,7 +144,7 @@ def analyze(
     if not is_number or not seconds > 0:
         raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
     with progress_bar(progress) as shown, Analysis(job, seconds, shown) as analysis:
-        while analysis.wants_round():
+        for _ in range(analysis.rounds):
             analysis.round()
         return analysis.report(cache)
 
@@ -142,22 +157,28 @@ class Analysis:
 
     Args:
         job: the analysed job.
-        seconds: maximum time for one kind of run, over all rounds, of which there are at most five.
+        seconds: for one kind of run, over all rounds.
         progress: shows the progress.
+
+    Attributes:
+        rounds: their number: one per second, at most five.
     """
 
     def __init__(self, job: Job, seconds: float, progress: Progress | None = None) -> None:
-        self._job, self._most = job, int(max(1, min(_MOST_ROUNDS, seconds)))
+        self._job, self.rounds = job, int(max(1, min(_MOST_ROUNDS, seconds)))
+        self._seconds = seconds / self.rounds
         self._progress = progress or progress_bar(False)
-        self._task = self._progress.add_task("reading some samples", total=self._most * len(RUNS))
-        self._limits = Limits(min(1.0, seconds / 2) / self._most, seconds / self._most, seconds / 2)
-        self._budget = len(RUNS) * seconds
-        self._rounds: list[dict[str, Rate]] = []
+        self._task = self._progress.add_task("reading some samples", total=self.rounds * len(RUNS))
+        self._measured: list[dict[str, float | None]] = []
         self._notes: list[str] = []
         self._machine: list[float] = []
-        self._clock = CpuClock(job.num_workers)
-        self._spent = 0.0
+        self._source = PartSource(job.source, job.steps)
+        self._ids = np.random.default_rng(0).permutation(len(job.source))
+        self._known = self._ids
+        self._first: FirstLook | None = None
         self._full: CachedDataset[Any] | None = None
+        self._files: dict[int, list[str]] = {}
+        self._sample_bytes = 0.0
         self._placement: dict[str, Any] | None = None
 
     def __enter__(self) -> Analysis:
@@ -167,37 +188,42 @@ class Analysis:
         if self._full is not None:
             self._full.close()
 
-    def wants_round(self) -> bool:
-        """Whether another round is due: not all intervals are within 2%, and there is enough time."""
-        done = len(self._rounds)
-        if done == 0:
-            return True
-        if done >= self._most or self._spent * (done + 1) / done > self._budget:
-            return False
-        measured = [rate for rate in self._rates().values() if rate.value is not None]
-        return done < ROUNDS_FOR_INTERVAL or not all(rate.within(_NARROW) for rate in measured)
-
     def round(self) -> None:
         """Perform each run once."""
-        started = time.perf_counter()
-        if not self._rounds:
+        job = self._job
+        if not self._measured:
             self._prepare()
-        self._rounds.append({})
+        self._measured.append({})
         self._machine.append(_machine_speed())
-        self._compute()
-        if self._job.parted:
-            self._parts()
-        else:
-            self._inseparable()
-        if len(self._rounds) == 1:
+        self._time("G", self._steps(self._ready), 2)
+        if job.device.type != "cpu":
+            self._time("copy", self._copies(), 2)
+        self._samples()
+        cold = CyclingSampler(self._known, self._files_of)
+        self._time("cold", self._batches(self._cold, cold, train=True), self._warm_up)
+        if not cold.resident:
+            self._note("the samples are no local files: what their storage keeps in memory could not be dropped")
+        elif (share := sum(cold.resident) / len(cold.resident)) > _COLD_RESIDENT:
+            self._note(f"{share:.0%} of the files stayed in memory after posix_fadvise: the cold job is too fast")
+        files = [path for paths in self._files.values() for path in paths]
+        read_files(files)
+        warm = (self._cold, self._known) if self._full is None else (self._full, self._resident)
+        self._time("warm", self._batches(warm[0], CyclingSampler(warm[1]), train=True), self._warm_up)
+        if (share := resident_share(files) or 1.0) < 1 - _COLD_RESIDENT:
+            self._note(f"only {share:.0%} of the files stayed in memory during the warm job, which is too slow")
+        if len(self._measured) == 1:
             self._placement = self._place()
         self._machine.append(_machine_speed())
-        self._spent += time.perf_counter() - started
 
     def report(self, cache: int | str | None = None) -> Report:
         """The report of the rounds; with a `cache` size, of the job with that cache."""
-        rates, some, job = self._rates(), self._some, self._job
-        record_bytes = some.sample_bytes
+        job, record_bytes = self._job, self._sample_bytes
+        no_storage = _NO_WAIT if job.parted else _NO_FILES
+        notes = {"S": no_storage, "C": no_storage, "copy": "nothing to copy: the device is the CPU"}
+        rates = {
+            name: combined([one.get(name) for one in self._measured], notes.get(name, "no batch could be timed"))
+            for name in ("G", "P", "P_miss", "P_hit", "S", "C", "copy", "cold", "warm")
+        }
         if self._full is not None and (stats := self._full.cache.stats()).resident_items:
             record_bytes = stats.resident_bytes / stats.resident_items
         described = {
@@ -208,114 +234,101 @@ class Analysis:
             "ahead": job.ahead,
             "loader": job.loader,
             "parted": job.parted,
-            "device": str(job.device),
-            "sample_bytes": some.sample_bytes,
-            "record_bytes": record_bytes,
-            "prepared_bytes": self._prepared_bytes,
-            "fetch_share": self._clock.share,
+            "sample_bytes": self._sample_bytes or None,
+            "record_bytes": record_bytes or None,
         }
-        drift = (max(self._machine) - min(self._machine)) / max(self._machine) if self._machine else 0.0
-        remedy = self._remedy(rates, cache, record_bytes or 0.0)
+        drift = (max(self._machine) - min(self._machine)) / max(self._machine, default=1.0)
+        remedy = None if job.cached else self._remedy(rates, cache, record_bytes)
         return make_report(
             described, job.device, rates, cache, self._notes, drift=drift, remedy=remedy, placement=self._placement
         )
 
-    def _rates(self) -> dict[str, Rate]:
-        return {name: combined([rates[name] for rates in self._rounds]) for name in self._rounds[0]}
-
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Prepare the inputs of all rounds: some samples, batches of them, and a cache with as many as fit."""
+        """Prepare the inputs of all rounds: batches, and a cache with as many samples as fit, or the samples' files."""
         job = self._job
-        self._some = some = read_some(job)
-        self._cold = job.dataset
-        if job.loader == "stallfree":
-            threads, clock = bool(getattr(job.source, "threads", True)), self._clock if job.parted else None
-            self._cold = PartSource(job.source.fetch, len(job.source), job.steps, threads, clock)
-        ids = (some.ids * 4)[: 4 * job.batch_size]
-        self._few = _batches_of(job, self._cold, ids)
-        leaves = [leaf for leaf in take_apart(self._few[0])[0] if isinstance(leaf, torch.Tensor)]
-        self._prepared_bytes = sum(leaf.nbytes for leaf in leaves) / job.batch_size
-        self._on_device = [_sent(batch, job.device) for batch in self._few]
-        for batch in self._on_device[:3]:
+        self._cold = job.dataset if job.loader == "torch" else self._source
+        with users_code("the analysis", "Leave this sample out, or correct it"):
+            if job.parted:
+                self._first = look(self._source, job.steps)
+            else:
+                call = partial(find_files, job.source, self._ids[: max(_SOME, job.batch_size)].tolist(), self._seconds)
+                self._files = call_in_child(call, "the reading of samples")
+                self._known = np.array(list(self._files))
+                sizes = [sum(map(os.path.getsize, paths)) for paths in self._files.values()]
+                self._sample_bytes = sum(sizes) / len(sizes)
+        self._few = self._some_batches(self._cold, self._known)
+        decodes = any(getattr(inner(step), "on_device", False) for step in job.steps)
+        self._ready = self._few if decodes else [_sent(batch, job.device) for batch in self._few]
+        for batch in self._ready[:3]:
             job.train(batch)
         if job.parted:
-            capacity = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
             form = "prepared" if job.cached and job.dataset.form == "prepared" else "fetched"
-            name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
-            self._held = PartSource(some.values.__getitem__, len(some.values), job.steps, True)
-            self._full = CachedDataset(self._held, capacity=capacity, form=form, name=name)
-            for _ in self._batches(self._full, range(len(some.ids))):
-                pass
-            self._resident = np.flatnonzero(self._full.cache.resident(np.arange(len(self._full)))).tolist()
+            self._full, self._resident = self._filled(self._source, form, self._first)
 
-    def _compute(self) -> None:
-        job = self._job
+    def _filled(self, source: Any, form: str, first: FirstLook | None = None) -> tuple[CachedDataset[Any], list[int]]:
+        """A cache with some samples of a source, and their ids."""
+        capacity = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
+        name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
+        cached, end = cached_after(first, source, capacity=capacity, form=form, name=name), time.monotonic() + 5
+        try:
+            for number, _ in enumerate(
+                self._batches(cached, self._ids[: max(_SOME, 2 * self._job.batch_size)].tolist())
+            ):
+                if number and time.monotonic() > end:
+                    break
+        except BaseException:
+            cached.close()
+            raise
+        return cached, np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()
 
-        def steps() -> Iterator[int]:
-            for batch in cycle(self._on_device):
-                job.train(batch)
-                yield job.batch_size
+    def _samples(self) -> None:
+        """Measure single samples, in as many processes as the job has workers, each with others."""
+        job, number, processes = self._job, len(self._measured) - 1, max(1, self._job.num_workers)
+        self._show("samples")
+        ids = np.random.default_rng(number).permutation(self._known)[: MOST_SAMPLES * processes].tolist()
 
-        def copies() -> Iterator[int]:
-            for batch in cycle(self._few):
-                _sent(batch, job.device)
-                job.wait()
-                yield job.batch_size
+        def measure(process: int) -> Costs:
+            some = ids[process::processes] or ids
+            if self._first is None:
+                read = {id: partial(read_files, self._files[id]) for id in some}
+                drop = {id: partial(drop_pages, self._files[id]) for id in some}
+                return measure_reads(job.source, read, drop, seconds=self._seconds)
+            drop_pages([path for id in some for path in self._files_of(id)])
+            return measure_samples(self._source, self._first, some, seconds=self._seconds, threads=IO_THREADS)[0]
 
-        self._time("G", steps(), 2)
-        if job.device.type == "cpu":
-            self._rounds[-1]["copy"] = Rate(None, note="nothing to copy: the device is the CPU")
-        else:
-            self._time("copy", copies(), 2)
+        costs = at_once(measure, processes, "the measurement of samples")
+        form = "fetched" if self._full is None else self._full.form
+        has_files = job.parted or any(self._files.values())
+        parts: dict[str, Callable[[Costs], float]] = {
+            "P": lambda one: one.hit["fetched"],
+            "P_miss": lambda one: one.miss,
+            "P_hit": lambda one: one.hit[form],
+            "C": lambda one: one.read["fetched"],
+            "S": lambda one: 1 / one.storage,
+        }
+        for name, part in parts.items():
+            rate = sum(1 / max(1e-9, part(one)) for one in costs)
+            unknown = (name == "S" and rate >= 1e9) or (name in "SC" and not has_files)
+            self._measured[-1][name] = None if unknown else rate
+        if job.parted:
+            self._sample_bytes = sum(one.fetched for one in costs) / processes
 
-    def _parts(self) -> None:
-        """The runs of a job whose fetch and prep are separate."""
-        job, some, full = self._job, self._some, self._full
-        assert full is not None
-        self._time("P", self._batches(self._held, CyclingSampler(range(len(some.ids)))), self._warm_up)
-        self._time("P_hit", self._batches(full, CyclingSampler(self._resident)), self._warm_up)
-        cold = CyclingSampler(range(len(job.source)), self._file_of, 1)
-        fetches = PartSource(job.source.fetch, len(job.source), _NO_STEPS, bool(getattr(job.source, "threads", True)))
-        self._time("S", self._batches(fetches, cold, collate_fn=_count), self._warm_up)
-        self._check_dropped(cold)
-        self._time("C", _cache_reads(full, self._resident, job.batch_size), 2)
-        cold = CyclingSampler(range(len(job.source)), self._file_of, 2)
-        self._time("cold", self._batches(self._cold, cold, train=True), self._warm_up)
-        self._time("warm", self._batches(full, CyclingSampler(self._resident), train=True), self._warm_up)
+    def _steps(self, batches: Sequence[Any]) -> Iterator[int]:
+        for batch in cycle(batches):
+            self._job.train(batch)
+            yield self._job.batch_size
 
-    def _inseparable(self) -> None:
-        """The runs of a job whose samples are made in one piece: P contains reading from memory."""
-        job, some, rates = self._job, self._some, self._rounds[-1]
-        files = some.all_files
-        for path in files:
-            read_file(path)
-        self._time("P", self._batches(self._cold, CyclingSampler(some.ids)), self._warm_up)
-        rates["P_hit"] = rates["P"]
-        self._check_resident(files, "P")
-        if files:
-            cold = CyclingSampler(some.ids, some.files.__getitem__, 1)
-            self._time("S", _file_reads(cold, some.files, job), 1)
-            self._check_dropped(cold)
-            for path in files:
-                read_file(path)
-            self._time("C", _file_reads(CyclingSampler(some.ids), some.files, job), 1)
-        else:
-            why = "no file was seen to be opened, so storage cannot be separated from prep; a Source keeps them apart"
-            rates["S"] = rates["C"] = Rate(None, note=why)
-        cold = CyclingSampler(some.ids, some.files.__getitem__, 2)
-        self._time("cold", self._batches(self._cold, cold, train=True), self._warm_up)
-        for path in files:
-            read_file(path)
-        self._time("warm", self._batches(self._cold, CyclingSampler(some.ids), train=True), self._warm_up)
-        self._check_resident(files, "the warm job")
+    def _copies(self) -> Iterator[int]:
+        for batch in cycle(self._few):
+            _sent(batch, self._job.device)
+            self._job.wait()
+            yield self._job.batch_size
 
     def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
         """The choice of `DataLoader(cache="auto")`, with the S and the G measured here; None if nothing is cached."""
         job, trial = self._job, Trial()
-        if job.cached:
-            return None
         size = free_memory() // 2 if cache is None else parse_room(cache, "cache")
         capacity = int(size * len(job.source) * record_bytes) if isinstance(size, float) else size
         try:
@@ -334,36 +347,18 @@ class Analysis:
         return Remedy(costs, choose(costs, capacity, max(1, job.num_workers)))
 
     def _place(self) -> dict[str, Any] | None:
-        """The rates with prep on the CPUs and on the device, for a step that can run on either; else None."""
-        job, values = self._job, self._some.values
-        movable = job.parted and any(hasattr(_inner(step), "on_device") for step in job.steps)
-        if not movable or not _decodes(job.device):
+        """The job in memory with a step on the CPUs and on the device, if there is one that can run on both."""
+        job = self._job
+        movable = [step for step in job.steps if hasattr(inner(step), "on_device")]
+        if not job.parted or not movable or not can_decode(job.device):
             return None
-
-        def part(on_device: bool) -> PartSource:
-            steps = Compose([_placed(step, on_device) for step in job.steps])
-            return PartSource(values.__getitem__, len(values), steps, True)
-
-        def prep(on_device: bool) -> float:
-            with closing(self._batches(part(on_device), CyclingSampler(range(len(values))))) as batches:  # type: ignore[type-var]
-                return float(steady_rate(batches, self._warm_up, self._limits))
-
-        def beside() -> Iterator[int]:
-            for batch in DevicePrefetcher(cycle(few), job.device):
-                job.train(batch)
-                yield job.batch_size
-
-        few = _batches_of(job, part(True), (list(range(len(values))) * 4)[: 4 * job.batch_size])
-        for batch in few:
-            _sent(batch, job.device)  # makes the decoder
-        with closing(beside()) as batches:  # type: ignore[type-var]
-            both = float(steady_rate(batches, 4, self._limits))
-        step, on_device = (
-            float(self._rounds[0]["G"]),
-            any(getattr(_inner(step), "on_device", False) for step in job.steps),
-        )
-        rates = {"cpu_prep": prep(False), "device_prep": prep(True), "step": step, "step_and_prep": min(step, both)}
-        return {"on_device": on_device, **rates}
+        on_device = any(inner(step).on_device for step in movable)
+        other = PartSource(job.source, Compose([placed(step, not on_device) for step in job.steps]))
+        cached, resident = self._filled(other, "fetched")
+        with cached, closing(self._batches(cached, CyclingSampler(resident), train=True)) as batches:  # type: ignore[type-var]
+            rate = measure_rate(batches, self._warm_up, self._seconds)
+        rates = {not on_device: rate or 0.0, on_device: self._measured[0]["warm"]}
+        return {"on_device": on_device, "CPUs": rates[False], "device": rates[True]}
 
     # -- tools --------------------------------------------------------------------------------------------------------
 
@@ -372,37 +367,30 @@ class Analysis:
         return 2 * self._job.ahead + max(1, self._job.num_workers)
 
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
-        before = (len(self._rounds) - 1) * len(RUNS) + list(RUNS).index(name)
-
-        def show(share: float) -> None:
-            self._progress.update(self._task, description=RUNS[name], completed=before + share)
-
+        self._show(name)
         with closing(batches):  # type: ignore[type-var]
-            self._rounds[-1][name] = steady_rate(batches, warm_up, self._limits, show)
+            self._measured[-1][name] = measure_rate(batches, warm_up, self._seconds)
 
-    def _batches(self, dataset: Any, ids: Any, *, train: bool = False, **changed: Any) -> Iterator[int]:
+    def _show(self, name: str) -> None:
+        done = (len(self._measured) - 1) * len(RUNS) + list(RUNS).index(name)
+        self._progress.update(self._task, description=RUNS[name], completed=done)
+
+    def _batches(self, dataset: Any, ids: Any, *, train: bool = False) -> Iterator[int]:
         """Batch sizes from the job's loader; without a device, or with the job's steps."""
-        with _iterated(self._job.load(dataset, ids, **changed)) as batches:
+        with _iterated(self._job.load(dataset, ids)) as batches:
             for batch in batches:
                 if train:
                     self._job.train(batch)
                 yield self._job.batch_size
 
-    def _file_of(self, id: int) -> list[str]:
-        return list(filter(os.path.isfile, [self._job.source.where(id)]))
+    def _some_batches(self, dataset: Any, ids: npt.NDArray[np.int64]) -> list[Any]:
+        """Four batches of the job's loader, copied."""
+        loader = self._job.load(dataset, np.resize(ids, 4 * self._job.batch_size).tolist())
+        with users_code("making a batch", "Iterate the loader to see where"), _iterated(loader) as batches:
+            return [_copied(batch) for batch in batches]
 
-    def _check_dropped(self, cold: CyclingSampler) -> None:
-        if not cold.resident:
-            self._note("the samples are no local files: what their storage keeps in memory could not be dropped")
-        elif (share := sum(cold.resident) / len(cold.resident)) > _COLD_RESIDENT:
-            self._note(
-                f"{share:.0%} of the files stayed in memory after posix_fadvise: S and the cold job are too fast"
-            )
-
-    def _check_resident(self, files: list[str], what: str) -> None:
-        share = resident_share(files)
-        if share is not None and share < 1 - _COLD_RESIDENT:
-            self._note(f"only {share:.0%} of the files stayed in memory during the run of {what}, which is too slow")
+    def _files_of(self, id: int) -> list[str]:
+        return list(filter(os.path.isfile, [self._job.source.where(id)])) if self._job.parted else self._files[id]
 
     def _note(self, text: str) -> None:
         if text not in self._notes:
@@ -431,60 +419,22 @@ def _iterated(loader: Any) -> Iterator[Iterator[Any]]:
             batches._shutdown_workers()
 
 
-def _count(samples: list[Any]) -> torch.Tensor:
-    """A collate function that does nothing."""
-    return torch.tensor(len(samples))
-
-
-def _file_reads(ids: Iterable[int], files: dict[int, list[str]], job: Job) -> Iterator[int]:
-    """Read the files of samples, with one concurrent read per worker."""
-
-    def read(id: int) -> None:
-        for path in files[id]:
-            read_file(path)
-
-    order = iter(ids)
-    with ThreadPoolExecutor(max(1, job.num_workers)) as pool:
-        while True:
-            for _ in pool.map(read, list(islice(order, job.batch_size))):
-                pass
-            yield job.batch_size
-
-
-def _cache_reads(full: CachedDataset[Any], ids: list[int], batch_size: int) -> Iterator[int]:
-    order = iter(CyclingSampler(ids))
-    while True:
-        full.cache.get_many(list(islice(order, batch_size)))
-        yield batch_size
-
-
-def _batches_of(job: Job, dataset: Any, ids: list[int]) -> list[Any]:
-    """The batches of the job's loader over these samples, copied."""
-    with _iterated(job.load(dataset, ids)) as batches:
-        try:
-            return [_copied(batch) for batch in batches]
-        except Exception as error:
-            first = text_of(error).strip().split("\n")[-1] or type(error).__name__
-            raise job_failed(
-                f"the loader of the job cannot make a batch: {type(error).__name__}: {first}. Iterate it once to see "
-                "where"
-            ) from error
-
-
-def _decodes(device: torch.device) -> bool:
+def can_decode(device: torch.device) -> bool:
+    """Whether pictures can be decoded on it."""
     return device.type == "cuda" and importlib.util.find_spec("torchvision") is not None
 
 
-def _inner(step: Any) -> Any:
+def inner(step: Any) -> Any:
+    """The transform in a step for one item of a sample."""
     return step.transform if isinstance(step, OnItem) else step
 
 
-def _placed(step: Any, on_device: bool) -> Any:
+def placed(step: Any, on_device: bool) -> Any:
     """`step` with its work on the device, or on the CPUs."""
-    inner = copy.copy(_inner(step))
-    if hasattr(inner, "on_device"):
-        inner.on_device = on_device
-    return OnItem(step.key, inner) if isinstance(step, OnItem) else inner
+    moved = copy.copy(inner(step))
+    if hasattr(moved, "on_device"):
+        moved.on_device = on_device
+    return OnItem(step.key, moved) if isinstance(step, OnItem) else moved
 
 
 def _sent(batch: Any, device: torch.device) -> Any:

@@ -17,18 +17,22 @@ import json
 import logging
 import sys
 import time
+import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from stallfree.analysis.measure import measure_files, measure_samples
+import numpy as np
+
+from stallfree.analysis.measure import MOST_SAMPLES, measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset, cached_after, token
-from stallfree.datasets.probe import FirstLook, look, reason_in
+from stallfree.datasets.probe import FirstLook, Sample, look, reason_in
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
 from stallfree.errors import InputError, argument_conflict, text_of
@@ -211,41 +215,73 @@ class AutoCache:
         trial.is_new, fits = True, False
         began, reasons, capacity = time.monotonic(), list[str](), granted(self._capacity, default_root())
         source = as_source(self._dataset)
-        subject = self._look(source, reasons)
-        is_cut = subject is None
+        available, choice, workers = max(0, capacity - _INDEX * len(source)), None, self.num_workers
+        is_cut = not self._try_samples(trial, source, began, reasons)
         if is_cut:
-            cut, words = cut_any(self._dataset)
-            reasons.append(words)
-            subject = None if cut is None else self._look(cut, reasons)
-        room, choice, costs = max(0, capacity - _INDEX * len(source)), None, None
-        if subject is not None:
-            trial.source, trial.first = subject
-            seconds = self._seconds_left(began, len(source), len(trial.first.samples))
-            threads = IO_THREADS * max(1, self.num_workers)
-            call = partial(measure_samples, *subject, seconds=seconds, threads=threads)
-            costs, samples = call_in_child(call, "the measurement for cache='auto'")
-            trial.first = replace(trial.first, samples=[*trial.first.samples, *samples])  # cached with those
-            choice = choose(costs, room, self.num_workers)
-            fits = any(expect(costs, form, room, self.num_workers).hits == 1 for form in costs.size)
+            self._try_cut(trial, began, reasons)
+        if trial.costs is not None:
+            choice = choose(trial.costs, available, workers)
+            fits = any(expect(trial.costs, form, available, workers).hits == 1 for form in trial.costs.size)
         if choice is None or (not fits and isinstance(source, MapSource)):
-            option = self._try_files(trial, capacity, began, reasons, choice)
-            choice, costs = option or (choice, costs)
-        trial.costs, workers = costs, self.num_workers
+            choice = self._try_files(trial, capacity, began, reasons, choice)
+        costs = trial.costs
         if self._workers is None and costs is not None and costs.samples * costs.miss < _SHORT:
             workers = 0
         form = NOTHING if choice is None else choice.form
         line = self._line(choice, costs, workers, is_cut=is_cut and form != "files")
         return Verdict(form, is_cut and form != "files", capacity, workers, line, "; ".join(reasons))
 
-    def _look(self, source: Source, reasons: list[str]) -> tuple[Source, FirstLook] | None:
-        """The source, with the first look at its samples; None if they cannot be cached."""
+    def _try_samples(self, trial: Trial, source: Source, began: float, reasons: list[str]) -> bool:
+        """Look at samples of `source` and measure them; return whether they can be cached."""
         try:
-            return source, look(source, self._steps(source))
+            call = partial(self._look_and_measure, source, began)
+            self._take(trial, source, call_in_child(call, "the first look for cache='auto'"))
         except InputError as error:
             if is_users(error):
                 raise
             reasons.append(reason_in(error) or text_of(error))
-            return None
+        return trial.costs is not None
+
+    def _try_cut(self, trial: Trial, began: float, reasons: list[str]) -> None:
+        """Cut the data set, and look at its samples and measure them in the process that verified the cut."""
+        results = list[Any]()
+
+        def run(cut: Callable[[], Any], build: Callable[[Any], Source]) -> Any:
+            def cut_and_measure() -> tuple[Any, Any]:
+                made = cut()
+                return made, self._look_and_measure(build(made), began)
+
+            made, result = call_in_child(cut_and_measure, "the cut for cache='auto'")
+            results.append(result)
+            return made
+
+        source, words = cut_any(self._dataset, run)
+        reasons.append(words)
+        if source is not None:
+            self._take(trial, source, results[0])
+
+    def _look_and_measure(self, source: Source, began: float) -> tuple[Any, Costs, list[Sample]]:
+        """The result of a look, the costs of samples, and more samples. Raises `InputError` if they are random."""
+        kept = list[Any]()
+
+        def run(call: Callable[[], Any], what: str) -> Any:
+            kept.append(call())
+            return kept[0]
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those of a look are given by the process that decides
+            first = look(source, self._steps(source), run)
+        used = {sample.id for sample in first.samples}
+        ids = np.random.default_rng(0).permutation(len(source))[: MOST_SAMPLES + len(used)].tolist()
+        ids = [id for id in ids if id not in used] or list(used)
+        seconds = self._seconds_left(began, len(source), len(used))
+        threads = IO_THREADS * max(1, self.num_workers)
+        return kept[0], *measure_samples(source, first, ids, seconds=seconds, threads=threads)
+
+    def _take(self, trial: Trial, source: Source, result: tuple[Any, Costs, list[Sample]]) -> None:
+        looked, costs, samples = result
+        first = look(source, self._steps(source), lambda *_: looked)
+        trial.source, trial.first, trial.costs = source, replace(first, samples=[*first.samples, *samples]), costs
 
     def _seconds_left(self, began: float, samples: int, looked: int) -> float:
         """Seconds for a measurement, after a look that made `looked` samples twice; as much goes to processes."""
@@ -255,29 +291,24 @@ class AutoCache:
 
     def _try_files(
         self, trial: Trial, capacity: int, began: float, reasons: list[str], best: Option | None
-    ) -> tuple[Option, Costs] | None:
-        """A cache of the files that the data set reads, if it gains more than `best`."""
+    ) -> Option | None:
+        """Try a cache of the files that the data set reads; return its option if it gains more than `best`."""
+        cached = None
         try:
             cached = self._create(self._dataset, "files", capacity)
-        except Exception as error:
-            reasons.append(text_of(error))
-            return None
-        try:
             seconds = self._seconds_left(began, len(cached), _LOOKED)
             call = partial(measure_files, cached, seconds=seconds)
             costs = call_in_child(call, "the measurement for cache='auto'")
-            option = choose(costs, max(0, capacity - _INDEX * len(cached)), self.num_workers)
-        except BaseException:
-            cached.close()
-            raise
-        if best is not None and (option.form == NOTHING or best.rate >= option.rate):
-            cached.close()
-            return None
-        if option.form == NOTHING:
-            cached.close()
+        except Exception as error:
+            reasons.append(text_of(error))
         else:
-            trial.files = cached
-        return option, costs
+            option = choose(costs, max(0, capacity - _INDEX * len(cached)), self.num_workers)
+            if best is None or (option.form != NOTHING and option.rate > best.rate):
+                best, trial.costs = option, costs
+                trial.files = cached if option.form != NOTHING else None
+        if cached is not None and trial.files is None:
+            cached.close()
+        return best
 
     # -- applying -----------------------------------------------------------------------------------------------------
 

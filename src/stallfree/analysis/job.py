@@ -1,4 +1,4 @@
-"""The analysed job: its data set, loader and step, and sample records read before the timed runs."""
+"""The analysed job: its data set, loader and step, and the files that its samples come from."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from torch.utils.data import get_worker_info
 
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
@@ -28,15 +27,11 @@ from stallfree.errors import (
     device_unknown,
     job_failed,
     job_function,
-    text_of,
 )
-from stallfree.ipc.forked import call_in_child
-from stallfree.ipc.shared_array import SharedCounts
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
 from stallfree.notes import described, note_sample
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import OPEN, shares_memory
 from stallfree.sources.base import BaseSource
 from stallfree.sources.mapped import MapSource, as_source
@@ -49,6 +44,20 @@ _OF_STALLFREE = ("seed", "with_ids", "on_error", "staging")
 
 _PREFETCH = 2
 _MOST_SAMPLES, _MOST_BYTES, _MOST_SECONDS = 2048, 1 << 28, 5.0
+
+
+@contextlib.contextmanager
+def users_code(doing: str, advice: str, value: object = None) -> Iterator[None]:
+    """Within it, an error of the user's code is raised as an `InputError`: what failed, why, and the advice.
+
+    "{}" in the advice stands for a description of `value`.
+    """
+    try:
+        yield
+    except StallfreeError:
+        raise
+    except Exception as error:
+        raise job_failed(f"{doing} failed: {described(error)}. {advice.format(_shape(value))}") from error
 
 
 @dataclass
@@ -96,30 +105,17 @@ class Job:
         """The job's loader over `ids` of `dataset`."""
         arguments = {**self.arguments, "sampler": ids, **changed}
         arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
-        try:
+        with users_code("making the loader", "Give arguments of its class"):
             if self.loader == "stallfree":
                 return DataLoader(dataset, **arguments)
             known = {key: value for key, value in arguments.items() if key not in _OF_STALLFREE}
             return torch.utils.data.DataLoader(dataset, **known)
-        except StallfreeError:
-            raise
-        except (TypeError, ValueError) as error:
-            raise job_failed(
-                f"the loader cannot be made with the arguments that were given: {error}. Give those of its class"
-            ) from error
 
     def train(self, batch: Any) -> None:
         """Run one step and synchronize the device. Raises `InputError` if the step raises."""
-        try:
+        with users_code("step(batch)", "It gets what the loader yields, here {}", batch):
             self.step(batch)
             self.wait()
-        except StallfreeError:
-            raise
-        except Exception as error:
-            raise job_failed(
-                f"step(batch) raised {type(error).__name__}: {text_of(error)}. It gets what the loader yields, "
-                f"here {_shape(batch)}"
-            ) from error
 
     def wait(self) -> None:
         """Synchronize the device."""
@@ -172,32 +168,19 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
 
     Raises `InputError` if there is no such function, if it raises, or if it returns something else.
     """
-    place, _, name = where.rpartition(":")
-    if not place or not name.isidentifier():
-        raise job_function(
-            f"{where!r} names no function: give a file or a module and a function, such as my_job.py:build"
-        )
-    is_file = place.endswith(".py") or os.sep in place
-    path = Path(place)
-    if is_file and not path.is_file():
-        raise job_function(f"there is no file {place}: give a file or a module and a function, such as my_job.py:build")
+    module, _, name = where.rpartition(":")
+    path = Path(module)
+    is_file = path.suffix == ".py" or len(path.parts) > 1
+    if not name.isidentifier() or (is_file and not path.is_file()):
+        problem = f"there is no file {module}" if name.isidentifier() else f"{where!r} names no function"
+        raise job_function(f"{problem}: give a file or a module and a function, such as my_job.py:build")
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())  # worker processes import from it
-    try:
-        module = vars(importlib.import_module(path.stem if is_file else place))
-    except Exception as error:
-        raise job_failed(
-            f"{place} cannot be loaded: {type(error).__name__}: {text_of(error)}. Correct it there"
-        ) from error
-    build = module.get(name)
+    with users_code(f"loading {module}", "Correct it there"):
+        build = getattr(importlib.import_module(path.stem if is_file else module), name, None)
     if not callable(build):
-        names = ", ".join(sorted(key for key, value in module.items() if callable(value) and key[0] != "_")[:8])
-        raise job_function(f"{place} has no function {name!r}: give one that it has ({names or 'it has none'})")
-    try:
+        raise job_function(f"{module} has no function {name!r}: give one that it has")
+    with users_code(where, "Correct it there"):
         built = build()
-    except StallfreeError:
-        raise
-    except Exception as error:
-        raise job_failed(f"{where} raised {type(error).__name__}: {text_of(error)}. Correct it there") from error
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
         raise job_function(
             f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
@@ -218,68 +201,27 @@ def _shape(value: Any, depth: int = 2) -> str:
     return f"a value of type {type(value).__name__}"
 
 
-# -- parts of the job -------------------------------------------------------------------------------------------------
+# -- what the runs of an analysis read --------------------------------------------------------------------------------
 
 
 class PartSource(BaseSource):
-    """A part of a job's work: some fetches, some steps, no cache.
+    """The source of a job with these steps, and without a cache."""
 
-    Args:
-        fetch: returns the record of an id.
-        length: number of samples.
-        steps: the prep.
-        threads: whether threads may fetch.
-        clock: measures the CPU time of fetches and steps; None: nothing does.
-    """
-
-    def __init__(
-        self, fetch: Callable[[int], Any], length: int, steps: Compose, threads: bool, clock: CpuClock | None = None
-    ) -> None:
-        self._fetch, self._length, self.threads = fetch, length, threads
-        self.pipeline = steps
-        if clock is not None:
-            self._fetch, self.pipeline = partial(clock.time, 0, fetch), Compose([partial(clock.time, 1, steps)])
+    def __init__(self, source: Any, steps: Compose) -> None:
+        self._source, self.pipeline, self.threads = source, steps, bool(getattr(source, "threads", True))
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._source)
 
     def _record(self, id: int) -> Any:
-        return self._fetch(id)
+        return self._source.fetch(id)
 
     def _where(self, id: int) -> str:
-        return ""
+        return str(self._source.where(id))
 
     def fingerprint(self) -> str:
         """A fingerprint unique to this object."""
         return f"part-{os.getpid()}-{id(self)}"
-
-
-class CpuClock:
-    """CPU seconds of fetches and of steps, interleaved, in all worker processes.
-
-    Args:
-        workers: their number.
-    """
-
-    def __init__(self, workers: int) -> None:
-        self._counts = SharedCounts(4 * (workers + 1))  # of each process: microseconds and number, of both kinds
-
-    def time(self, kind: int, call: Callable[[Any], Any], argument: Any) -> Any:
-        """Return `call(argument)`, and count its time as that of fetches, 0, or of steps, 1."""
-        began = time.thread_time_ns()
-        try:
-            return call(argument)
-        finally:
-            worker = get_worker_info()
-            place = 4 * (0 if worker is None else worker.id + 1) + 2 * kind
-            self._counts.array[place] += round((time.thread_time_ns() - began) / 1000)
-            self._counts.array[place + 1] += 1
-
-    @property
-    def share(self) -> float:
-        """CPU time of a fetch as a share of that of the steps; 0 if there are none."""
-        fetching, fetches, preparing, samples = self._counts.array.reshape(-1, 4).sum(axis=0).tolist()
-        return (fetching / fetches) / (preparing / samples) if fetches and preparing else 0.0
 
 
 class CyclingSampler:
@@ -288,7 +230,6 @@ class CyclingSampler:
     Args:
         ids: ids to yield.
         paths: maps an id to its files, which are dropped from memory before the id is yielded; None: they stay.
-        seed: of the orders.
 
     Attributes:
         resident: share of the pages of files that were still in memory after they were dropped.
@@ -296,95 +237,48 @@ class CyclingSampler:
 
     _CHECKED = 200
 
-    def __init__(self, ids: Sequence[int], paths: Callable[[int], list[str]] | None = None, seed: int = 0) -> None:
-        self._ids, self._paths, self._seed = np.asarray(ids), paths, seed
+    def __init__(self, ids: npt.ArrayLike, paths: Callable[[int], list[str]] | None = None) -> None:
+        self._ids, self._paths = np.asarray(ids), paths
         self.resident: list[float] = []
 
     def __iter__(self) -> Iterator[int]:
-        rng = np.random.default_rng(self._seed)
+        rng = np.random.default_rng(0)
         while True:
             for id in rng.permutation(self._ids).tolist():
                 if self._paths is not None:
-                    paths = self._paths(id)
-                    drop_pages(paths)
+                    drop_pages(paths := self._paths(id))
                     if len(self.resident) < self._CHECKED and (share := resident_share(paths)) is not None:
                         self.resident.append(share)
                 yield id
 
 
-# -- samples read in advance ------------------------------------------------------------------------------------------
+def find_files(source: Any, ids: Sequence[int], seconds: float) -> dict[int, list[str]]:
+    """Return the files that each of some samples is read from. Call it in a child process.
 
-
-@dataclass
-class Records:
-    """Some samples of the job, read once.
-
-    Attributes:
-        ids: their ids.
-        values: their records, if fetch and prep can be separated; else empty.
-        files: the files that each was read from, if they cannot be separated.
-        sample_bytes: mean bytes of a fetch; None if unknown.
+    Reads samples for so many seconds, but at least eight. Raises the error of one that cannot be read.
     """
+    files, opened, end = dict[int, list[str]](), list[str](), time.monotonic() + seconds
 
-    ids: list[int]
-    values: list[Any]
-    files: dict[int, list[str]]
-    sample_bytes: float | None = None
+    def note(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+            flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
+            path = os.path.abspath(os.fsdecode(arguments[0]))
+            own = path.startswith((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-"))
+            if flags & os.O_ACCMODE == os.O_RDONLY and not own:
+                opened.append(path)
 
-    @property
-    def all_files(self) -> list[str]:
-        """The files of all samples."""
-        return list(dict.fromkeys(path for paths in self.files.values() for path in paths))
-
-
-def read_some(job: Job) -> Records:
-    """Read samples in random order: at most 2,048, 256 MiB, and 5 seconds, but at least two batches.
-
-    They are read in a child process. Raises `InputError` for a sample that cannot be read.
-    """
-    return call_in_child(partial(_read_some, job), "the reading of samples")
-
-
-def _read_some(job: Job) -> Records:
-    order = np.random.default_rng(0).permutation(len(job.source)).tolist()
-    started, size, some, opened = time.monotonic(), 0, Records([], [], {}), list[str]()
-    sys.addaudithook(partial(_note_open, opened))  # ends with this process
-    for id in order[:_MOST_SAMPLES]:
+    sys.addaudithook(note)  # ends with this process
+    for id in ids:
         opened.clear()
         try:
-            record = job.source.fetch(id)
+            source.fetch(id)
         except Exception as error:
-            note_sample(error, job.source, id, "fetching")
-            raise job_failed(
-                f"the job cannot be analysed: {described(error)}. Leave this sample out, or correct it"
-            ) from error
-        some.ids.append(id)
-        if job.parted:
-            some.values.append(record)
-            size += payload_bytes(record)
-        else:
-            some.files[id] = [path for path in dict.fromkeys(opened) if os.path.isfile(path)]
-            size += payload_bytes(record)
-        enough = size > _MOST_BYTES or time.monotonic() - started > _MOST_SECONDS
-        if enough and len(some.ids) >= 2 * job.batch_size:
+            note_sample(error, source, id, "fetching")
+            raise
+        files[id] = list(filter(os.path.isfile, dict.fromkeys(opened)))
+        if len(files) >= 8 and time.monotonic() > end:
             break
-    if not job.parted:
-        size = sum(map(os.path.getsize, some.all_files))
-    some.sample_bytes = size / len(some.ids) or None
-    return some
-
-
-def _note_open(opened: list[str], event: str, arguments: tuple[Any, ...]) -> None:
-    """Add the path of a file that is opened for reading, unless it is one of Python or of stallfree."""
-    if event == "open" and len(opened) < _MOST_SAMPLES and isinstance(arguments[0], (str, bytes, os.PathLike)):
-        flags = arguments[2] if len(arguments) > 2 and isinstance(arguments[2], int) else 0
-        path = os.path.abspath(os.fsdecode(arguments[0]))
-        own = path.startswith((sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/dev/shm/stallfree-"))
-        if flags & os.O_ACCMODE == os.O_RDONLY and not own:
-            opened.append(path)
-
-
-# -- files in memory --------------------------------------------------------------------------------------------------
+    return files
 
 
 def resident_share(paths: Iterable[str]) -> float | None:
@@ -392,33 +286,18 @@ def resident_share(paths: Iterable[str]) -> float | None:
 
     None if all files are empty or none can be checked; always None on systems other than Linux.
     """
-    if not shares_memory():
-        return None
     resident = pages = 0
-    for path in paths:
-        with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
-            counts = _pages(file.fileno(), os.fstat(file.fileno()).st_size)
-            resident, pages = resident + counts[0], pages + counts[1]
+    for path in paths if shares_memory() else ():
+        with (
+            contextlib.suppress(OSError, ValueError),  # an empty file cannot be mapped
+            open(path, "rb") as file,
+            mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE, mmap.PROT_READ) as memory,
+        ):
+            vector = (ctypes.c_ubyte * -(-len(memory) // mmap.PAGESIZE))()
+            start = ctypes.c_void_p(np.frombuffer(memory, np.uint8).ctypes.data)
+            if not ctypes.CDLL(None).mincore(start, ctypes.c_size_t(len(memory)), vector):
+                resident, pages = resident + sum(value & 1 for value in vector), pages + len(vector)
     return resident / pages if pages else None
-
-
-def _pages(fd: int, size: int) -> tuple[int, int]:
-    """The number of pages of a file in memory, and of all its pages."""
-    if size == 0:
-        return 0, 0
-    count = -(-size // mmap.PAGESIZE)
-    vector = (ctypes.c_ubyte * count)()
-    with mmap.mmap(fd, size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE) as memory:
-        start = ctypes.c_char.from_buffer(memory)
-        try:
-            failed = ctypes.CDLL(None, use_errno=True).mincore(
-                ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(size), vector
-            )
-        finally:
-            del start
-    if failed:
-        raise OSError(ctypes.get_errno(), "mincore failed")
-    return sum(value & 1 for value in vector), count
 
 
 def drop_pages(paths: Sequence[str]) -> None:
@@ -427,9 +306,7 @@ def drop_pages(paths: Sequence[str]) -> None:
     Dirty pages are written back first. The call is only advisory: check `resident_share` before and after. Files that
     cannot be opened are skipped, and so are all files on systems without this call.
     """
-    if not hasattr(os, "posix_fadvise"):
-        return
-    for path in paths:
+    for path in paths if hasattr(os, "posix_fadvise") else ():
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | OPEN)
             try:
@@ -440,8 +317,9 @@ def drop_pages(paths: Sequence[str]) -> None:
                 os.close(fd)
 
 
-def read_file(path: str) -> None:
-    """Read a file, if it is readable."""
-    with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
-        while file.read(1 << 20):
-            pass
+def read_files(paths: Sequence[str]) -> None:
+    """Read these files."""
+    for path in paths:
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            while file.read(1 << 20):
+                pass

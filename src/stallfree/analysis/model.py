@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -26,8 +25,6 @@ from stallfree.errors import InputError
 
 _BATCHES = 1500
 """Batches that `sustained` simulates; the first quarter is warm-up."""
-
-_PARTS = 1_000_000
 
 _WORKERS = 128
 """Maximum workers that `sustained` simulates; more are modelled as this number of faster ones."""
@@ -146,17 +143,6 @@ def _handed_out(fetching: list[float], preparing: list[float], step: float, load
     return out
 
 
-def knee(rates: Rates) -> float | None:
-    """The minimum share of hits without a fetch stall, F >= min(P, G); None if even 1 is not enough."""
-    share = least_share(lambda hits: rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute))
-    return share if rates.fetch_at(share) >= min(rates.prep_at(share), rates.compute) else None
-
-
-def least_share(enough: Callable[[float], bool]) -> float:
-    """The minimum share, in millionths, that is `enough`; 1 if none is. `enough` must be monotonic."""
-    return bisect_left(range(_PARTS), True, key=lambda part: enough(part / _PARTS)) / _PARTS
-
-
 def _mix(hit: float, miss: float, hits: float) -> float:
     """The rate of a share `hits` at the rate `hit` and the rest at the rate `miss`."""
     if not 0 <= hits <= 1:
@@ -177,6 +163,7 @@ class Costs:
         read: the read from the cache in it, by form.
         size: bytes of a cached sample, by form; infinite if it cannot be stored.
         compute: G in samples/s; infinite if unknown.
+        fetched: mean bytes of a fetched record.
     """
 
     samples: int
@@ -186,6 +173,7 @@ class Costs:
     read: Mapping[str, float] = field(default_factory=dict)
     size: Mapping[str, float] = field(default_factory=dict)
     compute: float = math.inf
+    fetched: float = 0.0
 
 
 @dataclass(frozen=True)

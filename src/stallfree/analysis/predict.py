@@ -18,13 +18,6 @@ from stallfree.analysis.render import plural, speed
 from stallfree.analysis.setting import WORTH, Setting
 from stallfree.units import format_size
 
-_BINDS = {
-    "fetch": "fetch binds (F)",
-    "prep": "prep binds (P)",
-    "compute": "compute binds (G)",
-    "cpu": "the CPUs, which prep, compute and the loader share, bind",
-}
-
 _LIMITS = {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": "what the CPUs share"}
 
 
@@ -116,7 +109,7 @@ def explain(
     elif half is not None and half <= throughput / 2:
         low, high = throughput - half, throughput + half
         ends = f" ({low:,.0f} to {high:,.0f})"
-    bound = _BINDS[after.binding[0]] if len(after.binding) == 1 else f"{limits(after)} bind alike"
+    bound = f"{limits(after)} {'binds' if len(after.binding) == 1 else 'bind alike'}"
     change = f"{throughput / now:.2f} times as many as now ({_rate(now)})"
     result = f"{bound}: {_rate(throughput)}{ends}{each}, {change}"
     answers = (*(f"{change.question}: {_answer(after, change)}" for change in _changes(after)), _jobs_fed(after))
@@ -165,24 +158,19 @@ class _Change:
 
 def _changes(now: Setting) -> Iterator[_Change]:
     """One change for each part: a cache, CPUs, storage, the device."""
-    enough, full = now.whole_share(), now.with_hits(1.0)
+    enough, full = now.enough_cache(), now.with_hits(1.0)
     share = 1.0 if enough is None or now.hits >= enough or now.with_hits(enough).gain(full) > WORTH else enough
     size = share * now.samples * (now.record_bytes or 0.0)
     capacity = f"'{format_size(1.05 * size)}'" if size else "..."
     end = "" if enough is None or now.hits >= enough else f"; {enough:.0%} end the fetch stall"
     do = f"Cache {share:.0%} of the samples, sf.DataLoader(..., cache='auto', capacity={capacity}){end}"
     yield _Change("cache", do, now.with_hits(max(share, now.hits)), ("fetch",), size)
-    twice, need = now.with_cpus(2 * now.cpus), None
-    if now.gain(twice) > WORTH:
-        need = now.enough_cpus()
-    end = "" if need is None else f"; {need} end the prep stall"
-    yield _Change("more CPUs", f"Take twice as many CPUs ({2 * now.cpus}){end}", twice, ("prep", "cpu"), 0.0, True)
+    twice = now.with_cpus(2 * now.cpus)
+    yield _Change("more CPUs", f"Take twice as many CPUs ({twice.cpus})", twice, ("prep", "cpu"), 0.0, True)
     if now.sample_bytes and math.isfinite(now.rates.storage) and now.hits < 1:
         bandwidth = 2 * now.rates.storage * now.sample_bytes * now.jobs
         then = now.with_storage(bandwidth)
-        enough_speed = now.enough_storage() if now.gain(then) > WORTH else None
-        end = "" if enough_speed is None else f"; {speed(enough_speed)} ends the fetch stall"
-        do = f"Put the data on storage twice as fast ({speed(bandwidth)}){end}"
+        do = f"Put the data on storage twice as fast ({speed(bandwidth)})"
         yield _Change("faster storage", do, then, ("fetch",), 0.0, True)
     yield _Change("a faster device", "Use a device twice as fast", now.with_devices(2), ("compute",), 0.0, True)
 
@@ -218,7 +206,7 @@ class Remedy:
 
 def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
     """The recommendations that gain 2%: first those without other hardware, then the others, each by gain."""
-    changes, workers, job = list(_changes(now)), now.loading.workers, data["job"]
+    changes, workers = list(_changes(now)), now.loading.workers
     if remedy is not None and remedy.choice.form != NOTHING:
         choice, size, nothing = remedy.choice, remedy.choice.memory, expect(remedy.costs, NOTHING, 0, workers)
         auto = now.with_option(choice, nothing, max(1, workers))
@@ -232,27 +220,24 @@ def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[di
         do = "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)"
         changes.append(_Change("", do, replace(now, loading=replace(now.loading, overlap=True)), ()))
     if workers < (cpus := data["machine"]["cpus"]):
-        batches = now.loading.ahead / max(1, workers) * (cpus - workers)
-        memory = batches * job["batch_size"] * (job["prepared_bytes"] or 0)
         do = f"Raise num_workers from {workers} to {cpus}, one for each CPU"
-        changes.append(_Change("", do, now.with_workers(cpus), (), memory))
-    found = []
+        changes.append(_Change("", do, now.with_workers(cpus), ()))
+    items = []
     for change in changes:
         if (gain := now.gain(change.then)) > WORTH:
             why = _parts(change.then) + (f"; takes {format_size(change.memory)} of memory" if change.memory else "")
             item = {"do": change.do, "why": why, "throughput": change.then.throughput, "gain": gain}
-            found.append((change.hardware, -gain, item | {"memory_bytes": round(change.memory)}))
-    if (placed := data["placement"]) is not None:
-        fetch, on_device = now.rates.fetch_at(now.hits), placed["on_device"]
-        here = min(fetch, placed["cpu_prep"], placed["step"])
-        there = min(fetch, placed["device_prep"], placed["step_and_prep"])
-        mine, other = (there, here) if on_device else (here, there)
-        if other > WORTH * mine:
-            do = f"Let the {'CPUs' if on_device else 'device'} decode: on_device={not on_device}"
-            why = f"min(F, P, G) is {other:,.0f} there, and {mine:,.0f} where it decodes now"
-            item = {"do": do, "why": why, "throughput": other, "gain": other / mine, "memory_bytes": 0}
-            found.append((False, -other / mine, item))
-    return [item for *_, item in sorted(found, key=lambda one: one[:2])]
+            items.append((change.hardware, -gain, item | {"memory_bytes": round(change.memory)}))
+    placed = data["placement"]
+    if placed is not None:
+        names = ("device", "CPUs") if placed["on_device"] else ("CPUs", "device")
+        rate, other = (min(now.rates.fetch_at(now.hits), placed[name]) for name in names)
+        if other > WORTH * rate:
+            do = f"Let the {names[1]} decode: on_device={not placed['on_device']}"
+            why = f"the job gets {other:,.0f} samples/s, and {rate:,.0f} where it decodes now"
+            item = {"do": do, "why": why, "throughput": other, "gain": other / rate, "memory_bytes": 0}
+            items.append((False, -other / rate, item))
+    return [item for *_, item in sorted(items, key=lambda one: one[:2])]
 
 
 def _parts(setting: Setting) -> str:
@@ -282,12 +267,13 @@ def cache_curve(now: Setting) -> dict[str, Any]:
     """The throughput, F, P and G against the share of the samples that is cached, and the best share."""
     shares = [round(float(x), 3) for x in np.linspace(0, 1, 21)]
     cached = [now.with_hits(x) for x in shares]
-    fetch = [one.rates.fetch_at(one.hits) for one in cached]
+    fetch, best = [one.rates.fetch_at(one.hits) for one in cached], now.enough_cache()
+    best = 1.0 if best is None else best
     return {
         "x": shares,
         "throughput": [one.throughput for one in cached],
         "F": [rate if math.isfinite(rate) else None for rate in fetch],
         "P": [one.rates.prep_at(one.hits) for one in cached],
         "G": [one.rates.compute for one in cached],
-        "best": now.best_share(),
+        "best": best if now.with_hits(0.0).gain(now.with_hits(best)) > WORTH else None,
     }

@@ -1,19 +1,19 @@
 """Text for a terminal and self-contained HTML pages, from one list of blocks.
 
-A report and a simulation are lists of headings, texts, tables and lists. A terminal shows them with `rich`; a page adds
+A report and a simulation are lists of headings, texts, tables and lists. A page adds
 charts, drawn by plotly from the data that it contains. A page makes no network requests.
 """
 
 from __future__ import annotations
 
 import html
-import io
 import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from stallfree.errors import file_unreadable, missing_extra
@@ -83,38 +83,34 @@ Block = Text | Heading | Table | Items | Chart | Raw
 
 def as_text(blocks: Iterable[Block]) -> str:
     """The blocks as text of 80 columns, without terminal control sequences."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.padding import Padding
-    from rich.table import Table as RichTable
-    from rich.text import Text as RichText
-
-    file = io.StringIO()
-    off: Any = {"force_terminal": False, "highlight": False, "emoji": False, "legacy_windows": False}
-    console = Console(file=file, width=_WIDTH, color_system=None, _environ={}, **off)
-
-    def plain(text: object) -> RichText:
-        return RichText("".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split())))
-
+    lines = list[str]()
     for block in blocks:
         if isinstance(block, Heading):
-            console.print("\n", plain(block.text), sep="")
+            lines += ["", "", _plain(block.text)]
         elif isinstance(block, Text):
-            console.print(plain(block.text))
+            lines += wrap(_plain(block.text), _WIDTH)
         elif isinstance(block, Items):
-            for number, (first, more) in enumerate(block.items, 1):
-                row = RichTable.grid(padding=(0, 1, 0, 0))
-                mark = f"{number}." if block.numbered else "-"
-                row.add_row(mark, RichText("\n").join([plain(first), *([plain(more)] if more else [])]))
-                console.print(row)
+            for number, parts in enumerate(block.items, 1):
+                mark = f"{number}. " if block.numbered else "- "
+                for part, first in zip(parts, (mark, " " * len(mark)), strict=True):
+                    indents = {"initial_indent": first, "subsequent_indent": " " * len(mark)}
+                    lines += wrap(_plain(part), _WIDTH, **indents)  # type: ignore[arg-type]
         elif isinstance(block, Table):
-            table = RichTable(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title_justify="left")
-            for place, heading in enumerate(block.headings):
-                table.add_column(heading, justify="right" if place else "left", overflow="fold")
-            for cells in block.rows:
-                table.add_row(*map(plain, cells))
-            console.print(Padding(table, 0))
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+            rows = [list(map(_plain, row)) for row in (block.headings, *block.rows)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+            widths[0] = min(widths[0], _WIDTH - sum(widths[1:]) - 2 * len(widths[1:]))
+            for first, *cells in rows:
+                heading, *more = wrap(first, widths[0]) or [""]
+                figures = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
+                lines += [f"{heading:<{widths[0]}}{figures}", *more]
+                if (first, *cells) == tuple(rows[0]):
+                    lines.append("\u2500" * (sum(widths) + 2 * len(widths[1:])))
+    return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def _plain(text: object) -> str:
+    """`text` in one line, without characters that a terminal obeys."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split()))
 
 
 # -- pages ------------------------------------------------------------------------------------------------------------
@@ -210,17 +206,17 @@ def _embedded(data: Mapping[str, Any]) -> str:
 # -- data and figures -------------------------------------------------------------------------------------------------
 
 
-def expect_format(data: Any, form: str, keys: Iterable[str], place: str = "this") -> None:
-    """Raise `InputError` unless `data`, from `place`, is of the format `form`, version 1, and has these keys."""
+def expect_format(data: Any, form: str, keys: Iterable[str], origin: str = "this") -> None:
+    """Raise `InputError` unless `data`, from `origin`, is of the format `form`, version 1, and has these keys."""
     if not isinstance(data, dict) or data.get("format") != form:
         known = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise file_unreadable(f"{place} is no {form} (its format is {known!r}): give what stallfree saved as one")
+        raise file_unreadable(f"{origin} is no {form} (its format is {known!r}): give what stallfree saved as one")
     if data.get("version") != 1:
         raise file_unreadable(
-            f"{place} is a {form} of version {data.get('version')!r}, and version 1 can be read: make it again"
+            f"{origin} is a {form} of version {data.get('version')!r}, and version 1 can be read: make it again"
         )
     if absent := [key for key in keys if key not in data]:
-        raise file_unreadable(f"{place} is a {form} and lacks {', '.join(absent)}: make it again")
+        raise file_unreadable(f"{origin} is a {form} and lacks {', '.join(absent)}: make it again")
 
 
 def number(value: float, width: float = 0.0) -> str:

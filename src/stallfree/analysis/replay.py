@@ -124,20 +124,24 @@ def replay(
     most = max((int(ids.max()) for ids in epochs if len(ids)), default=-1)
     bytes_of = None if sizes is None else _sizes(sizes, most)
     num_ids = most + 1 if bytes_of is None else len(bytes_of)
-    _check_memory(num_ids)
-    room = _room(capacity, num_ids, bytes_of)
+    if (needed := 64 * num_ids) > (free := free_memory()):
+        raise run_too_large(
+            f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(needed)} of "
+            f"memory, and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
+        )
+    size = _limit(capacity, num_ids, bytes_of)
     importance = _importance(scores, policy, len(epochs), num_ids)
     uses = next_uses(epochs, num_ids) if isinstance(policy, Oracle) else [None] * len(epochs)
     done = []
     with tempfile.TemporaryDirectory(prefix="stallfree-replay-") as folder:
-        cache = SimulatedCache(Path(folder), num_ids, policy, room, bytes_of)
+        cache = SimulatedCache(Path(folder), num_ids, policy, size, bytes_of)
         for number, ids in enumerate(epochs):
             if importance is not None:
                 cache.set_scores(np.arange(num_ids), importance[number])
             done.append(_run(cache, ids, uses[number], bytes_of, batch_size))
             if on_epoch is not None:
                 on_epoch(done[-1])
-        return Replay(policy.name, room if bytes_of is None else 0, tuple(done), cache.resident())
+        return Replay(policy.name, size if bytes_of is None else 0, tuple(done), cache.resident())
 
 
 class SimulatedCache:
@@ -231,79 +235,68 @@ def _run(cache: SimulatedCache, ids: Ids, uses: Scores | None, sizes: Ids | None
     return EpochReplay(len(ids), hits, len(ids) - hits, size, cache.evictions - evictions, cache.rejected - rejected)
 
 
-def _epochs(given: Any) -> list[Ids]:
-    if isinstance(given, Plan):
-        return [given.ids]
-    if isinstance(given, np.ndarray) and given.ndim == 1:
-        return [_ids(given)]
-    if not isinstance(given, Iterable) or isinstance(given, (str, bytes)):
-        raise InputError(f"trace_or_plans={given!r:.80}: give ids, or a sequence of plans or of sequences of ids")
-    items = list(given)
+def _epochs(trace: Any) -> list[Ids]:
+    """The ids of each epoch. Raises `InputError` for what holds none."""
+    if isinstance(trace, Plan) or (isinstance(trace, np.ndarray) and trace.ndim == 1):
+        trace = [trace]
+    if not isinstance(trace, Iterable) or isinstance(trace, (str, bytes)):
+        raise InputError(f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of sequences of ids")
+    items = list(trace)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
-        return [_ids(items)]
+        items = [items]
     return [item.ids if isinstance(item, Plan) else _ids(item) for item in items]
 
 
-def _ids(given: Any) -> Ids:
+def _ids(values: Any) -> Ids:
     try:
-        ids = np.asarray(given)
+        ids = np.asarray(values)
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise InputError(f"a trace holds {given!r:.80}: ids are integers of 0 or more")
+        raise InputError(f"a trace holds {values!r:.80}: ids are integers of 0 or more")
     return ids.astype(np.int64)
 
 
-def _sizes(given: Any, most: int) -> Ids:
-    sizes = np.asarray(given)
+def _sizes(values: Any, most: int) -> Ids:
+    sizes = np.asarray(values)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
-        numbers = f"{sizes.size} of type {sizes.dtype}"
-        raise InputError(f"sizes must be an int of 1 or more for each of the ids 0 to {most}; given were {numbers}")
+        raise InputError(
+            f"sizes must be an int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
+            f"{sizes.dtype}"
+        )
     return sizes.astype(np.int64)
 
 
-def _check_memory(num_ids: int) -> None:
-    if (size := 64 * num_ids) > (free := free_memory()):
-        raise run_too_large(
-            f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(size)} of memory, "
-            f"and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
-        )
-
-
-def _importance(given: Any, policy: Policy, epochs: int, num_ids: int) -> Scores | None:
+def _importance(values: Any, policy: Policy, epochs: int, num_ids: int) -> Scores | None:
     """One row for each epoch, or None for policies that need no scores."""
     takes = policy.given and not isinstance(policy, Oracle)
-    if given is None and not takes:
+    if not takes:
+        if values is not None:
+            raise argument_conflict(
+                f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out"
+            )
         return None
-    if given is None or not takes:
-        needs = f"policy={policy.name!r} needs scores: give a number for each of the {num_ids:,} ids"
-        only = f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out"
-        raise argument_conflict(needs if takes else only)
     try:
-        scores = np.asarray(given, np.float64)
+        scores = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         scores = np.empty(0)
     if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
         raise InputError(
-            f"scores={given!r:.80}: give a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of "
-            f"{epochs} epochs, none of them NaN"
+            f"scores={values!r:.80}, policy={policy.name!r}: give a number for each of the ids 0 to {num_ids - 1}, or "
+            f"a row of them for each of {epochs} epochs, none of them NaN"
         )
     return np.broadcast_to(scores, (epochs, num_ids))
 
 
-def _room(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
+def _limit(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
     """The capacity in samples, or in bytes if there are sizes."""
-    share = isinstance(capacity, str) and capacity.strip().endswith("%")
-    if share or sizes is not None:
-        given = parse_room(capacity, "capacity")
-        if share and not given:
-            raise InputError(f"capacity={capacity!r}: give a share above 0%")
-        if isinstance(given, float):
-            return max(1, int(given * (num_ids if sizes is None else int(sizes.sum()))))
-        assert sizes is not None
-        return min(given, 2 * int(sizes.sum()) + 512 * num_ids + (1 << 20))  # the bytes of all records and their index
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or capacity < 1:
-        raise InputError(
-            f"capacity={capacity!r}: without sizes give a number of samples of 1 or more, or a share such as '35%'"
-        )
-    return min(int(capacity), num_ids)
+    total = num_ids if sizes is None else int(sizes.sum())
+    if sizes is not None or isinstance(capacity, str):
+        size = parse_room(capacity, "capacity")
+        if isinstance(size, float) and size:
+            return max(1, int(size * total))
+        if isinstance(size, int) and sizes is not None:
+            return min(size, 2 * total + 512 * num_ids + (1 << 20))  # the bytes of all records and their index
+    elif not isinstance(capacity, bool) and isinstance(capacity, (int, np.integer)) and capacity >= 1:
+        return min(int(capacity), num_ids)
+    raise InputError(f"capacity={capacity!r}: give a share above 0%, or without sizes a number of samples of 1 or more")

@@ -32,7 +32,7 @@ from stallfree.analysis.render import (
     percent,
     plural,
 )
-from stallfree.analysis.setting import Setting, Sharing
+from stallfree.analysis.setting import Setting
 from stallfree.cache.capacity import free_memory
 from stallfree.errors import InputError, file_unreadable
 from stallfree.ipc.folders import is_path
@@ -159,17 +159,12 @@ class Report:
             then = then if bandwidth is None else then.with_storage(bandwidth)
             return then.with_devices(devices).with_jobs(jobs)
 
-        rounds = [changed(self.setting(number)).throughput for number in range(self._rounds())]
+        measured = [*self.data["rates"].items(), *self.data["runs"].items()]
+        complete = [len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]]
+        rounds = [changed(self.setting(number)).throughput for number in range(min(complete, default=0))]
         half = next_half_width(rounds) if len(rounds) >= ROUNDS_FOR_INTERVAL else None
         drift = self.data["machine"].get("drift", 0.0)
         return explain(before, changed(before), devices=devices, storage=bandwidth, half=half, drift=drift)
-
-    def _rounds(self) -> int:
-        """The number of complete rounds."""
-        measured = [*self.data["rates"].items(), *self.data["runs"].items()]
-        return min(
-            (len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]), default=0
-        )
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size.
@@ -185,29 +180,26 @@ class Report:
 
     def setting(self, number: int | None = None) -> Setting:
         """The measured job, over all rounds or in round `number`."""
-        job, machine, placed = self.data["job"], self.data["machine"], self.data.get("placement")
+        job, machine = self.data["job"], self.data["machine"]
+        measured = self.data["rates"] | self.data["runs"]
 
-        def rate(name: str, group: str = "rates") -> float:
-            measured = self.data[group][name]
-            if measured["value"] is None:
+        def rate(name: str) -> float:
+            if measured[name]["value"] is None:
                 return math.inf
-            return float(measured["value"] if number is None else measured["rounds"][number])
+            return float(measured[name]["value"] if number is None else measured[name]["rounds"][number])
 
-        rates = Rates(rate("G"), rate("P") / (1 + job["fetch_share"]), rate("P_hit"), rate("S"), rate("C"))
+        rates = Rates(*map(rate, ("G", "P_miss", "P_hit", "S", "C")))
         if not job["parted"]:  # P includes reading, at the rate C
             prep = 1 / max(1e-12, 1 / rates.prep - 1 / rates.cache)
             rates = replace(rates, prep=prep, prep_hit=prep)
-        if placed is not None and placed["on_device"]:
-            rates = rates.times(min(1.0, placed["step_and_prep"] / placed["step"]), "compute")
         loading = Loading(
             job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree" and job["parted"]
         )
         cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
         sizes = job["sample_bytes"], job["record_bytes"], job["samples"]
         setting = Setting(rates, loading, job["cache_share"], cores, None, *sizes)
-        runs = [rate(name, "runs") for name in ("cold", "warm")]
-        fastest = max((value for value in runs if math.isfinite(value)), default=math.inf)
-        return replace(setting, sharing=_sharing(setting, fastest, own_cpu=machine["device"] == "cpu"))
+        fastest = max((value for value in map(rate, _RUNS) if math.isfinite(value)), default=math.inf)
+        return setting.reaching(fastest, own_cpu=machine["device"] == "cpu")
 
 
 def make_report(
@@ -224,15 +216,16 @@ def make_report(
     """Create the report of the runs of an analysis.
 
     Args:
-        job: its description: data set, samples, loader, sizes, CPU seconds of a fetch as a share of those of prep.
+        job: its description: data set, samples, loader, sizes.
         device: of the steps.
-        rates: G, P, P_hit, S, C, copy, and those of the job itself, cold and warm.
+        rates: G; P from memory, of misses and of hits; S, C, copy; those of the job itself, cold and warm.
         cache: size of the job's cache.
         notes: remarks on the measurement.
         drift: share by which the machine's own speed changed during the measurement.
         remedy: the choice of `cache="auto"`.
-        placement: the rates with prep on the CPUs and on the device.
+        placement: whether a step decodes on the device, and the rates of the job with this step on "CPUs" and "device".
     """
+    unmeasured = [f"{name}: {rate.note}" for name, rate in rates.items() if rate.note and name != "copy"]
     data: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -243,81 +236,44 @@ def make_report(
             "python": platform.python_version(),
         },
         "machine": {"cpus": cpu_count(), "memory_bytes": free_memory(), "device": str(device), "drift": drift},
-        "job": {**job, "cache_share": 0.0, "cache_bytes": 0},
-        "rates": {name: rates[name].json() for name in ("G", "P", "P_hit", "S", "C", "copy")},
+        "job": {**job, "cache_share": 0.0},
+        "rates": {name: rate.json() for name, rate in rates.items() if name not in _RUNS},
         "runs": {name: rates[name].json() for name in _RUNS},
         "placement": placement,
-        "notes": [*notes, *(f"{name}: {rate.note}" for name, rate in rates.items() if rate.note and name != "copy")],
+        "notes": [*notes, *unmeasured],
     }
     report = Report(data)
     if cache is not None:
-        share = data["job"]["cache_share"] = report.hits_of(cache)
-        data["job"]["cache_bytes"] = round(share * job["samples"] * (job["record_bytes"] or 0))
+        data["job"]["cache_share"] = report.hits_of(cache)
     now = report.setting()
-    data["rates"]["F"] = _fetch_rate(now, rates).json()
+    fetch = now.rates.fetch_at(now.hits)
+    data["rates"]["F"] = Rate(fetch if math.isfinite(fetch) else None).json()
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in _RUNS}
-    few = {name: rate.more for name, rate in rates.items() if rate.more and name != "copy"}
-    data["advice"] = [] if few else advise(now, data, remedy)
-    data["bottleneck"] = bottleneck(now, data)
-    if few:
-        data["bottleneck"] = (
-            f"Too few batches to say what limits: {max(few.values())} more needed for {', '.join(few)}. Give more "
-            "`seconds`, or a smaller `batch_size`."
+    data["curve"], data["bottleneck"], data["advice"] = cache_curve(now), bottleneck(now, data), []
+    if uncertain := _uncertain(data):
+        data["bottleneck"] = f"Too few rounds to say what limits: {uncertain} vary too much. Give more `seconds`."
+    else:
+        data["advice"] = advise(now, data, remedy)
+    cold, warm = rates["cold"], rates["warm"]
+    if cold.value is not None and warm.value is not None and warm.value < cold.value:
+        data["notes"].append(
+            f"the job was not slower with cold files ({cold.value:,.0f} samples/s) than with all data in memory "
+            f"({warm.value:,.0f}): no fetch stall can be seen, or the machine was disturbed"
         )
-    data["curve"] = cache_curve(now)
-    data["notes"] += _remarks(now, rates, drift)
+    if drift > _DRIFT:
+        data["notes"].append(f"the machine's own speed drifted by {drift:.0%} between the rounds: so do the figures")
+    if now.sharing is not None:
+        data["notes"].append(
+            f"the job reaches {max(float(cold), float(warm)):,.0f} samples/s where min(P, G) is "
+            f"{min(now.rates.prep_hit, now.rates.compute):,.0f}: prep, compute and the loader share the CPUs"
+        )
     return report
 
 
-def _remarks(now: Setting, rates: dict[str, Rate], drift: float) -> list[str]:
-    """Notes on what the rates show about the measurement itself."""
-    notes, cold, warm = list[str](), rates["cold"], rates["warm"]
-    if cold.value is not None and warm.value is not None and warm.value < cold.value:
-        apart = cold.low is not None and warm.high is not None and warm.high < cold.low
-        why = (
-            "other work on the machine or a change of its speed between the two is likely, so measure again"
-            if apart
-            else "their intervals overlap, so no fetch stall can be seen"
-        )
-        notes.append(
-            f"the job was slower with all data in memory ({warm.value:,.0f} samples/s) than with cold files "
-            f"({cold.value:,.0f}): {why}"
-        )
-    if drift > _DRIFT:
-        notes.append(
-            f"the machine's own speed drifted by {drift:.0%} between the rounds: no figure is closer than that"
-        )
-    if now.sharing is not None:
-        reached = max(float(rate) for rate in (cold, warm) if rate.value is not None)
-        notes.append(
-            f"the job reaches {reached:,.0f} samples/s where min(P, G) is "
-            f"{min(now.rates.prep_hit, now.rates.compute):,.0f}: prep, compute and the loader share the CPUs"
-        )
-    return notes
-
-
-def _sharing(setting: Setting, fastest: float, *, own_cpu: bool) -> Sharing | None:
-    """How prep, compute and the loader share the CPUs, if the job is slower than each of them alone.
-
-    The CPU time of a sample is that of the job at its fastest. The part that is not prep is the step, if it runs on the
-    CPUs instead of a separate device, and the loader.
-    """
-    if not setting.loading.workers or fastest >= 0.99 * setting.with_hits(1.0).limit:
-        return None
-    seconds = 1 / fastest - (0.0 if setting.loading.overlap else 1 / setting.rates.cache)
-    others = max(0.0, seconds - 1 / setting.rates.prep_hit)
-    step = min(others, 1 / setting.rates.compute) if own_cpu else 0.0
-    return Sharing(step, others - step)
-
-
-def _fetch_rate(setting: Setting, rates: dict[str, Rate]) -> Rate:
-    value, storage = setting.rates.fetch_at(setting.hits), rates["S"]
-    if not math.isfinite(value):
-        return Rate(None, note="storage was not measured by itself")
-    if not storage.value or storage.high is None:
-        return Rate(value, repeats=storage.repeats, note=storage.note, more=storage.more)
-    spread = storage.high / storage.value - 1
-    return Rate(value, value * (1 - spread), value * (1 + spread), storage.repeats)
+def _uncertain(data: Mapping[str, Any]) -> str:
+    """The names of measured rates that have no interval."""
+    measured = {name: rate for name, rate in (data["rates"] | data["runs"]).items() if name not in ("F", "copy")}
+    return ", ".join(name for name, rate in measured.items() if rate["value"] is not None and rate["low"] is None)
 
 
 def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, float]:
@@ -345,18 +301,20 @@ def report_page(data: Mapping[str, Any]) -> str:
 
 def _blocks(data: Mapping[str, Any]) -> list[Block]:
     runs, shares = data["runs"], data["shares"]
-    few = any(measured.get("more") for group in ("rates", "runs") for measured in data[group].values())
     advice = [
         (f"{item['do']}  ({item['gain']:.2f} times, {number(item['throughput'])} samples/s)", item["why"])
         for item in data["advice"]
     ]
-    blocks: list[Block] = [
-        Text(data["bottleneck"], "verdict"),
-        Text(_job_line(data), "job"),
+    what_to_do: list[Block] = [
         Heading("What to do: first without other hardware, each in order of gain"),
         Items(advice, numbered=True)
         if advice
         else Text("Nothing: no change that was looked at makes this job faster."),
+    ]
+    return [
+        Text(data["bottleneck"], "verdict"),
+        Text(_job_line(data), "job"),
+        *([] if _uncertain(data) else what_to_do),
         Heading("Where the time goes"),
         Chart("epoch", "A prep stall is a wait for the CPUs, a fetch stall one for storage."),
         Table(
@@ -370,9 +328,9 @@ def _blocks(data: Mapping[str, Any]) -> list[Block]:
         Heading("What each part delivers alone, in samples/s"),
         Table(
             "Throughput is at most the least of F, P and G",
-            ["rate", "samples/s", "interval of 95%", "repeats"],
+            ["rate", "samples/s", "interval of 95%"],
             [
-                [f"{name}: {meaning}", _figure(rate), interval(rate["low"], rate["high"]), str(rate["repeats"] or "")]
+                [f"{name}: {meaning}", _figure(rate), interval(rate["low"], rate["high"])]
                 for name, meaning in _RATES.items()
                 for rate in [data["rates"][name]]
             ],
@@ -381,7 +339,6 @@ def _blocks(data: Mapping[str, Any]) -> list[Block]:
         Heading("Notes"),
         Items([(note, "") for note in [*data["notes"], _machine_line(data)]]),
     ]
-    return [block for block in blocks if not (few and block in blocks[2:4])]
 
 
 def _figure(measured: Mapping[str, Any]) -> str:
@@ -401,7 +358,7 @@ def _job_line(data: Mapping[str, Any]) -> str:
     cached = f", {percent(job['cache_share'])} of the samples cached" if job["cache_share"] else ""
     return (
         f"{job['dataset']}, {plural(job['samples'], 'sample')}, batches of {job['batch_size']:,}, "
-        f"{job['loader']} loader with {workers}, {job['device']}{cached}"
+        f"{job['loader']} loader with {workers}, {data['machine']['device']}{cached}"
     )
 
 

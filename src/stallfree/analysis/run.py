@@ -33,24 +33,24 @@ clock = time.perf_counter
 
 
 class Row:
-    """The times of the loaders with one kind of data set that are iterated at one place.
+    """The times of the loaders with one kind of data set that are iterated on one line.
 
     Attributes:
-        place: class of the data set, samples per batch (None with a batch sampler), workers, file and line of the loop.
+        key: class of the data set, samples per batch (None with a batch sampler), workers, file and line of the loop.
         passes, batches: their numbers.
         first: seconds from the start of a pass to its first batch, over all passes.
         waited: seconds of the other waits.
         between: seconds between one wait and the following one.
     """
 
-    def __init__(self, place: tuple[Any, ...], persistent: bool) -> None:
-        self.place, self.persistent = place, persistent
+    def __init__(self, key: tuple[Any, ...], persistent: bool) -> None:
+        self.key, self.persistent = key, persistent
         self.passes = self.batches = 0
         self.first = self.waited = self.between = 0.0
 
     def json(self) -> dict[str, Any]:
         """The row as written."""
-        names = dict(zip(("dataset", "batch_size", "num_workers", "where"), self.place, strict=True))
+        names = dict(zip(("dataset", "batch_size", "num_workers", "where"), self.key, strict=True))
         figures = _figures(self.passes, self.batches, self.first, self.waited, self.between)
         return {**names, "persistent_workers": self.persistent, **figures}
 
@@ -102,7 +102,7 @@ class Watch:
     """Times every loader that is iterated in this process, from its creation on. Also an import hook.
 
     Attributes:
-        rows: the loaders by place, in the order in which they were first iterated.
+        rows: the loaders by line, in the order in which they were first iterated.
     """
 
     def __init__(self) -> None:
@@ -146,8 +146,8 @@ class Watch:
                 if thread.depth == 0:
                     thread.leave(started + seconds, seconds, first=True)
             where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-            place = type(loader.dataset).__name__, loader.batch_size, loader.num_workers, where
-            row = self.rows.setdefault(place, Row(place, bool(getattr(loader, "persistent_workers", False))))
+            key = type(loader.dataset).__name__, loader.batch_size, loader.num_workers, where
+            row = self.rows.setdefault(key, Row(key, bool(getattr(loader, "persistent_workers", False))))
             row.first += seconds
             row.passes += 1
             self._passes[iterator] = Pass(row)
@@ -266,9 +266,9 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
         advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
     if not starting:
         return f"Next: {advice}"
-    places, seconds = ", ".join(row["where"] for row in starting), sum(map(_start_seconds, starting))
+    loops, seconds = ", ".join(row["where"] for row in starting), sum(map(_start_seconds, starting))
     return (
-        f"Next: the workers of {places} are started again in each pass, which took {seconds:.1f} s in all: give the "
+        f"Next: the workers of {loops} are started again in each pass, which took {seconds:.1f} s in all: give the "
         f"loader persistent_workers=True.{f' Then {advice}' if total['waited_seconds'] >= SMALL * loop else ''}"
     )
 

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from itertools import combinations
-from typing import Any
 
-from stallfree.analysis.model import Loading, Option, Rates, knee, law, least_share, sustained
+from stallfree.analysis.model import Loading, Option, Rates, law, sustained
 
 WORTH = 1.02
 """Minimum gain of a recommendation; smaller gains are reported as less than 2%."""
 
 _ALIKE = 0.99
 """Parts whose gain is within 1% of the best count as equal bottlenecks."""
-
-_MOST = 4096
-"""Factor of CPUs or storage bandwidth that counts as unlimited."""
-
-_STEPS = 8192
-"""Number of bandwidths tried up to that, each 0.1% above the previous one."""
-
-_FAR = 256
-"""Factor of CPUs that no machine reaches."""
-
-_TRIES = 12
-_NEAR = 1.04
-"""Tolerance for the loss from finite queues if the parts are nearly equal."""
 
 
 @dataclass(frozen=True)
@@ -38,11 +23,11 @@ class Sharing:
 
     Attributes:
         step: of the training step, less on a faster device.
-        rest: of the loader and the training process.
+        loader: of the loader and the training process.
     """
 
     step: float
-    rest: float
+    loader: float
 
 
 @dataclass(frozen=True)
@@ -99,7 +84,7 @@ class Setting:
     def _work(self, prep: float) -> float:
         if self.sharing is None:
             return math.inf
-        return 1 / (1 / prep + self.sharing.step + self.sharing.rest)
+        return 1 / (1 / prep + self.sharing.step + self.sharing.loader)
 
     @cached_property
     def binding(self) -> tuple[str, ...]:
@@ -114,10 +99,10 @@ class Setting:
             cpu: lambda now: now.with_cpus(2 * now.cpus),
             "compute": lambda now: now.with_devices(2),
         }
-        for count in (1, 2):
+        for number in (1, 2):
             gains = {
                 names: self.gain(reduce(lambda then, name: doubled[name](then), names, self))
-                for names in combinations(doubled, count)
+                for names in combinations(doubled, number)
             }
             best = max(gains.values())
             if best > WORTH:
@@ -128,6 +113,28 @@ class Setting:
     def gain(self, then: Setting) -> float:
         """The throughput of `then` relative to this one."""
         return then.throughput / self.throughput
+
+    def reaching(self, fastest: float, *, own_cpu: bool) -> Setting:
+        """This setting, so that with all samples cached it is as fast as the job was.
+
+        If the job is slower than each of its parts alone, prep, compute and the loader share the CPUs. What is not prep
+        is the step, if it runs on the CPUs instead of a separate device, and the loader. Without workers it is prep.
+
+        Args:
+            fastest: samples/s of the job itself at its fastest; infinite if unknown.
+            own_cpu: whether the step runs on the CPUs.
+        """
+        rates, limit = self.rates, self.with_hits(1.0).limit
+        if not self.loading.workers:
+            more = max(0.0, 1 / fastest - 1 / limit)
+            slower = {name: 1 / (1 / getattr(rates, name) + more) for name in ("prep", "prep_hit")}
+            return replace(self, rates=replace(rates, **slower))
+        if fastest >= 0.99 * limit:
+            factor = fastest / limit if limit < fastest < math.inf else 1.0
+            return replace(self, rates=rates.times(factor, "prep", "prep_hit"))
+        others = max(0.0, 1 / fastest - (0.0 if self.loading.overlap else 1 / rates.cache) - 1 / rates.prep_hit)
+        step = min(others, 1 / rates.compute) if own_cpu else 0.0
+        return replace(self, sharing=Sharing(step, others - step))
 
     # -- variants -----------------------------------------------------------------------------------------------------
 
@@ -150,7 +157,7 @@ class Setting:
         if self.sharing is None:
             return then
         freed = 1 / self.rates.prep_hit - 1 / then.rates.prep_hit
-        return replace(then, sharing=replace(self.sharing, rest=self.sharing.rest + freed))
+        return replace(then, sharing=replace(self.sharing, loader=self.sharing.loader + freed))
 
     def with_storage(self, bandwidth: float) -> Setting:
         """With storage of `bandwidth` bytes/s. `sample_bytes` must be known."""
@@ -183,54 +190,21 @@ class Setting:
         rates = Rates(self.rates.compute, prep, prep, fetch, fetch)
         return replace(self, rates=rates, loading=loading, hits=option.hits, cpus=workers, measured=None)
 
-    # -- sufficient resources -----------------------------------------------------------------------------------------
-
-    def enough_cpus(self) -> int | None:
-        """The minimum cores for prep beyond which more gain less than 2%; None if these suffice, or no number does."""
-        need = self._enough(range(self.cpus, _MOST * self.cpus + 1), self.with_cpus)
-        return None if need is None or need > _FAR * self.cpus else int(need)
-
-    def _enough(self, amounts: Sequence[float], change: Callable[[Any], Setting]) -> float | None:
-        """The first of `amounts`, and more for the loss from short queues, beyond which more gain less than 2%."""
-        goal = change(amounts[-1]).limit
-        place = bisect_left(amounts, True, key=lambda amount: change(amount).limit * WORTH >= goal)
-        if place == 0:
-            return None
-        need = amounts[place]
-        for _ in range(_TRIES):
-            if change(need).gain(change(4 * need)) <= _NEAR:
-                break
-            need = math.ceil(1.1 * need) if isinstance(need, int) else 1.1 * need
-        return need
-
-    def enough_storage(self) -> float | None:
-        """The minimum bandwidth beyond which more gains less than 2%, bytes/s; None if the current one suffices."""
-        assert self.sample_bytes
-        now = self.rates.storage * self.sample_bytes * self.jobs
-        return self._enough([now * _MOST ** (step / _STEPS) for step in range(_STEPS + 1)], self.with_storage)
-
     def enough_cache(self) -> float | None:
-        """The minimum share of hits without a fetch stall; None if even 1 is not enough.
+        """The minimum share of hits, in whole percents, without a fetch stall; None if even 1 is not enough.
 
         If a worker alternates fetch and prep, each miss costs its time: the result is then the minimum share within 2%
         of the rate with all samples cached.
         """
-        if self.loading.overlap and self.loading.workers:
-            return knee(self.limited)
-        goal = self.with_hits(1.0).limit / WORTH
-        return least_share(lambda hits: self.with_hits(hits).limit >= goal)
+        rates, goal = self.limited, self.with_hits(1.0).limit
 
-    def whole_share(self) -> float | None:
-        """`enough_cache`, rounded up to whole percents."""
-        enough = self.enough_cache()
-        return None if enough is None else min(1.0, math.ceil(round(100 * enough, 6)) / 100)
+        def suffices(hits: float) -> bool:
+            if self.loading.overlap and self.loading.workers:
+                return rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute)
+            return self.with_hits(hits).limit * WORTH >= goal
 
-    def best_share(self) -> float | None:
-        """The minimum share of samples to cache that ends the fetch stall; None if that gains less than 2%."""
-        enough = self.enough_cache()
-        share = 1.0 if enough is None else enough
-        return share if self.with_hits(0.0).gain(self.with_hits(share)) > WORTH else None
+        return next((percent / 100 for percent in range(101) if suffices(percent / 100)), None)
 
 
 def _scaled(sharing: Sharing, factor: float) -> Sharing:
-    return Sharing(sharing.step * factor, sharing.rest * factor)
+    return Sharing(sharing.step * factor, sharing.loader * factor)

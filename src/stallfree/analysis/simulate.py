@@ -157,76 +157,50 @@ def _check_seconds(seconds: float) -> None:
         raise InputError(f"seconds={seconds!r}: give a number above 0")
 
 
-@dataclass(frozen=True)
-class Interval:
-    """A mean over seeds and its 95% confidence interval (normal)."""
-
-    mean: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(figures: Sequence[float]) -> Interval:
-        """The interval of some figures."""
-        mean = statistics.fmean(figures)
-        half = _Z95 * statistics.stdev(figures) / math.sqrt(len(figures)) if len(figures) > 1 else 0.0
-        return Interval(mean, mean - half, mean + half)
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """A pipeline without and with a prefetcher; the first of each pair is without.
-
-    Attributes:
-        seeds: number of runs of each.
-        seconds: length of the initial phase.
-        first: batches in the initial phase, mean over the seeds.
-        singles: minimum and maximum over the seeds.
-        steady: batches per second after the warm-up.
-        law: the rates of the law.
-        advice: the conclusion, in a sentence.
-        caution: the reliability of a single run, in a sentence.
-    """
-
-    seeds: int
-    seconds: float
-    first: tuple[Interval, Interval]
-    singles: tuple[tuple[int, int], tuple[int, int]]
-    steady: tuple[Interval, Interval]
-    law: tuple[float, float]
-    advice: str
-    caution: str
-
-
-def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> Comparison:
+def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
     """Simulate `pipeline` without and with a prefetcher, each with the seeds 0 to `seeds` - 1.
 
     The first `seconds` are counted as in the articles. The steady state is counted after them, and after a warm-up.
 
+    Returns:
+        The comparison as a page contains it: "seeds" and "seconds" as given; "advice", the conclusion, and "caution",
+        the reliability of a single run, in a sentence; and pairs of which the first is without a prefetcher: batches in
+        the "first" seconds, and per second in the "steady" state, as mean with a 95% interval; the least and most of
+        "singles", the seeds; the rates of the "law".
+
     Raises `InputError` for no seeds, for no time, and for a time with over 2,000,000 batches.
     """
     _check_seconds(seconds)
-    seeds = parse_whole(seeds, "seeds", 1)
-    without, prefetching = replace(pipeline, prefetch=False), replace(pipeline, prefetch=True)
-    batches = seeds * seconds * (without.law + prefetching.law)
+    seeds, both = parse_whole(seeds, "seeds", 1), [replace(pipeline, prefetch=prefetch) for prefetch in (False, True)]
+    batches = seeds * seconds * sum(one.law for one in both)
     if batches > _MOST_BATCHES:
         raise run_too_large(
             f"seconds={seconds:g} with seeds={seeds}: {batches:,.0f} batches would pass, at most {_MOST_BATCHES:,} are "
             "simulated: give fewer seconds or seeds"
         )
-    first, steady = zip(*(_counts(one, seeds, seconds) for one in (without, prefetching)), strict=True)
-    laws = (without.law, prefetching.law)
+    first, steady = zip(*(_counts(one, seeds, seconds) for one in both), strict=True)
     singles = [(min(counts), max(counts)) for counts in first]
-    return Comparison(
-        seeds=seeds,
-        seconds=seconds,
-        first=(Interval.of(first[0]), Interval.of(first[1])),
-        singles=(singles[0], singles[1]),
-        steady=(Interval.of(steady[0]), Interval.of(steady[1])),
-        law=laws,
-        advice=_advice(pipeline, laws),
-        caution=_caution(seconds, singles),
-    )
+    without, prefetching = (_from_to(*ends) for ends in singles)
+    return {
+        "seeds": seeds,
+        "seconds": seconds,
+        "first": list(map(_interval, first)),
+        "singles": singles,
+        "steady": list(map(_interval, steady)),
+        "law": [one.law for one in both],
+        "advice": _advice(pipeline, both[0].law, both[1].law),
+        "caution": (
+            f"One run is one draw: in the first {seconds:g} s single seeds give {without} batches without prefetch and "
+            f"{prefetching} with it. Go by the steady state."
+        ),
+    }
+
+
+def _interval(figures: Sequence[float]) -> dict[str, float]:
+    """The mean of some figures and its 95% confidence interval (normal)."""
+    mean = statistics.fmean(figures)
+    half = _Z95 * statistics.stdev(figures) / math.sqrt(len(figures)) if len(figures) > 1 else 0.0
+    return {"mean": mean, "low": mean - half, "high": mean + half}
 
 
 def _counts(pipeline: Pipeline, seeds: int, seconds: float) -> tuple[list[int], list[float]]:
@@ -234,36 +208,22 @@ def _counts(pipeline: Pipeline, seeds: int, seconds: float) -> tuple[list[int], 
 
     The steady state is measured over whole rounds of the loaders: with constant times these deliver in bursts.
     """
-    first, steady = [], []
     rounds = max(_ROUNDS, math.ceil(_STEADY_BATCHES / (pipeline.law * pipeline.load)))
     length = rounds * pipeline.load
     warm = max(seconds, _WARM_BATCHES / pipeline.law, _ROUNDS * pipeline.load)
-    for seed in range(seeds):
-        run = simulate(pipeline, seconds=warm + length, seed=seed)
-        first.append(run.batches() - run.batches(seconds))
-        steady.append(run.batches(warm) / length)
-    return first, steady
+    runs = [simulate(pipeline, seconds=warm + length, seed=seed) for seed in range(seeds)]
+    return [run.batches() - run.batches(seconds) for run in runs], [run.batches(warm) / length for run in runs]
 
 
-def _advice(pipeline: Pipeline, laws: tuple[float, float]) -> str:
-    gain = laws[1] / laws[0] - 1
-    loaders = pipeline.loaders / pipeline.load
-    if gain < 0.01:
-        if loaders <= laws[0] * 1.0001:
-            need = math.ceil(pipeline.load / max(pipeline.transfer, pipeline.compute))
-            return f"prefetch gains nothing here: add loaders ({need} would keep the device busy)"
-        return "prefetch gains nothing here: the copy takes no time beside the step"
-    if laws[1] >= loaders * 0.9999:
-        return f"prefetch gains {gain:.0%}; after that the loaders are the limit"
-    return f"prefetch gains {gain:.0%}: copy and step overlap"
-
-
-def _caution(seconds: float, singles: list[tuple[int, int]]) -> str:
-    without, prefetching = (_from_to(*ends) for ends in singles)
-    return (
-        f"One run is one draw: in the first {seconds:g} s single seeds give {without} batches without prefetch and "
-        f"{prefetching} with it. Go by the steady state."
-    )
+def _advice(pipeline: Pipeline, without: float, prefetching: float) -> str:
+    gain, loaders = prefetching / without - 1, pipeline.loaders / pipeline.load
+    if gain >= 0.01:
+        after = "after that the loaders are the limit" if prefetching >= loaders * 0.9999 else ""
+        return f"prefetch gains {gain:.0%}" + (f"; {after}" if after else ": copy and step overlap")
+    if loaders <= without * 1.0001:
+        need = math.ceil(pipeline.load / max(pipeline.transfer, pipeline.compute))
+        return f"prefetch gains nothing here: add loaders ({need} would keep the device busy)"
+    return "prefetch gains nothing here: the copy takes no time beside the step"
 
 
 # -- the page and the text --------------------------------------------------------------------------------------------
@@ -275,7 +235,7 @@ _LAW = "The law: min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch: 
 
 def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
     """Both runs of a pipeline, of seed 0, and their comparison, in the format of `simulation_page`."""
-    comparison, runs = asdict(compare(pipeline, seeds=seeds, seconds=seconds)), []
+    comparison, runs = compare(pipeline, seeds=seeds, seconds=seconds), []
     for prefetch, name in enumerate(_KINDS):
         run = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
         depth = pipeline.depth if prefetch else 0
@@ -287,14 +247,17 @@ def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0
         f"{plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to compute; "
         f"variation {pipeline.variation:g}"
     )
-    data = {"title": title, "runs": runs, "shown": int(pipeline.prefetch), "pipeline": asdict(pipeline)}
-    return {"format": "stallfree-simulation", "version": 1, **data, "comparison": comparison}
+    return _page_data(title, runs, int(pipeline.prefetch), asdict(pipeline), comparison)
 
 
 def recording_data(name: str, events: Iterable[Event], *, seconds: float | None = None) -> dict[str, Any]:
     """The log of a real loader in the format of `simulation_page`."""
-    data = {"title": name, "runs": [run_data(name, events, seconds=seconds)], "shown": 0}
-    return {"format": "stallfree-simulation", "version": 1, **data, "pipeline": None, "comparison": None}
+    return _page_data(name, [run_data(name, events, seconds=seconds)], 0, None, None)
+
+
+def _page_data(title: str, runs: list[Any], shown: int, pipeline: Any, comparison: Any) -> dict[str, Any]:
+    data = {"title": title, "runs": runs, "shown": shown, "pipeline": pipeline, "comparison": comparison}
+    return {"format": "stallfree-simulation", "version": 1, **data}
 
 
 def run_data(
@@ -328,10 +291,7 @@ def run_data(
         seconds = max(event.end for event in kept) - first
     if not seconds > 0:
         raise file_unreadable(f"{name}: all events are at one instant: give a log of something that took time")
-    rows = [
-        [event.start - first, event.end - first, str(event.actor), str(event.what), event.batch, event.epoch]
-        for event in kept
-    ]
+    rows = [[each.start - first, each.end - first, each.actor, each.what, each.batch, each.epoch] for each in kept]
     left_out = len(ordered) - len(kept)
     return {"name": name, "seconds": seconds, "queue": queue, "depth": depth, "left_out": left_out, "events": rows}
 

@@ -1,17 +1,14 @@
-"""What commands print and write: tables, JSON, and a check of files before a measurement."""
+"""What commands print and write: JSON, and a check of files before a measurement."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
 
 from stallfree.errors import file_unwritable
 
@@ -29,20 +26,10 @@ _FILE_WIDTH = 140
 
 def console(json_file: Path | None = None) -> Console:
     """The standard output; silent if JSON goes there."""
-    found = Console(highlight=False, quiet=json_file == _STDOUT)
-    if not found.is_terminal:
-        found.width = max(found.width, _FILE_WIDTH)
-    return found
-
-
-def table(title: str | None, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table with columns of words, which are cut if there is no room, and of numbers, which are not."""
-    found = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for heading in words:
-        found.add_column(heading, overflow="ellipsis", no_wrap=True)
-    for heading in numbers:
-        found.add_column(heading, justify="right", no_wrap=True)
-    return found
+    out = Console(highlight=False, quiet=json_file == _STDOUT)
+    if not out.is_terminal:
+        out.width = max(out.width, _FILE_WIDTH)
+    return out
 
 
 def print_json(data: Any) -> None:

@@ -22,9 +22,7 @@ def analyze(
         str | None, typer.Option(help="What the job may cache, such as 4GiB or 50%. Default: nothing.", metavar="SIZE")
     ] = None,
     device: Annotated[str | None, typer.Option(help="Where the step works. Default: cpu.", metavar="DEVICE")] = None,
-    seconds: Annotated[
-        float, typer.Option(help="The longest time for each of the eight runs.", metavar="SECONDS")
-    ] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Time for each of the five runs.", metavar="SECONDS")] = 10.0,
     json: JsonFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a page that works offline.", metavar="FILE")] = None,
 ) -> None:
@@ -40,8 +38,8 @@ def analyze(
     writable(json)
     writable_page(html)
     dataset, arguments, step = load_job(job)
-    given: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
-    report = run(dataset, step, **{**arguments, **{key: value for key, value in given.items() if value is not None}})
+    options: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
+    report = run(dataset, step, **arguments | {key: value for key, value in options.items() if value is not None})
     out = console(json)
     out.out(str(report))
     write_json(json, report.data, out)

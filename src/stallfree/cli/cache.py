@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.live import Live
+from rich.table import Table
 from rich.text import Text
 
-from stallfree.cli._output import JsonFlag, console, print_json, table
+from stallfree.cli._output import JsonFlag, console, print_json
 from stallfree.errors import StorageError, cache_not_found
 from stallfree.units import format_size
-
-if TYPE_CHECKING:
-    from stallfree.cache.admin import CacheInfo
 
 app = typer.Typer(help="List or remove the caches of this user.", no_args_is_help=True, rich_markup_mode=None)
 
@@ -43,9 +43,11 @@ def ls(
 
     Example: stallfree cache ls --watch
     """
+    from stallfree.cache.admin import list_caches
+
     root, out = _root(store), console()
     if json:
-        print_json([asdict(cache) | {"path": str(cache.path), **_requests(cache.path)} for cache in _caches(root)])
+        print_json([asdict(cache) | {"path": str(cache.path), **_requests(cache.path)} for cache in list_caches(root)])
     elif watch and out.is_terminal:
         with suppress(KeyboardInterrupt), Live(_listing(root), console=out, auto_refresh=False) as live:
             while True:
@@ -57,19 +59,23 @@ def ls(
 
 def _listing(root: Path) -> RenderableType:
     """Return a table of the caches and one of the servers."""
-    from stallfree.cli._servers import running_servers
+    from stallfree.cache.admin import list_caches
+    from stallfree.cache.redis.servers import running_servers
 
     figures = ("used", "capacity")
-    caches = table(None, ("name", "policy", "state"), ("hits", "misses", "resident", "samples", *figures))
-    for cache in _caches(root):
+    caches = _table(None, ("name", "policy", "state"), ("hits", "misses", "resident", "samples", *figures))
+    for cache in list_caches(root):
         states = [word for word, holds in (("in use", cache.in_use), ("persistent", cache.persist)) if holds]
         counts = [*_requests(cache.path).values(), cache.resident_items, cache.samples]
         cells = _figures(counts, cache.used_bytes, cache.capacity_bytes) if cache.capacity_bytes > 0 else ["?"] * 6
         caches.add_row(cache.name, cache.policy or "?", ", ".join(states) or "left behind", *cells)
-    servers = table("servers of this host", ("store", "state"), ("hits", "misses", "keys", *figures))
-    for row in running_servers(root):
-        cells = _figures([row.hits, row.misses, row.keys], row.used_bytes, row.capacity_bytes)
-        servers.add_row(row.store, *(["lost", *"-----"] if row.lost else ["in use", *cells]))
+    servers = _table("servers of this host", ("store", "state"), ("hits", "misses", "keys", *figures))
+    for store, info in running_servers(root):
+        if info is None:
+            servers.add_row(store, "lost", *"-----")
+        else:
+            counts = [info[name] for name in ("keyspace_hits", "keyspace_misses", "keys")]
+            servers.add_row(store, "in use", *_figures(counts, info["used_memory"], info["maxmemory"]))
     tables = [shown for shown in (caches, servers) if shown.row_count]
     return Group(*tables) if tables else Text(f"no caches in {root}", no_wrap=True, overflow="ignore")
 
@@ -78,10 +84,14 @@ def _figures(counts: list[int | None], used: int, capacity: int) -> list[str]:
     return [*("?" if n is None else f"{n:,}" for n in counts), format_size(used), format_size(capacity)]
 
 
-def _caches(root: Path) -> list[CacheInfo]:
-    from stallfree.cache.admin import list_caches
-
-    return list_caches(root)
+def _table(title: str | None, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """A table with columns of words, which are cut if there is no room, and of numbers, which are not."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
+    for heading in words:
+        made.add_column(heading, overflow="ellipsis", no_wrap=True)
+    for heading in numbers:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
 
 
 def _requests(path: Path) -> dict[str, int | None]:

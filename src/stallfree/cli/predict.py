@@ -33,8 +33,8 @@ def predict(
     """
     from stallfree.analysis.report import Report
 
-    found = Report.load(report).predict(cache=cache, cpus=cpus, storage=storage, devices=devices, jobs=jobs)
+    prediction = Report.load(report).predict(cache=cache, cpus=cpus, storage=storage, devices=devices, jobs=jobs)
     if json:
-        print_json({key: None if value == math.inf else value for key, value in asdict(found).items()})
+        print_json({key: None if value == math.inf else value for key, value in asdict(prediction).items()})
     else:
-        typer.echo(str(found))
+        typer.echo(str(prediction))

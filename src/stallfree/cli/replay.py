@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -105,14 +106,13 @@ def _result(results: Sequence[Replay]) -> str:
 def _rows(result: Replay, every: bool) -> Iterator[list[str]]:
     """The first epoch, the mean of the later ones, and the sum; or every epoch."""
     epochs, last = result.epochs, len(result.epochs)
-    parts: list[tuple[str, Sequence[EpochReplay], int]] = [
-        ("1", epochs[:1], 1),
-        (f"2-{last} mean", epochs[1:], last - 1),
-    ]
-    if every or last <= 2:
-        parts = [(str(number), [epoch], 1) for number, epoch in enumerate(epochs, 1)]
-    for name, group, count in [*parts, *([("all", epochs, 1)] if last > 1 else [])]:
-        hits, misses, evictions, rejected = (sum(getattr(epoch, key) for epoch in group) / count for key in _FIGURES)
+    groups = {str(number): [epoch] for number, epoch in enumerate(epochs, 1)}
+    if last > 2 and not every:
+        groups = {"1": [epochs[0]], f"2-{last} mean": list(epochs[1:])}
+    if last > 1:
+        groups["all"] = [result.total]
+    for name, group in groups.items():
+        hits, misses, evictions, rejected = (fmean(getattr(epoch, key) for epoch in group) for key in _FIGURES)
         figures = f"{hits:,.0f}", f"{misses:,.0f}", f"{hits / (hits + misses):.2%}", f"{evictions:,.0f}"
         yield [f"{result.policy}: {name}", *figures, f"{rejected:,.0f}"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -118,12 +118,17 @@ class FirstLook:
         return {id: value for id, value in values.items() if not isinstance(value, CodecError)}
 
 
-def look(source: Source, steps: Compose) -> FirstLook:
+def look(source: Source, steps: Compose, run: Callable[..., Any] = call_in_child) -> FirstLook:
     """Make some samples spread over a data set twice, to see which part of the pipeline may be cached.
 
     This happens in a child process, so that what the data set opens is not shared with processes forked later. A plain
     data set is also fetched twice. Raises the error of the first of these samples if all fail, `InputError` for a data
     set with random samples.
+
+    Args:
+        source: the data set.
+        steps: applied to its records.
+        run: returns the result of a call, made in such a process; gets the call, and what it does.
     """
     plain = plain_beneath(source)
     origin = source if plain is None else plain.dataset
@@ -131,9 +136,7 @@ def look(source: Source, steps: Compose) -> FirstLook:
         raise dataset_random(f"{_name(origin)} is marked as random; {_FREEZE}")
     if mark_of(origin) is None and drew(origin):
         raise _refused(origin, "its samples proved random while a cache was filled", certain=True)
-    random_part, samples = call_in_child(
-        partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}"
-    )
+    random_part, samples = run(partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}")
     if random_part is not None and random_part.at == SOURCE:
         raise _refused(origin, random_part.why, certain=random_part.certain)
     warn_of_doubt(steps.transforms, random_part)
@@ -154,7 +157,7 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
         if len(records) >= _LEAST and time.monotonic() - began > _SECONDS:
             break
         fetch, again = partial(_fetch, source, id, records), None if plain is None else partial(source.fetch, id)
-        before = checked if random_part is None else checked[: random_part.at + 1]
+        before = checked if random_part is None else checked[: random_part.at + (not random_part.certain)]
         try:
             _, differs = make_twice(fetch, again, before, trust, states)
         except StepError as failed:

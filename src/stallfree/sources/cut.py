@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -88,11 +88,16 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
 # --- any data set ---------------------------------------------------------------------------------------------------
 
 
-def cut_any(dataset: Any) -> tuple[Source | None, str]:
+def cut_any(dataset: Any, run: Callable[..., Any] | None = None) -> tuple[Source | None, str]:
     """Cut a data set at the transforms among its attributes; return it and its words, or None and the reason.
 
     The attributes of nested data sets count too. Those whose names suggest a transform are tried together, then with
     all others that can be called, then one by one.
+
+    Args:
+        dataset: the data set.
+        run: gets a call, which it makes in a child process and whose result it returns, and a function that makes the
+            cut source from this result, there too.
     """
     names = [name for name in _callables(dataset) if not _READER.search(name.rpartition(".")[2])]
     likely = [name for name in names if _TRANSFORM.search(name.rpartition(".")[2])]
@@ -100,13 +105,17 @@ def cut_any(dataset: Any) -> tuple[Source | None, str]:
     tries = [names for at, names in enumerate(tries) if names and names not in tries[:at]][:_TRIES]
     if not tries:
         return None, f"no attribute of {type(dataset).__name__} holds a transform"
+
+    def build(arguments: _Cut) -> CutSource:
+        return CutSource(dataset, *arguments)
+
     try:
-        arguments = call_in_child(partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}")
+        call, what = partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}"
+        source = build(call_in_child(call, what) if run is None else run(call, build))
     except InputError as error:
         return None, text_of(error)
     except Exception as error:  # of a sample
         return None, f"{type(error).__name__}: {text_of(error)}"
-    source = CutSource(dataset, *arguments)
     return source, source.words
 
 

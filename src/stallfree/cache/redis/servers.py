@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from stallfree import errors
-from stallfree.ipc.folders import SharedFolder
+from stallfree.ipc.folders import SharedFolder, in_use, is_root
 from stallfree.ipc.shared_array import shared_array
 
 log = logging.getLogger("stallfree")
@@ -416,3 +416,33 @@ def _attached(path: Path, *arguments: Any) -> Servers:
     servers = Servers(folder, *arguments)
     weakref.finalize(servers, folder.close)
     return servers
+
+
+# -- the servers of this host -----------------------------------------------------------------------------------------
+
+
+def running_servers(root: Path) -> list[tuple[str, dict[str, Any] | None]]:
+    """Return the stores in use below `root`, and what the servers report that they have started on this host.
+
+    That is None for a server that does not answer within 0.25 s. Connects by their sockets only: a port may by now
+    belong to another program, which would receive the password.
+    """
+    folders = [file.parent for file in sorted(root.glob(f"redis-*/{RECORDS}"))] if is_root(root) else []
+    return [(folder.name.removeprefix("redis-"), _reported(folder)) for folder in folders if in_use(folder)]
+
+
+def _reported(folder: Path) -> dict[str, Any] | None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        from redis import Redis
+
+        id, records = (folder / ID).read_text(), json.loads((folder / RECORDS).read_text())
+        password = next(record["password"] for record in records if record["id"] == id)
+        path = f"/proc/self/fd/{fd}/{SOCKET}"  # a socket address has room for 107 bytes
+        options: Any = {"socket_timeout": PAUSE, "socket_connect_timeout": PAUSE, "retry": None}
+        with Redis(unix_socket_path=path, password=password, **options) as client:
+            return {**client.info("everything"), "keys": client.dbsize()}
+    except Exception:  # of the file system, the socket or redis-py: the server starts, ends or is lost
+        return None
+    finally:
+        os.close(fd)
