@@ -1,4 +1,4 @@
-"""`Executor`, which builds batches, and the executors that use gather threads or the training process.
+"""`Executor`, which builds batches, and the executors that use threads or the training process.
 
 An executor receives tasks through `submit` and returns results from `poll`, in any order; neither waits. It wakes the
 waiting loop through descriptors, so that one wait covers all executors.
@@ -14,14 +14,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
+from concurrent import futures
 
 from stallfree.cache.serial import stay_alone
 from stallfree.datasets.samples import Pending
-from stallfree.errors import batch_timeout
-from stallfree.loader.batch import BatchBuilder, failure
-from stallfree.loader.messages import GATHERER, NO_SLOT, UNDONE, Result, Task
-from stallfree.loader.ring import Ring
+from stallfree.errors import WorkerError, batch_timeout
+from stallfree.loader.batch import BatchBuilder
+from stallfree.loader.messages import GATHERER, UNDONE, Result, Task
+
+LIVES = 3
+"""Number of workers that may die on one batch before an error."""
 
 
 class Executor:
@@ -30,13 +32,12 @@ class Executor:
     Attributes:
         needs_slot: whether `submit` requires tasks with a slot.
         descriptors: the descriptors to wait for, with events of `select.poll`.
-        slots_to_take: free slots that the submitted tasks will take themselves; an upper bound.
         replaced: number of workers that died since this was last set to 0.
         stuck: whether no worker gets started here, so that another process should try.
     """
 
     needs_slot = stuck = False
-    slots_to_take = replaced = 0
+    replaced = 0
     descriptors: Sequence[tuple[int, int]] = ()
 
     def submit(self, task: Task) -> None:
@@ -93,25 +94,17 @@ class TrainingProcess(Executor):
         started = time.monotonic()
         task, pending = self._tasks[number]
         pending.deadline = started + self._seconds
-        self._wait_for_fetches(task, pending)
+        if pending.fetches and futures.wait(list(pending.fetches.values()), self._seconds).not_done:
+            raise batch_timeout(
+                f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its samples are "
+                f"{task.ids.tolist()}, and storage does not give them. Give a larger timeout if it takes so long"
+            )
         waited = time.monotonic() - started
         del self._tasks[number]
         result = self._builder.finish(task, pending, here=True)
         result.fetch_seconds += waited
         result.started = started if result.started else 0.0
         return [result]
-
-    def _wait_for_fetches(self, task: Task, pending: Pending) -> None:
-        for future in list(pending.fetches.values()):
-            if not future.done():
-                with contextlib.suppress(TimeoutError, CancelledError):
-                    future.exception(max(0.0, (pending.deadline or 0.0) - time.monotonic()))
-                if not future.done():
-                    raise batch_timeout(
-                        f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its "
-                        f"samples are {task.ids.tolist()}, and storage does not give them. Give a larger timeout if "
-                        "it takes so long"
-                    )
 
     def forget(self, token: int) -> None:
         for _, pending in self._tasks.values():
@@ -125,41 +118,23 @@ class TrainingProcess(Executor):
         self.forget(0)
 
 
-class GatherThreads(Executor):
-    """Threads that fill slots directly from the cache. A thread takes a slot only when it starts a task.
+class ThreadExecutor(Executor):
+    """An executor whose threads deliver the results. A pipe wakes the loop, but only while that waits."""
 
-    Args:
-        builder: builds.
-        ring: has the slots.
-        threads: number of threads.
-    """
+    needs_slot = True
 
-    def __init__(self, builder: BatchBuilder, ring: Ring, threads: int) -> None:
-        self._builder, self._ring = builder, ring
-        self._submitted = self._wanted = 0
-        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    def __init__(self) -> None:
         self._done: deque[Result] = deque()
-        self._awaited = False
+        self._wanted, self._awaited = 0, False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.descriptors = [(self._read, select.POLLIN)]
-        self._threads = [
-            threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    @property
-    def slots_to_take(self) -> int:  # type: ignore[override]
-        return self._submitted - self._begun.qsize()
-
-    def submit(self, task: Task) -> None:
-        self._submitted += 1
-        self._tasks.put(task)
-
-    def forget(self, token: int) -> None:
-        self._wanted = token
+    def deliver(self, result: Result) -> None:
+        """Make a result available. Called by the threads."""
+        self._done.append(result)
+        if self._awaited:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._write, b"x")
 
     def prepare_wait(self) -> bool:
         self._awaited = True
@@ -175,28 +150,48 @@ class GatherThreads(Executor):
             results.append(self._done.popleft())
         return results
 
+    def forget(self, token: int) -> None:
+        self._wanted = token
+
+    def close(self) -> None:
+        """Close the pipe, after the threads have ended."""
+        os.close(self._read)
+        os.close(self._write)
+
+
+class GatherThreads(ThreadExecutor):
+    """Threads that fill slots directly from the cache.
+
+    Args:
+        builder: builds.
+        threads: number of threads.
+    """
+
+    def __init__(self, builder: BatchBuilder, threads: int) -> None:
+        super().__init__()
+        self._builder = builder
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, task: Task) -> None:
+        self._tasks.put(task)
+
     def describe(self, task: Task) -> str:
         return "a thread that gathers"  # called after all other executors
 
     def _run(self) -> None:
         stay_alone()
         while (task := self._tasks.get()) is not None:
-            self._done.append(self._do(task))
-            if self._awaited:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._write, b"x")
+            self.deliver(self._build(task))
 
-    def _do(self, task: Task) -> Result:
-        wanted = task.token >= self._wanted
-        try:
-            slot = self._ring.take() if wanted else None
-        except Exception as error:  # the folder cannot be created
-            return failure(task, error, here=True)
-        finally:
-            self._begun.put(None)
-        if not wanted:
-            return Result(UNDONE, task.token, task.number, NO_SLOT)
-        task = Task(task.token, task.number, NO_SLOT if slot is None else slot, task.epoch, task.ids)
+    def _build(self, task: Task) -> Result:
+        if task.token < self._wanted:
+            return Result(UNDONE, task.token, task.number, task.slot)
         result = self._builder.gather(task)
         result.worker = GATHERER
         return result
@@ -208,5 +203,14 @@ class GatherThreads(Executor):
         for thread in self._threads:
             if threading.current_thread() is not thread:  # the garbage collector may run in any thread
                 thread.join()
-        os.close(self._read)
-        os.close(self._write)
+        super().close()
+
+
+def deadly_batch(task: Task, workers: str, last: str) -> WorkerError:
+    """Return the error of a batch during which `LIVES` workers ended; `last` describes the end of the last one."""
+    ids = task.ids.tolist()
+    return WorkerError(
+        f"{LIVES} {workers} one after the other on batch {task.number} of epoch {task.epoch}, which holds the samples "
+        f"{ids}; the last: {last}. Prepare these samples with num_workers=0 to see why",
+        ids=ids,
+    )

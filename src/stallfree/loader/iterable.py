@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import time
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import torch
 import torch.utils.data
 
 from stallfree.errors import iteration_over
-from stallfree.loader.epochs import STATE_VERSION, EpochsBase, check_state
+from stallfree.loader.epochs import STATE_VERSION, EpochsBase, check_position
 from stallfree.loader.pool import Counts
 from stallfree.loader.run import OVER, EpochPass
 from stallfree.pipeline.randomness import sample_seed
@@ -35,12 +34,14 @@ class _Progress:
         first: batches of the epoch that were delivered before the iteration.
         taken: batches of the epoch that the iteration has taken from torch's loader, failed ones included.
         state: of the data set, as loaded for the first batch; or None.
+        exhausted: whether there are no more batches.
     """
 
     number: int
     first: int = 0
     taken: int = 0
     state: Any = None
+    exhausted: bool = False
 
 
 class IterableEpochs(EpochsBase):
@@ -61,12 +62,11 @@ class IterableEpochs(EpochsBase):
     source: Any = SimpleNamespace(knows_ranks=False)
 
     def __init__(self, loader: Any, counts: Counts) -> None:
+        super().__init__()
         self.counts, self.seed = counts, loader.seed
         self._next = 0  # number of the next epoch
         self._set: int | None = None  # the epoch that the data set was given
         self._resume: _Progress | None = None
-        self._progress: _Progress | None = None
-        self._passes: list[weakref.ref[_TorchPass]] = []
         self.adopt(loader)
 
     def adopt(self, loader: Any) -> None:
@@ -93,8 +93,6 @@ class IterableEpochs(EpochsBase):
     def __len__(self) -> int:
         return len(self._loader)
 
-    # -- iterations ---------------------------------------------------------------------------------------------------
-
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, for the data set too if it has `set_epoch`."""
         dataset = self._arguments["dataset"]
@@ -104,7 +102,7 @@ class IterableEpochs(EpochsBase):
         self._next = epoch
         self._resume = self._progress = self._prefetcher = None
 
-    def _begin(self, prefetcher: Any) -> Iterator[Any]:
+    def _begin(self, prefetcher: Any) -> EpochPass:
         progress = self._resume or _Progress(self._next)
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
             self._end_passes(stop_workers=False)
@@ -112,23 +110,16 @@ class IterableEpochs(EpochsBase):
             self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
         if self.seed is not None:
             self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.number, 0))
-        begun = _TorchPass(iter(self._loader), progress, self, counts_waits=prefetcher is None)
-        self._passes = [*(known for known in self._passes if known() is not None), weakref.ref(begun)]
-        self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
+        begun = _TorchPass(self, progress, iter(self._loader), in_loop=prefetcher is None)
         self._progress, self._resume, self._next = progress, None, progress.number + 1
         return begun
-
-    def finished(self, progress: Any) -> None:
-        """Record an iteration that is exhausted."""
-        if self._progress is progress:
-            self._progress = None
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def position(self) -> dict[str, Any]:
         """The state of the iteration, including batches that a prefetcher has taken ahead."""
-        progress = self._progress or self._resume or _Progress(self._next)
+        progress = self._active or self._resume or _Progress(self._next)
         of_dataset, dataset = progress.state, self._arguments["dataset"]
         here = progress.taken > progress.first and not self._arguments["num_workers"]
         if here and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
@@ -150,7 +141,7 @@ class IterableEpochs(EpochsBase):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
-        check_state(state, self._describe())
+        check_position(state, self._describe())
         if state["dataset_epoch"] is not None:
             self.set_epoch(state["dataset_epoch"])
         batches, of_dataset = state["batches"], state["dataset"]
@@ -161,7 +152,7 @@ class IterableEpochs(EpochsBase):
     def _describe(self) -> dict[str, Any]:
         return {"seed": self.seed, **{name: self._arguments[name] for name in ("batch_size", "num_workers")}}
 
-    # -- counts -------------------------------------------------------------------------------------------------------
+    # -- counts and end -----------------------------------------------------------------------------------------------
 
     def stats(self) -> LoaderStats:
         """Return the statistics of the loader since its creation."""
@@ -173,7 +164,7 @@ class IterableEpochs(EpochsBase):
         self._torchs = None
 
     def _end_passes(self, *, stop_workers: bool) -> None:
-        for one in [one for known in self._passes if (one := known()) is not None]:
+        for one in self._living():
             stop = getattr(one.batches, "_shutdown_workers", None)
             one.close()
             if stop_workers and stop is not None and one.is_here:  # an exception may keep the iterator alive
@@ -185,38 +176,28 @@ class IterableEpochs(EpochsBase):
 
 
 class _TorchPass(EpochPass):
-    """One pass over torch's loader.
+    """One pass over torch's loader: `batches`. Those that were delivered before the pass are dropped."""
 
-    Args:
-        batches: iterator of torch's loader. Batches that were delivered before the pass are dropped.
-        progress: of the pass, updated here.
-        epochs: started it.
-        counts_waits: count the waits for batches.
-    """
-
-    def __init__(self, batches: Iterator[Any], progress: Any, epochs: IterableEpochs, *, counts_waits: bool) -> None:
-        super().__init__(progress, epochs.counts, epochs)
-        self.batches, self._epochs, self._counts_waits = batches, epochs, counts_waits
+    def __init__(self, epochs: IterableEpochs, progress: _Progress, batches: Iterator[Any], *, in_loop: bool) -> None:
+        super().__init__(epochs, progress, in_loop=in_loop)
+        self.batches = batches
 
     def _take(self) -> tuple[Any, Any]:
         if self.closed:
             raise iteration_over(OVER)
-        begun, counts, progress = time.monotonic(), self.counts, self.progress
+        begun, progress = time.monotonic(), self.progress
         while True:
             try:
                 batch = next(self.batches)
-            except StopIteration:
-                self._epochs.finished(progress)
-                raise
-            except Exception:  # torch's loader continues with the following batch
-                progress.taken += 1
+            except Exception as error:  # torch's loader continues with the following batch
+                progress.taken += not isinstance(error, StopIteration)
                 raise
             progress.taken += 1
             if progress.taken > progress.first:
                 break
-        counts["batches"] += 1
-        if self._counts_waits:
-            counts["wait_seconds"] += time.monotonic() - begun
+        self.counts["batches"] += 1
+        if self._in_loop:
+            self.counts["wait_seconds"] += time.monotonic() - begun
         return batch, None
 
     def _stop(self) -> None:

@@ -116,8 +116,11 @@ class Result:
 
     def add_to(self, counts: dict[str, Any]) -> None:
         """Add the hits, misses, bytes, seconds and skips of the batch to `counts`."""
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(self, name)
+        counts["hits"] += self.hits
+        counts["misses"] += self.misses
+        counts["storage_bytes"] += self.storage_bytes
+        counts["fetch_seconds"] += self.fetch_seconds
+        counts["prep_seconds"] += self.prep_seconds
         counts["skips"] += self.skipped
 
     def pack(self) -> list[bytes | memoryview]:

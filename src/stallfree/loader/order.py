@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, make_plan
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
@@ -287,3 +287,75 @@ def order_of(setup: SourceSetup) -> EpochSource:
     if own is not None:
         return own
     return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)
+
+
+# -- the samplers that a loader shows ---------------------------------------------------------------------------------
+
+NextIds = Callable[[Order, int | None], Ids]
+"""Begins an epoch of an order, by default the next one, and returns its ids."""
+
+
+def shown_samplers(loader: Any, epochs: Any, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
+    """The public `sampler` and `batch_sampler` of a loader with these arguments.
+
+    Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
+    They also iterate over them, to skip the first batches of an epoch.
+    """
+    if sampler is None:
+        order: Any = getattr(epochs.source, "order", epochs.source)  # of a window
+        if getattr(order, "ranks", None) is not None:
+            sampler = DealtSampler(loader.dataset, order, epochs.next_ids)
+        elif isinstance(order, Order) and loader.shuffle:
+            sampler = ShuffledSampler(loader.dataset, loader.generator, order, epochs.next_ids)
+        elif loader.shuffle:
+            sampler = RandomSampler(loader.dataset, generator=loader.generator)
+        else:
+            sampler = SequentialSampler(loader.dataset)
+    if batch_sampler is None and loader.batch_size is not None:
+        batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return sampler, batch_sampler
+
+
+class ShuffledSampler(RandomSampler):
+    """The order of a loader with `shuffle=True`. Each iteration over it is the loader's next epoch."""
+
+    same_on_all_ranks = True
+
+    def __init__(self, dataset: Any, generator: Any, order: Order, next_ids: NextIds) -> None:
+        super().__init__(dataset, generator=generator)
+        self._order, self._next_ids = order, next_ids
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._next_ids(self._order, None).tolist())
+
+
+class DealtSampler(DistributedSampler[Any]):
+    """The part of this rank of a loader with `ranks=`. Each iteration over it is the loader's next epoch.
+
+    It is a `DistributedSampler`, so that Lightning does not partition the samples again. The loader counts its own
+    epochs; `set_epoch` here affects only direct iteration over this object.
+    """
+
+    def __init__(self, dataset: Any, order: Order, next_ids: NextIds) -> None:
+        self.dataset, self.epoch = dataset, 0
+        self._order, self._next_ids = order, next_ids
+        self._given: int | None = None
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank of this process."""
+        return rank_and_count(self._order.ranks)[0]
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return rank_and_count(self._order.ranks)[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = self._given = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._next_ids(self._order, self._given).tolist())
+
+    def __len__(self) -> int:
+        return self._order.samples

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import queue
 import random
-import select
 import sys
 import time
 from collections.abc import Callable
@@ -22,16 +21,12 @@ import torch
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.datasets.samples import Pending
-from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
-from stallfree.loader.executors import Executor
+from stallfree.loader.executors import LIVES, Executor, deadly_batch
 from stallfree.loader.messages import FORGET, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
 from stallfree.notes import add_note
 from stallfree.platform import how_it_ended
-
-LIVES = 3
-"""Number of workers that may die on one batch before an error."""
 
 _STOP_SECONDS = 5.0
 _NO_MORE = 1 << 62
@@ -195,20 +190,18 @@ class WorkerProcesses(Executor):
                 results.append(Result(UNDONE, task.token, task.number, task.slot))
             else:
                 tasks.append(task)
-        if tasks and not hung and self._lives_left(tasks[0]) <= 0:
-            results.append(failure(tasks[0], _killer(tasks.pop(0), dead.child.exit_code), here=True))
+        if tasks and not hung:
+            key = (tasks[0].token, tasks[0].number)
+            self._deaths[key] = self._deaths.get(key, 0) + 1
+            if self._deaths[key] >= LIVES:
+                del self._deaths[key]
+                error = deadly_batch(tasks[0], "worker processes died", how_it_ended(dead.child.exit_code))
+                results.append(failure(tasks.pop(0), error, here=True))
         if tasks:
             fresh = self._workers[number] = self._start(number)
             for task in tasks:
                 fresh.tasks.append(task)
                 fresh.child.send(task.pack())
-
-    def _lives_left(self, task: Task) -> int:
-        key = (task.token, task.number)
-        deaths = self._deaths[key] = self._deaths.get(key, 0) + 1
-        if deaths >= LIVES:
-            del self._deaths[key]
-        return LIVES - deaths
 
     def _start(self, number: int) -> _Worker:
         setup = self._setup
@@ -231,52 +224,49 @@ class WorkerProcesses(Executor):
         end_all([worker.child for worker in workers], _STOP_SECONDS)
 
 
-def _killer(task: Task, exit_code: int | None) -> WorkerError:
-    ids = task.ids.tolist()
-    return WorkerError(
-        f"{LIVES} worker processes died one after the other on batch {task.number} of epoch {task.epoch}, which holds "
-        f"the samples {ids}; the last: {how_it_ended(exit_code)}. Prepare these samples with num_workers=0 to see "
-        "why",
-        ids=ids,
-    )
-
-
-def wait(descriptors: list[tuple[int, int]], seconds: float) -> bool:
-    """Wait up to `seconds` for an event on a descriptor; return whether there was one."""
-    poller = select.poll()
-    for descriptor, events in descriptors:
-        poller.register(descriptor, events)
-    return bool(poller.poll(max(0.0, seconds) * 1000))
-
-
 # -- in a worker -------------------------------------------------------------------------------------------------------
 
 
 def worker_main(parent: Parent, setup: WorkerSetup) -> None:
     """Run a worker until its end."""
-    inbox = _Inbox(setup.builder)
-    parent.listen(inbox.take)
-    setup.builder.reader.split.quiet = True  # the trainer warns
+    builder = setup.builder
+    inbox: queue.SimpleQueue[tuple[Task, Pending | None] | None] = queue.SimpleQueue()
+    wanted, ahead = 0, False
+
+    def take(message: bytearray | None) -> None:
+        """Receive a message of the trainer and start the fetches of its task; None at the end. Runs in a thread."""
+        nonlocal wanted
+        if message is None:
+            inbox.put(None)
+            return
+        kind, task = unpack_task(message)
+        if kind == FORGET:
+            wanted = max(wanted, task.token)
+        else:
+            inbox.put((task, builder.start(task) if ahead else None))
+
+    parent.listen(take)
+    builder.reader.split.quiet = True  # the trainer warns
     prepare_process(setup)
     try:
         parent.report()
     except OSError:
         return  # the trainer has exited
     problem = problem_of_init(setup)
-    inbox.ahead = problem is None
+    ahead = problem is None  # fetches start only after the user's `worker_init_fn`
     while (item := inbox.get()) is not None:
         task, pending = item
-        if task.token < inbox.wanted:
+        if task.token < wanted:
             result = Result(UNDONE, task.token, task.number, task.slot)
         elif problem is not None:
             result = failure(task, problem, here=False)
         else:
-            result = setup.builder.finish(task, pending or setup.builder.start(task), here=False)
+            result = builder.finish(task, pending or builder.start(task), here=False)
         try:
             parent.send(*result.pack())
         except OSError:
             break  # the trainer has exited
-    setup.builder.reader.close()
+    builder.reader.close()
 
 
 def prepare_process(setup: WorkerSetup) -> None:
@@ -301,30 +291,3 @@ def problem_of_init(setup: WorkerSetup) -> Exception | None:
         add_note(error, "calling worker_init_fn")
         return error
     return None
-
-
-class _Inbox:
-    """Receives tasks and starts their fetches immediately, while the worker prepares an earlier task."""
-
-    def __init__(self, builder: BatchBuilder) -> None:
-        self._builder = builder
-        self._tasks: queue.SimpleQueue[tuple[Task, Pending | None] | None] = queue.SimpleQueue()
-        self.ahead = False
-        """Whether to start fetches: only after the user's `worker_init_fn` has run."""
-        self.wanted = 0
-        """Batches of iterations before this one are dropped."""
-
-    def get(self) -> tuple[Task, Pending | None] | None:
-        """The next task, with its fetches in flight, if any; None at the end."""
-        return self._tasks.get()
-
-    def take(self, message: bytearray | None) -> None:
-        """Receive a message of the trainer; None at the end."""
-        if message is None:
-            self._tasks.put(None)
-            return
-        kind, task = unpack_task(message)
-        if kind == FORGET:
-            self.wanted = max(self.wanted, task.token)
-        else:
-            self._tasks.put((task, self._builder.start(task) if self.ahead else None))

@@ -26,10 +26,9 @@ from stallfree.errors import (
     state_mismatch,
 )
 from stallfree.ipc.process import context_of, start_method
-from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of
+from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of, shown_by
 from stallfree.loader.order import Order
 from stallfree.loader.pool import Options, new_counts
-from stallfree.loader.shown import shown_by
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux
