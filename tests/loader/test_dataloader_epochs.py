@@ -22,7 +22,7 @@ from loader_data import (
     picture,
     same,
 )
-from stallfree.loader import pool
+from stallfree.loader.pool import WorkerPool
 from stallfree.sources.base import BaseSource
 from warm import Interpreter
 
@@ -211,11 +211,11 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
     gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else it would find none free, and end before it has begun."""
-    wait = pool.wait
+    wait = WorkerPool.wait
 
-    def open_and_wait(*arguments: Any) -> bool:
+    def open_and_wait(*arguments: Any) -> None:
         gate.open()
-        return wait(*arguments)
+        wait(*arguments)
 
     ids = [0, 1, 2]
     with sf.DataLoader(
@@ -228,7 +228,7 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
         iterator = iter(loader)
         assert loader._epochs.kept is not None
         assert loader._epochs.kept.ring.free == 0
-        monkeypatch.setattr(pool, "wait", open_and_wait)
+        monkeypatch.setattr(WorkerPool, "wait", open_and_wait)
         assert [int(batch) for batch in iterator] == list(range(8))
         assert [int(batch) for batch in kept] == [0, 1, 2]
 

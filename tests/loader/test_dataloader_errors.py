@@ -16,7 +16,7 @@ import torch
 
 import stallfree as sf
 from loader_data import Gate, Made, as_list, picture, zero_dim
-from stallfree.loader import pool
+from stallfree.loader.pool import WorkerPool
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 BAD = (3, 4, 5, 9)
@@ -223,7 +223,7 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypa
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with monkeypatch.context() as patched:
-            patched.setattr(pool, "wait", interrupted)
+            patched.setattr(WorkerPool, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iterator)
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):

@@ -116,19 +116,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
-    shuffle: bool
-    seed: int | None
-    with_ids: bool
-    on_error: str
-    staging: int | str | None
-    device: Any
-    event_log: str | os.PathLike[str] | None
-    ranks: tuple[int, int] | str | None
-    workers: Any
     _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
     _auto: Any
-    _counts: Counts
     _epochs: Epochs | IterableEpochs
     _prefetcher: DevicePrefetcher | None
     __initialized = False

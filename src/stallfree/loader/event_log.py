@@ -9,7 +9,6 @@ from pathlib import Path
 
 from stallfree.errors import file_unwritable
 from stallfree.loader.messages import GATHERER, Result
-from stallfree.platform import OPEN
 
 _LINES = 4096
 """Maximum number of buffered lines."""
@@ -66,13 +65,8 @@ class EventLog:
         if not lines or os.getpid() != self._owner:
             return
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN, 0o666)
-            try:
-                data = memoryview("".join(lines).encode())
-                while len(data):
-                    data = data[os.write(fd, data) :]
-            finally:
-                os.close(fd)
+            with self._path.open("a") as file:
+                file.writelines(lines)
         except OSError as error:
             log.warning("the log of events %s ends here, it cannot be written: %s", self._path, error)
             self._owner = -1

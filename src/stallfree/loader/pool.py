@@ -14,17 +14,16 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from stallfree.datasets.reader import Reader
+from stallfree.frames import users_level
 from stallfree.loader.batch import BatchBuilder
 from stallfree.loader.collate import Collate
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess
+from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess, WorkerProcesses, WorkerSetup
 from stallfree.loader.messages import NO_SLOT, Result, Task
-from stallfree.loader.processes import WorkerProcesses, WorkerSetup
 from stallfree.loader.ring import Ring
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
@@ -123,7 +122,12 @@ class WorkerPool:
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
         if not shares_memory():
             if options.workers:
-                _warn_of_workers(options.workers)
+                warnings.warn(
+                    f"num_workers={options.workers}: worker processes need Linux, so batches are prepared by the "
+                    "training process. num_workers=0 says the same without this warning",
+                    RuntimeWarning,
+                    stacklevel=users_level(),
+                )
         elif options.workers or remote is not None:
             workers = options.workers if remote is None else remote.num_workers
             setup = WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
@@ -219,16 +223,6 @@ class WorkerPool:
         """Stop threads and workers, and remove the ring. Kept batches stay valid. Idempotent."""
         self.closed = True
         self._end()
-
-
-@lru_cache(maxsize=1)
-def _warn_of_workers(workers: int) -> None:
-    warnings.warn(
-        f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
-        "num_workers=0 says the same without this warning",
-        RuntimeWarning,
-        stacklevel=2,
-    )
 
 
 def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:

@@ -77,6 +77,7 @@ class Progress:
     Attributes:
         number: as given.
         handed_out: batches delivered, those before the first of the plan included.
+        tasks: the batches that were started and not delivered, in order.
         exhausted: whether all batches were delivered.
         problem: the exception of the sampler, which ends the epoch; None without one.
     """
@@ -86,8 +87,8 @@ class Progress:
         self.problem: Exception | None = None
         self._plan, self._batches, self._skip, self._repeats = plan, plan.batches, plan.skip, repeats
         self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
-        self._started: deque[tuple[Ids, int]] = deque()  # started, not delivered
-        self._recent: deque[tuple[Ids, int]] = deque(maxlen=RECENT)  # delivered
+        self.tasks: deque[Task] = deque()
+        self._recent: deque[Task] = deque(maxlen=RECENT)  # delivered
 
     def peek(self) -> bool:
         """Return whether there is another batch to start."""
@@ -110,19 +111,17 @@ class Progress:
         self._ready.append((ids, repeat))
         return True
 
-    def start(self) -> tuple[int, Ids, int]:
-        """Take a batch, after `peek`: its number, its ids, and how often these have come before."""
-        number = self.handed_out + len(self._started)
-        batch = self._ready.popleft()
-        self._started.append(batch)
-        return number, *batch
+    def start(self, token: int = 0) -> Task:
+        """Start a batch, after `peek`."""
+        ids, repeat = self._ready.popleft()
+        task = Task(token, self.handed_out + len(self.tasks), NO_SLOT, self.number, ids, repeat)
+        self.tasks.append(task)
+        return task
 
-    def hand_out(self) -> Ids:
-        """Record the delivery of the first batch in flight, and return its ids."""
-        batch = self._started.popleft()
-        self._recent.append(batch)
+    def hand_out(self) -> None:
+        """Record the delivery of the first batch that was started."""
+        self._recent.append(self.tasks.popleft())
         self.handed_out += 1
-        return batch[0]
 
     def end(self) -> Exception:
         """Return what ends the epoch. An exception is removed, because its traceback refers to the iterating frame."""
@@ -142,7 +141,7 @@ class Progress:
         if limits is None or self._is_endless(*limits):
             return Position(batches, None, self._plan.dealt)
         recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
-        remaining = [*recent, *self._started, *self._ready]
+        remaining = [*((task.ids, task.repeat) for task in [*recent, *self.tasks]), *self._ready]
         repeats = [repeat for _, repeat in remaining]
         ids = [ids.tolist() for ids, _ in remaining]
         return Position(batches, ids, self._plan.dealt, repeats if any(repeats) else None)
@@ -281,8 +280,8 @@ class PlainPass(EpochPass):
             started = time.monotonic()
             if not progress.peek():
                 raise progress.end()
-            progress.start()
-            ids = progress.hand_out()
+            ids = progress.start().ids
+            progress.hand_out()
             try:
                 data, made = self._make(ids.tolist())
             except StopIteration as error:
@@ -358,8 +357,7 @@ class Pass(EpochPass):
         self.pool, self._token, self._plan = pool, pool.begin(), plan
         super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=in_loop)
         self._keeps_pool = options.persistent
-        self._tasks: dict[int, Task] = {}  # started, not delivered
-        self._results: dict[int, Result] = {}  # of those, the finished ones
+        self._results: dict[int, Result] = {}  # of finished batches that were not delivered
         try:
             self._start_more()
         except BaseException:
@@ -385,14 +383,14 @@ class Pass(EpochPass):
         try:
             self._start_more()
             started = time.monotonic()
-            number = progress.handed_out
-            while number not in self._tasks:
+            while not progress.tasks:
                 if not progress.peek():
                     return None
                 self._wait(started, None)  # batches of an earlier iteration still hold all slots
                 self._start_more()
+            number = progress.handed_out
             while number not in self._results:
-                self._wait(started, self._tasks[number])
+                self._wait(started, progress.tasks[0])
             if self._in_loop:
                 self.counts["wait_seconds"] += time.monotonic() - started
             self._start_more(handing_out=1)  # now, not after the next training step
@@ -408,10 +406,9 @@ class Pass(EpochPass):
         """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
-        while len(self._tasks) < most and pool.room and progress.peek():
-            number, ids, repeat = progress.start()
-            task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids, repeat)
-            pool.submit(task, gather=pool.builder.can_gather(ids))
+        while len(progress.tasks) < most and pool.room and progress.peek():
+            task = progress.start(self._token)
+            pool.submit(task, gather=pool.builder.can_gather(task.ids))
 
     def _wait(self, started: float, task: Task | None) -> None:
         """Wait until `task` or any other task has progressed."""
@@ -420,7 +417,7 @@ class Pass(EpochPass):
         for result in results:
             if result.status == UNDONE:
                 self.counts["retries"] += 1
-                undone = self._tasks[result.number]
+                undone = self.progress.tasks[result.number - self.progress.handed_out]
                 undone.slot = result.slot
                 pool.submit(undone, gather=False)
             else:
@@ -452,7 +449,6 @@ class Pass(EpochPass):
         if result.skipped:
             self._report_skips(result.note.decode().split("\n"))
         result.add_to(counts)
-        self._tasks.pop(result.number, None)
         self.progress.hand_out()
         if result.status == READY:
             memory = ring.lease(result.slot, result.size, KEPT)
@@ -492,7 +488,6 @@ class Pass(EpochPass):
         """Drop what is under way. Slots of batches in flight are freed when their results arrive."""
         for result in self._results.values():
             self.pool.ring.give(result.slot)
-        self._tasks.clear()
         self._results.clear()
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight

@@ -26,9 +26,15 @@ from stallfree.cache.sample_cache import SampleCache, attach_or_create
 from stallfree.errors import not_picklable, text_of
 from stallfree.ipc.process import find_unpicklable
 from stallfree.loader.batch import failure
-from stallfree.loader.executors import LIVES, ThreadExecutor, deadly_batch
+from stallfree.loader.executors import (
+    LIVES,
+    ThreadExecutor,
+    WorkerSetup,
+    deadly_batch,
+    prepare_process,
+    problem_of_init,
+)
 from stallfree.loader.messages import PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
-from stallfree.loader.processes import WorkerSetup, prepare_process, problem_of_init
 from stallfree.loader.ring import Slots
 from stallfree.ray.workers import AHEAD
 
