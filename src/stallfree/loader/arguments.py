@@ -76,14 +76,12 @@ def check_numbers(
     num_workers: Any, batch_size: Any, timeout: Any, prefetch_factor: Any, persistent_workers: bool
 ) -> None:
     """Raise `InputError` for an invalid number."""
-    if not _is_int(num_workers) or num_workers < 0:
-        raise InputError(f"num_workers={num_workers!r}: give 0 (no worker processes) or more")
-    if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
-        raise InputError(f"batch_size={batch_size!r}: give an int of 1 or more, or None for single samples")
+    parse_whole(num_workers, "num_workers", 0)
+    for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
+        if value is not None:
+            parse_whole(value, name, 1)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
         raise InputError(f"timeout={timeout!r}: give seconds, or 0 for {WAIT_SECONDS:.0f} s")
-    if prefetch_factor is not None and (not _is_int(prefetch_factor) or prefetch_factor < 1):
-        raise InputError(f"prefetch_factor={prefetch_factor!r}: give an int of 1 or more")
     if persistent_workers and num_workers == 0:
         raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 
@@ -177,10 +175,6 @@ def seed_of(dataset: Any, seed: Any, generator: Any) -> int | None:
 def as_int(value: Any) -> int | None:
     """Return a whole number, such as one of NumPy, as an int; None stays None."""
     return None if value is None else operator.index(value)
-
-
-def _is_int(value: Any) -> bool:
-    return type(value) is int or (hasattr(type(value), "__index__") and not isinstance(value, bool))
 
 
 def shown_by(*names: str) -> Callable[[Any], str]:
