@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -20,7 +20,6 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import Pending, Samples
 from stallfree.errors import IdError, text_of
-from stallfree.ipc.remote import pack_error
 from stallfree.loader.collate import (
     BatchBuffer,
     Bytes,
@@ -156,7 +155,7 @@ class BatchBuilder:
                 deadline, pending = pending.deadline, self.reader.start(task.ids)
                 pending.deadline = deadline
         except Exception as error:
-            return failure(task, error, here=here)
+            return failure(task, error)
         spent = time.monotonic() - started
         return Result(
             destination.status,
@@ -298,7 +297,6 @@ def _log_of_gather(problem: str) -> None:
     )
 
 
-def failure(task: Task, error: BaseException, *, here: bool) -> Result:
-    """Return the result of a task that raised `error`; for another process (not `here`), the error is packed."""
-    failed = Result(FAILED, task.token, task.number, task.slot)
-    return replace(failed, value=error) if here else replace(failed, note=pack_error(error))
+def failure(task: Task, error: BaseException) -> Result:
+    """Return the result of a task that raised `error`."""
+    return Result(FAILED, task.token, task.number, task.slot, value=error)

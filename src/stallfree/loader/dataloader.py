@@ -20,10 +20,10 @@ from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_settings, seed_of, shown_by
-from stallfree.loader.epochs import Epochs, Seeds
+from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, shown_samplers, source_of
-from stallfree.loader.pool import Counts, Options, new_counts
+from stallfree.loader.pool import Options, new_counts
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
@@ -33,7 +33,6 @@ from stallfree.units import parse_size, parse_whole
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
     from stallfree.device.prefetcher import DevicePrefetcher
-    from stallfree.loader.iterable import IterableEpochs
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -182,8 +181,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         if multiprocessing_context is not None:
             self.multiprocessing_context = context
         if self._dataset_kind:
-            from stallfree.loader.iterable import IterableEpochs
-
             self._epochs = IterableEpochs(self, self._counts)
             self.sampler, self.batch_sampler = self._epochs.samplers
         else:
@@ -437,11 +434,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
                 f"{method} is for a loader with sampler=ImportanceSampler(...): give it one, or leave out the call"
             )
         return source
-
-    @property
-    def counts(self) -> Counts:
-        """The live counts of `stats`, by name."""
-        return self._counts
 
     def stats(self) -> LoaderStats:
         """The statistics of this loader since its creation."""

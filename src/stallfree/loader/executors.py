@@ -411,7 +411,7 @@ class WorkerProcesses(Executor):
             if self._deaths[key] >= LIVES:
                 del self._deaths[key]
                 error = deadly_batch(tasks[0], "worker processes died", how_it_ended(dead.child.exit_code))
-                results.append(failure(tasks.pop(0), error, here=True))
+                results.append(failure(tasks.pop(0), error))
         if tasks:
             fresh = self._workers[number] = self._start(number)
             for task in tasks:
@@ -474,7 +474,7 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
         if task.token < wanted:
             result = Result(UNDONE, task.token, task.number, task.slot)
         elif problem is not None:
-            result = failure(task, problem, here=False)
+            result = failure(task, problem)
         else:
             result = builder.finish(task, pending or builder.start(task), here=False)
         try:

@@ -74,21 +74,17 @@ class Order(_Counted):
     Attributes:
         seed: may be set later, before the first batch.
         ranks: as given.
+        shuffles: whether it depends on the seed.
     """
 
     planned: bool = True
 
     def __init__(self, setup: SourceSetup) -> None:
         super().__init__(setup)
-        self.seed, self.ranks = setup.seed, setup.ranks
+        self.seed, self.ranks, self.shuffles = setup.seed, setup.ranks, setup.shuffle
 
     def __len__(self) -> int:
         return self._setup.num_batches(self.samples)
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether it depends on the seed."""
-        return self._setup.shuffle
 
     @property
     def samples(self) -> int:
@@ -270,23 +266,19 @@ def _listed(ids: Any) -> Any:
 
 def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
     """Return what `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
-    return _own(dataset, setup) or order_of(setup)
-
-
-def _own(bringer: Any, setup: SourceSetup) -> EpochSource | None:
-    """Return the source that a data set or a sampler brings itself."""
-    if not callable(getattr(type(bringer), "epoch_source", None)):
-        return None
-    source: EpochSource = bringer.epoch_source(setup)
-    return source
+    return dataset.epoch_source(setup) if _brings_source(dataset) else order_of(setup)
 
 
 def order_of(setup: SourceSetup) -> EpochSource:
     """Return the source that the sampler brings, or that of a sampler or batch sampler, or the loader's own order."""
-    own = _own(setup.sampler, setup)
-    if own is not None:
+    if _brings_source(setup.sampler):
+        own: EpochSource = setup.sampler.epoch_source(setup)
         return own
     return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)
+
+
+def _brings_source(bringer: Any) -> bool:
+    return callable(getattr(type(bringer), "epoch_source", None))
 
 
 # -- the samplers that a loader shows ---------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from stallfree.datasets.epoch_source import EpochPlan, Position
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import Samples, index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
-from stallfree.ipc.remote import unpack_error
+from stallfree.ipc.forked import Owner
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats
@@ -197,7 +196,7 @@ class EpochPass(Iterator[Any]):
         self.progress, self.counts, self.closed = progress, epochs.counts, False
         self._epochs, self._deliver, self._log, self._in_loop = epochs, deliver, log, in_loop
         self._delivered_at: float | None = None
-        self._owner = os.getpid()
+        self._owner = Owner()
 
     def __next__(self) -> Any:
         if self.progress.exhausted:
@@ -234,14 +233,9 @@ class EpochPass(Iterator[Any]):
         for problem in problems[: max(0, _REPORTED_SKIPS - self.counts["skips"])]:
             log.warning("left out a sample: %s", problem)
 
-    @property
-    def is_here(self) -> bool:
-        """Whether this process began the pass."""
-        return os.getpid() == self._owner
-
     def close(self) -> None:
         """End this pass. Idempotent."""
-        if self.closed or not self.is_here:
+        if self.closed or not self._owner.is_here:
             return
         self.closed = True
         self._stop()
@@ -378,8 +372,10 @@ class Pass(EpochPass):
         pool, progress = self.pool, self.progress
         if self.closed or pool.closed or self._token != pool.token:
             raise iteration_over(OVER)
-        if self._owner != os.getpid():  # its results would be those that the parent awaits
-            raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
+        if not self._owner.is_here:  # its results would be those that the parent awaits
+            raise iteration_over(
+                f"this iteration is that of process {self._owner.pid}, which was forked. Begin a new one"
+            )
         try:
             self._start_more()
             started = time.monotonic()
@@ -457,7 +453,7 @@ class Pass(EpochPass):
         else:
             try:
                 if result.status == FAILED:
-                    raise raisable(unpack_error(result.note) if result.value is None else result.value)
+                    raise raisable(result.error)
                 if result.status == EMPTY:
                     return None
                 data = result.value if result.status == WHOLE else self._copied(result)

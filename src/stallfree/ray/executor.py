@@ -131,7 +131,7 @@ class RayExecutor(ThreadExecutor):
             try:
                 slot = self._slots.reserve(task.slot, len(batch))
             except Exception as error:
-                return failure(task, error, here=True)
+                return failure(task, error)
             if slot is None:
                 result.status, result.memory, result.size = PRIVATE, batch.copy(), len(batch)
             else:
@@ -152,7 +152,7 @@ class RayExecutor(ThreadExecutor):
             for at, (key, task) in enumerate(list(actor.tasks.items())):
                 self._deaths[key] = self._deaths.get(key, 0) + (at < AHEAD)  # the others had not begun
                 if self._deaths[key] >= LIVES:
-                    failed.append(failure(task, deadly_batch(task, "Ray workers were lost", text_of(error)), here=True))
+                    failed.append(failure(task, deadly_batch(task, "Ray workers were lost", text_of(error))))
                 else:
                     self._send(number, task)
             actor.tasks.clear()
@@ -242,7 +242,7 @@ class RayWorker:
             if self._problem is None:
                 result = self._builder.finish(task, pending, here=False)
             else:
-                result = failure(task, self._problem, here=False)
+                result = failure(task, self._problem)
             result.prep_seconds = result.prep_seconds or time.monotonic() - begun
         memory = None
         if result.status == PRIVATE and result.memory is not None:

@@ -18,7 +18,6 @@ import torch
 
 from stallfree.errors import InputError, WorkerError, group_timeout
 from stallfree.ipc.channel import Message, pack
-from stallfree.ipc.remote import unpack_error
 from stallfree.loader.messages import EMPTY, FAILED, NOTHING, PRIVATE, READY, Ids, Result, unpack_result
 from stallfree.loader.run import Batch, pinned
 from stallfree.notes import note_samples, raisable
@@ -190,7 +189,7 @@ class Member:
             assert result.memory is not None
             data = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
-            error = raisable(unpack_error(result.note))
+            error = raisable(result.error)
         else:
             assert result.status == EMPTY
         link.release(number)
