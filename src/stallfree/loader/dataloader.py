@@ -7,6 +7,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Self
 
@@ -223,7 +224,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.sampler, self.batch_sampler = shown_samplers(self, epochs, sampler, batch_sampler)
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
-        auto = self._auto
         setup = SourceSetup(
             samples=len(options.reader.source),
             batch_size=self.batch_size,
@@ -235,7 +235,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             seed=self.seed,
             seed_of_data=seed_of_data,
             reader=options.reader,
-            caches=lambda: auto is not None and auto.cached is not None,
+            caches=partial(_has_cache, self._auto),
             context=options.context,
             counts=self._counts,
             order=order_of,
@@ -454,6 +454,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.close()
 
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
+
+
+def _has_cache(auto: Any) -> bool:
+    return auto is not None and auto.cached is not None
 
 
 _SETTABLE = (
