@@ -122,12 +122,7 @@ class WorkerPool:
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
         if not shares_memory():
             if options.workers:
-                warnings.warn(
-                    f"num_workers={options.workers}: worker processes need Linux, so batches are prepared by the "
-                    "training process. num_workers=0 says the same without this warning",
-                    RuntimeWarning,
-                    stacklevel=users_level(),
-                )
+                _warn_of_workers(options.workers)
         elif options.workers or remote is not None:
             workers = options.workers if remote is None else remote.num_workers
             setup = WorkerSetup(0, workers, self.builder, options.dataset, base_seed, options.worker_init)
@@ -223,6 +218,15 @@ class WorkerPool:
         """Stop threads and workers, and remove the ring. Kept batches stay valid. Idempotent."""
         self.closed = True
         self._end()
+
+
+def _warn_of_workers(workers: int) -> None:
+    warnings.warn(
+        f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
+        "num_workers=0 says the same without this warning",
+        RuntimeWarning,
+        stacklevel=users_level(),
+    )
 
 
 def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:
