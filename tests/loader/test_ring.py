@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import pickle
@@ -262,23 +261,6 @@ def test_large_batches_by_way_of_the_connection() -> None:
     with sf.DataLoader(big, num_workers=2, staging="64KiB", prefetch_factor=3) as loader:
         assert [batch.unique().tolist() for batch in loader] == [[id] for id in range(12)]
         next(iter(loader))  # and leave
-
-
-def test_a_forked_child_frees_nothing_and_ends_no_workers_here() -> None:
-    with sf.DataLoader(Made(100, picture), 4, num_workers=2, persistent_workers=True) as loader:
-        held = [iter(loader)]
-        batch = [next(held[0])]
-
-        def leave() -> None:
-            batch.clear()
-            loader.close()
-            held.clear()
-            gc.collect()
-
-        assert Child(leave).wait() == 0
-        assert len(list(held[0])) == 24
-        assert loader.stats().workers_replaced == 0
-        assert same(batch[0][0], torch.stack([pixels(id) for id in range(4)]))
 
 
 @pytest.mark.parametrize("persistent", [False, True])

@@ -68,17 +68,6 @@ def test_torchs_seed_decides(workers: int, seeds: range) -> None:
     assert [run(seed) for seed in seeds] == runs
 
 
-def test_a_generator_decides_and_moves_on() -> None:
-    def run() -> list[Any]:
-        generator = torch.Generator().manual_seed(7)
-        return [epoch_of(own(generator=generator, num_workers=1)) for _ in range(3)]
-
-    first = run()
-    assert all_differ(first)
-    torch.manual_seed(5)
-    assert run() == first
-
-
 def made(kind: str) -> Callable[[], Any]:
     """Makes loaders, each over the same things."""
     data, generator, seeded = Made(COUNT, jittered), torch.Generator().manual_seed(1), {"seed": 5, "shuffle": None}
@@ -265,16 +254,6 @@ def draws(loader: Any) -> dict[int, Any]:
     for _, labels, *drawn in loader:
         found |= dict(zip(labels.tolist(), zip(*(each.tolist() for each in drawn), strict=True), strict=True))
     return found
-
-
-def test_a_cached_data_set_leaves_torchs_generator_alone() -> None:
-    torch.manual_seed(1)
-    with sf.CachedDataset(Numbers(12, [with_draws]), capacity="1MiB") as data:
-        list(DataLoader(data, 2, shuffle=True))
-    drawn = torch.rand(3)
-    torch.manual_seed(1)
-    list(DataLoader(Made(12, picture), 2, shuffle=True))  # type: ignore[arg-type]
-    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_a_data_set_with_a_reader_of_its_own_is_seeded_without_workers_too() -> None:
