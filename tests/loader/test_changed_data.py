@@ -20,7 +20,6 @@ from loader_data import Made
 from stallfree.errors import StallfreeWarning
 
 COUNT = 12
-TWICE = {"a": 2}
 
 
 def once(value: int) -> int:

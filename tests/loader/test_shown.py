@@ -10,8 +10,6 @@ import torch
 import stallfree as sf
 from loader_data import Made, zero_dim
 
-LOADERS = pytest.mark.parametrize("kind", [sf.DataLoader, torch.utils.data.DataLoader], ids=["ours", "torch's"])
-
 
 def as_list(samples: list[Any]) -> list[Any]:
     return samples
