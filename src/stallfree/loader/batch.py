@@ -20,17 +20,8 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import Pending, Samples
 from stallfree.errors import IdError, text_of
-from stallfree.loader.collate import (
-    BatchBuffer,
-    Bytes,
-    Collate,
-    batch_structure,
-    collate_default,
-    compose,
-    stack,
-    write_batch,
-)
-from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.loader.collate import BatchBuffer, Collate, batch_structure, collate_default, compose, stack, write_batch
+from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Bytes, Ids, Result, Task
 from stallfree.loader.ring import Slots
 from stallfree.notes import described, note_samples
 from stallfree.pipeline.codec import read_own_record

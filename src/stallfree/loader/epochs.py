@@ -97,10 +97,6 @@ class Seeds:
         self.seed = seed
         return seed
 
-    def renew(self) -> None:
-        """Draw another seed for workers that are started in the place of persistent ones."""
-        self.base = draw_seed(self.generator)
-
 
 class EpochsBase:
     """The epochs of a loader, and what a `DevicePrefetcher` uses of it.
@@ -243,10 +239,7 @@ class Epochs(EpochsBase):
         self._set_seed(self._seeds.draw(new_workers=not self._has_workers()))
         self._follow_data()
         if self._tuner is not None:
-            had_workers = self._has_workers()
             self.options = self._tuner.tuned(self.options)
-            if had_workers and not self._has_workers():
-                self._seeds.renew()
         options, plain = self.options, prefetcher is None and self._is_plain()
         self.counts["num_workers"] = options.workers
         if options.persistent:

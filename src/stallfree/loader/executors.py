@@ -34,17 +34,7 @@ from stallfree.datasets.samples import Pending
 from stallfree.errors import WorkerError, batch_timeout
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
-from stallfree.loader.messages import (
-    FORGET,
-    GATHERER,
-    NO_SLOT,
-    UNDONE,
-    Result,
-    Task,
-    forget_message,
-    unpack_result,
-    unpack_task,
-)
+from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
 from stallfree.loader.ring import Ring
 from stallfree.notes import add_note
 from stallfree.platform import how_it_ended
@@ -243,8 +233,9 @@ class GatherThreads(ThreadExecutor):
         finally:
             self._begun.put(None)
         if not wanted:
-            return Result(UNDONE, task.token, task.number, NO_SLOT)
-        task.slot = NO_SLOT if slot is None else slot
+            return Result(UNDONE, task.token, task.number, task.slot)
+        if slot is not None:
+            task.slot = slot
         result = self._builder.gather(task)
         result.worker = GATHERER
         return result
@@ -338,14 +329,9 @@ class WorkerProcesses(Executor):
 
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         start_method(context)  # before anything is created in a process that may start none
-        self._context = context
-        self._setup = setup
-        self.count = count
-        self._deaths: dict[tuple[int, int], int] = {}
-        self._wanted = 0
+        self._context, self._setup, self.count = context, setup, count
         self._workers: list[_Worker | None] = [None] * count
-        self.replaced = 0
-        self.hung = 0
+        self._wanted = self.replaced = self.hung = 0
 
     @property
     def stuck(self) -> bool:  # type: ignore[override]
@@ -399,7 +385,6 @@ class WorkerProcesses(Executor):
                     result.worker = place
                     results.append(result)
                     worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
-                    self._deaths.pop((result.token, result.number), None)
             except EOFError:
                 worker.dead = True
             if worker.child.reported:
@@ -428,10 +413,8 @@ class WorkerProcesses(Executor):
             else:
                 tasks.append(task)
         if tasks and not hung:
-            key = (tasks[0].token, tasks[0].number)
-            self._deaths[key] = self._deaths.get(key, 0) + 1
-            if self._deaths[key] >= LIVES:
-                del self._deaths[key]
+            tasks[0].deaths += 1
+            if tasks[0].deaths >= LIVES:
                 error = deadly_batch(tasks[0], "worker processes died", how_it_ended(dead.child.exit_code))
                 results.append(failure(tasks.pop(0), error))
         if tasks:

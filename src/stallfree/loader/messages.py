@@ -49,6 +49,7 @@ class Task:
         epoch: epoch of the batch.
         ids: ids of the samples.
         repeat: how often the samples have come before in this epoch.
+        deaths: number of workers that died on this batch; not part of the message.
     """
 
     token: int
@@ -57,6 +58,7 @@ class Task:
     epoch: int
     ids: Ids
     repeat: int = 0
+    deaths: int = 0
 
     @property
     def draws(self) -> int:

@@ -62,6 +62,10 @@ class _Counted(EpochSource):
             stacklevel=users_level(),
         )
 
+    def check_ranks(self) -> None:
+        if not self.knows_ranks:
+            warn_of_ranks(sampler=not self.planned)
+
     def _count(self, epoch: int) -> None:
         self._next = epoch + 1
         if self._setup.counter is not None:
@@ -103,10 +107,6 @@ class Order(_Counted):
         setup = self._setup
         names = ("samples", "shuffle", "drop_last")
         return {"batch_size": setup.size, **{name: getattr(setup, name) for name in names}}
-
-    def check_ranks(self) -> None:
-        if not self.knows_ranks:
-            warn_of_ranks(sampler=False)
 
     def set_seed(self, seed: int) -> None:
         self.seed = seed
@@ -174,10 +174,6 @@ class SamplerOrder(_Counted):
 
     def describe(self) -> dict[str, Any]:
         return {"samples": self._setup.samples}
-
-    def check_ranks(self) -> None:
-        if not self.knows_ranks:
-            warn_of_ranks(sampler=True)
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
         self._count(epoch)

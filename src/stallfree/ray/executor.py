@@ -78,7 +78,7 @@ class RayExecutor(ThreadExecutor):
             max_concurrency=AHEAD,
             max_restarts=0,
         )
-        self._slots, self._deaths = slots, dict[tuple[int, int], int]()
+        self._slots = slots
         super().__init__()
         self._lock = threading.Lock()  # of `_actors`
         self._actors = [self._start(number) for number in range(count)]
@@ -118,7 +118,6 @@ class RayExecutor(ThreadExecutor):
             with self._lock:
                 if actor.tasks.pop((task.token, task.number), None) is None:
                     continue  # it was sent to another actor
-                self._deaths.pop((task.token, task.number), None)
             self.deliver(self._copied(task, number, result, batch))
             del item, future, memory, batch, result, packed
 
@@ -149,9 +148,9 @@ class RayExecutor(ThreadExecutor):
             with contextlib.suppress(Exception):
                 self._ray.kill(actor.handle)
             self._actors[number] = self._start(number)
-            for at, (key, task) in enumerate(list(actor.tasks.items())):
-                self._deaths[key] = self._deaths.get(key, 0) + (at < AHEAD)  # the others had not begun
-                if self._deaths[key] >= LIVES:
+            for at, task in enumerate(list(actor.tasks.values())):
+                task.deaths += at < AHEAD  # the others had not begun
+                if task.deaths >= LIVES:
                     failed.append(failure(task, deadly_batch(task, "Ray workers were lost", text_of(error))))
                 else:
                     self._send(number, task)
