@@ -172,7 +172,7 @@ def in_a_new_process(run: Callable[[], Any], path: Any) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize(("kind", "persistent"), half(["loader", "cached", "smart", "importance"], [True, False]))
+@pytest.mark.parametrize(("kind", "persistent"), half(["loader", "cached"], [True, False]))
 def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: Any) -> None:
     """In another process, whose generator has another state, and without a seed."""
 
@@ -181,19 +181,13 @@ def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: 
         random_or_not = Made(COUNT, jittered if persistent else picture)  # without workers, no state has its draws
         if kind == "loader":
             return own(random_or_not, **workers)
-        if kind == "importance":
-            sampler = sf.ImportanceSampler(COUNT, plan="full")
-            return own(random_or_not, sampler=sampler, shuffle=None, **workers)
-        if kind == "smart":
-            return own(sf.SmartCacheDataset(source, noisier, cache_num=8, on_late="wait"), **workers)
         return own(sf.CachedDataset(source, capacity="4MiB", transform=noisier), **workers)
 
     def rest(loader: Any, first: Any) -> list[Any]:
         epochs = [first, loader, loader]
         found = []
         for epoch in epochs:
-            data = [(batch.data if isinstance(batch, sf.Batch) else batch) for batch in epoch]
-            order, samples = epoch_of(data)
+            order, samples = epoch_of(epoch)
             found.append([order, [samples[id].hex() for id in order]])
         end(loader)
         return found
