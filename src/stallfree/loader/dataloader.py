@@ -179,8 +179,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._dataset_kind = int(is_iterable(dataset))
         self._counts = new_counts() | {"num_workers": self.num_workers}
         context = context_of(multiprocessing_context, requested=memory is None or num_workers is not None)
-        if multiprocessing_context is not None:
-            self.multiprocessing_context = context
+        self.multiprocessing_context = None if multiprocessing_context is None else context
         if self._dataset_kind:
             self._epochs = IterableEpochs(self, self._counts)
             self.sampler, self.batch_sampler = self._epochs.samplers
