@@ -61,11 +61,11 @@ def cached(request: Any, source: Hanging) -> Iterator[Any]:
 
 @pytest.mark.parametrize("cached", [False, True], indirect=True)
 def test_the_timeout_without_workers(source: Hanging, cached: Any) -> None:
-    with sf.DataLoader(cached, 2, timeout=0.05) as loader:
+    with sf.DataLoader(cached, 2, timeout=0.5) as loader:
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
         for _ in range(2):
-            with pytest.raises(sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.05 s.*its samples are \[4, 5\]"):
+            with pytest.raises(sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.5 s.*its samples are \[4, 5\]"):
                 next(batches)
         source.answer.set()
         assert [batch.tolist() for batch in batches] == [[4, 5], [6, 7], [8, 9], [10, 11]]
@@ -76,7 +76,7 @@ def test_close_waits_no_longer_than_some_seconds(
     source: Hanging, cached: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fetch_threads, "CLOSE_SECONDS", 0.05)
-    loader = sf.DataLoader(cached, 2, timeout=0.05, prefetch_factor=6)
+    loader = sf.DataLoader(cached, 2, prefetch_factor=6)
     batches = iter(loader)
     next(batches)
     with caplog.at_level(logging.WARNING, "stallfree"):
