@@ -236,11 +236,16 @@ class Epochs(EpochsBase):
         resume, self._resume = self._resume, None
         epoch = self.next_epoch
         plan = source.begin(epoch, resume)
-        self._set_seed(self._seeds.draw(new_workers=not self._has_workers()))
+        seed = self._seeds.draw(new_workers=not self._has_workers())
+        source.set_seed(seed)
         self._follow_data()
         if self._tuner is not None:
+            self._set_seed(seed)
             self.options = self._tuner.tuned(self.options)
-        options, plain = self.options, prefetcher is None and self._is_plain()
+        plain = prefetcher is None and self._is_plain()
+        if not plain:
+            self._set_seed(seed)
+        options = self.options
         self.counts["num_workers"] = options.workers
         if options.persistent:
             self._end_passes()

@@ -36,10 +36,12 @@ GATHERERS = 2
 
 Counts = dict[str, Any]
 
+_ZERO: Counts = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
+
 
 def new_counts() -> Counts:
     """Return all counts of `LoaderStats`, zero."""
-    return {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
+    return dict(_ZERO)
 
 
 @dataclass(eq=False)
