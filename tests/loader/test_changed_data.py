@@ -20,7 +20,6 @@ from loader_data import Made
 from stallfree.errors import StallfreeWarning
 
 COUNT = 12
-TWICE = {"a": 2}
 
 
 def once(value: int) -> int:
@@ -118,8 +117,7 @@ def test_a_cache_notices(kind: str, data: Any) -> None:
             values(loader)
 
 
-@pytest.mark.parametrize("kind", CHANGES)
-@pytest.mark.parametrize("auto", [False, True], ids=["no cache", "auto without a cache"])
+@pytest.mark.parametrize(("kind", "auto"), [*((kind, False) for kind in CHANGES), ("a step", True)])
 def test_without_a_cache_it_is_followed(auto: bool, kind: str, data: Any) -> None:
     options = {"cache": "auto", "capacity": "1KiB"} if auto else {}
     with sf.DataLoader(data, 2, num_workers=0, **options) as loader:
@@ -127,24 +125,6 @@ def test_without_a_cache_it_is_followed(auto: bool, kind: str, data: Any) -> Non
         assert loader.cached is None
         CHANGES[kind](data)
         assert values(loader) == [data[id] for id in range(COUNT)]
-
-
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda inner: inner,
-        lambda inner: torch.utils.data.ConcatDataset([inner]),
-        lambda inner: Subset(inner, range(COUNT)),
-    ],
-    ids=["itself", "ConcatDataset", "Subset"],
-)
-def test_a_cache_of_a_cache_changes_nothing_by_itself(wrap: Any) -> None:
-    with warnings.catch_warnings(), sf.CachedDataset(list(range(COUNT)), capacity="1MiB") as inner:
-        warnings.simplefilter("error", StallfreeWarning)
-        with sf.CachedDataset(wrap(inner), capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
-            for _ in range(3):
-                assert values(loader) == list(range(COUNT))
-                assert values(sf.DataLoader(inner, 2)) == list(range(COUNT))
 
 
 def test_what_a_data_set_changes_itself_is_not_noticed(data: Any) -> None:
@@ -177,15 +157,6 @@ def test_other_indices_of_a_subset(indices: Any, workers: int) -> None:
         assert first_values(loader) == [1, 5, 3]
         subset.dataset = Subset(Numbers(12), [3, 2, 1, 0, 4, 5])  # type: ignore[arg-type, var-annotated]
         assert first_values(loader) == [2, 5, 0]
-
-
-def test_a_cache_notices_other_indices() -> None:
-    subset = Subset(Numbers(12), [0, 1, 2, 3])  # type: ignore[arg-type, var-annotated]
-    with sf.CachedDataset(subset, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
-        list(loader)
-        subset.indices = [8, 9, 10, 11]
-        with pytest.warns(StallfreeWarning, match="'indices' of Subset"):
-            list(loader)
 
 
 class Named(Settings):

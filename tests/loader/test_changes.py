@@ -12,7 +12,7 @@ from torch.utils.data import SequentialSampler
 
 import stallfree as sf
 from stallfree import StallfreeWarning
-from stallfree.errors import InputError, WorkerError
+from stallfree.errors import InputError
 
 
 def batches(loader: Any) -> list[list[int]]:
@@ -50,14 +50,6 @@ def test_a_cache_keeps_the_length_that_it_has_and_says_so() -> None:
         data.pop()
         with pytest.warns(StallfreeWarning, match="has 3 samples now and had 4"):
             assert sum(map(len, loader)) == 3
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_another_collate_fn_may_be_set(workers: int) -> None:
-    with sf.DataLoader(list(range(4)), 2, num_workers=workers, persistent_workers=workers > 0) as loader:
-        assert batches(loader) == [[0, 1], [2, 3]]
-        loader.collate_fn = lambda samples: [10 * id for id in samples]
-        assert list(loader) == [[0, 10], [20, 30]]
 
 
 # -- attributes that torch's loader allows to be set -------------------------------------------------------------------
@@ -106,21 +98,6 @@ def test_what_torch_lets_others_set(workers: int, name: str, before: bool) -> No
         value = getattr(loader, name)
         shown = type(value) if name == "multiprocessing_context" else value
         found.append([*seen, repr(list(loader)), shown])
-    assert found[0] == found[1]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_another_number_of_workers(stream: bool) -> None:
-    class Numbers(torch.utils.data.IterableDataset[int]):
-        def __iter__(self) -> Any:
-            return iter(range(4))
-
-    found = []
-    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
-        loader = kind(Numbers() if stream else Told(), 2, num_workers=1)
-        seen = [repr(list(loader))]
-        loader.num_workers = 2
-        found.append([*seen, repr(list(loader))])
     assert found[0] == found[1]
 
 
@@ -223,10 +200,6 @@ def test_no_other_argument_may_be_set(name: str, value: Any) -> None:
         setattr(loader, name, value)
     loader.note_of_the_user = 1
     assert batches(loader) == [[0, 1], [2, 3]]
-
-
-def test_a_worker_error_is_caught_as_that_of_torch() -> None:
-    assert issubclass(WorkerError, RuntimeError)
 
 
 # -- code that reaches through wrappers -------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from cases import half
 
 DATA = list(range(20))
 
@@ -36,9 +37,7 @@ def close(loader: Any) -> None:
             opened.close()
 
 
-@pytest.mark.parametrize("taken", [1, 5], ids=["in an epoch", "after an epoch"])
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("kind", MAKE)
+@pytest.mark.parametrize(("kind", "copied", "taken"), half(MAKE, COPIES, [1, 5]))
 def test_a_copy_goes_on_by_itself(kind: str, copied: str, taken: int) -> None:
     loader = MAKE[kind]()
     iterator = iter(loader)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import re
-import signal
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -15,8 +14,8 @@ import pytest
 import torch
 
 import stallfree as sf
-from loader_data import Gate, Made, as_list, picture, zero_dim
-from stallfree.loader import pool
+from loader_data import Gate, Made, as_list, zero_dim
+from stallfree.loader.pool import WorkerPool
 
 WORKERS = pytest.mark.parametrize("workers", [0, 2])
 BAD = (3, 4, 5, 9)
@@ -26,29 +25,6 @@ def broken(id: int) -> Any:
     if id in BAD:
         raise KeyError(f"no sample {id} here")
     return torch.tensor(id)
-
-
-class Odd(Exception):
-    """Cannot be pickled: its constructor wants more than its message."""
-
-    def __init__(self, a: int, b: int) -> None:
-        super().__init__(f"odd {a} {b}")
-
-
-def odd(id: int) -> Any:
-    raise Odd(id, 2)
-
-
-def bad_collate(samples: list[Any]) -> Any:
-    raise ZeroDivisionError("in collate_fn")
-
-
-def stopping_collate(samples: list[Any]) -> Any:
-    raise StopIteration
-
-
-def bad_init(worker: int) -> None:
-    raise ZeroDivisionError(f"in worker_init_fn of {worker}")
 
 
 def told(error: BaseException) -> str:
@@ -116,33 +92,6 @@ def test_skip(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> N
         dataset.close()
 
 
-def test_skip_does_not_hide_other_errors() -> None:
-    loader = sf.DataLoader(Made(3, zero_dim), collate_fn=bad_collate, on_error="skip")
-    with pytest.raises(ZeroDivisionError):
-        list(loader)
-
-
-@WORKERS
-def test_an_error_in_collate_fn(workers: int) -> None:
-    iterator = iter(sf.DataLoader(Made(4, zero_dim), collate_fn=bad_collate, batch_size=2, num_workers=workers))
-    for _ in range(2):
-        with pytest.raises(ZeroDivisionError, match="in collate_fn") as caught:
-            next(iterator)
-        if workers:
-            assert "in bad_collate" in told(caught.value)
-    assert next(iterator, None) is None
-    with pytest.raises(sf.BatchError, match="StopIteration"):
-        list(sf.DataLoader(Made(4, zero_dim), collate_fn=stopping_collate, num_workers=workers))
-    with pytest.raises(TypeError, match="default_collate"):
-        list(sf.DataLoader(Made(4, lambda id: object()), num_workers=workers))
-
-
-def test_an_error_in_worker_init_fn() -> None:
-    with pytest.raises(ZeroDivisionError, match="in worker_init_fn of") as caught:
-        list(sf.DataLoader(Made(4, zero_dim), num_workers=2, worker_init_fn=bad_init))
-    assert "in bad_init" in told(caught.value)
-
-
 def test_batches_that_cannot_be_brought_over() -> None:
     with pytest.raises(sf.CodecError, match="pickled"):
         list(sf.DataLoader(Made(4, lambda id: lambda: id), collate_fn=as_list, num_workers=1))
@@ -202,15 +151,6 @@ def patient(iterator: Any) -> Any:
             return
 
 
-def test_keyboard_interrupt_in_the_loop() -> None:
-    with sf.DataLoader(Made(30, picture), 4, num_workers=2, persistent_workers=True) as loader:
-        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            for number, _ in enumerate(loader):
-                if number == 2:
-                    signal.raise_signal(signal.SIGINT)
-        assert len(list(loader)) == 8
-
-
 @pytest.mark.parametrize("persistent", [False, True])
 def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
@@ -223,7 +163,7 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypa
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with monkeypatch.context() as patched:
-            patched.setattr(pool, "wait", interrupted)
+            patched.setattr(WorkerPool, "wait", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 next(iterator)
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):

@@ -147,29 +147,6 @@ def test_errors_are_raised_as_they_are(make: Callable[[int, str], Iterator[Any]]
         del loader, error, hidden, found
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_types_are_those_of_torch(workers: int) -> None:
-    """torch makes the error of a worker anew from its type and a text, or a `RuntimeError`."""
-    data: Any = Failing(LOCAL - 1)
-    theirs = outcomes(torch.utils.data.DataLoader(data, num_workers=workers))
-    ours = outcomes(sf.DataLoader(data, num_workers=workers))
-    with sf.CachedDataset(data, capacity="1MiB") as kept:
-        cached = outcomes(torch.utils.data.DataLoader(kept, num_workers=workers))  # type: ignore[arg-type]
-    for id, (raised, _) in enumerate(TABLE[:-1], FIRST):
-        assert type(ours[id]) is type(raised())
-        assert type(cached[id]) is type(theirs[id])
-        if workers and type(theirs[id]) is TypeError:  # it cannot make a group of exceptions
-            continue
-        assert type(theirs[id]) in ({type(raised()), RuntimeError} if workers else {type(raised())})
-        assert str(raised()) in str(cached[id])
-        if not workers:
-            assert repr(ours[id].args) == repr(theirs[id].args) == repr(cached[id].args)
-    stopped = FIRST + LOCAL - 1
-    assert (type(theirs[stopped]), type(ours[stopped]), type(cached[stopped])) == (
-        *(StopIteration, sf.BatchError, sf.BatchError),
-    )
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_to_end_the_program(workers: int, kind: type[BaseException]) -> None:

@@ -117,14 +117,6 @@ def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
     assert found["compute", 0, 2] == 1
 
 
-def test_bad_arguments_leave_the_file_alone(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-    path.write_text("old")
-    with pytest.raises(InputError):
-        sf.DataLoader(Made(SAMPLES, floats), BATCH, staging="much", event_log=path)
-    assert path.read_text() == "old"
-
-
 def test_a_path_that_cannot_be_written() -> None:
     for path in ("no/such/folder/run.jsonl", "/", 7, "a\0b"):
         with pytest.raises(InputError, match=r"event_log=.* cannot be written"):

@@ -63,19 +63,6 @@ def test_a_forked_process_keeps_its_batch(workers: int, cached: bool) -> None:
         dataset.close()
 
 
-def test_kept_batches_are_kept_in_a_forked_process_too() -> None:
-    """Batches that the loop holds, some of them for several steps, and forks of `os.fork`."""
-    with sf.DataLoader(Made(COUNT, row), 4, num_workers=1) as loader:
-        held: list[Any] = []
-        savers = []
-        for batch in loader:
-            held = [*held[-2:], batch]
-            savers.append((Saver(held[0]), held[0][:, 0].tolist()))
-            del batch
-        held.clear()
-        assert [saver.values() for saver, _ in savers] == [expected for _, expected in savers]
-
-
 def _maps(pid: int) -> list[str]:
     return [line for line in Path(f"/proc/{pid}/maps").read_text().splitlines() if "/slot-" in line]
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from cases import half
 
 COUNT = 120
 
@@ -41,9 +42,9 @@ def forked(loader: Any) -> int:
     return child
 
 
-@pytest.mark.parametrize("cached", [False, True], ids=["plain", "cached"])
-@pytest.mark.parametrize("workers", [0, 1, 2])
-@pytest.mark.parametrize("moment", ["in mid-epoch", "between epochs"])
+@pytest.mark.parametrize(
+    ("moment", "workers", "cached"), half(["in mid-epoch", "between epochs"], [0, 1, 2], [False, True])
+)
 def test_parent_and_child_have_every_sample(moment: str, workers: int, cached: bool) -> None:
     dataset: Any = sf.CachedDataset(Numbers(), capacity="4MiB") if cached else Numbers()
     loader = sf.DataLoader(

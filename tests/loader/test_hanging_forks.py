@@ -13,7 +13,7 @@ import torch
 import stallfree as sf
 from stallfree import platform
 from stallfree.ipc import process
-from stallfree.loader import processes as worker_processes
+from stallfree.loader import executors as worker_processes
 
 COUNT = 12
 

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError, StallfreeError
-from stallfree.integrations.accelerate import prepare
 from stream_data import Drawn, Generated, Held, Sized, Stateful, Stream
 
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create")
@@ -94,18 +93,6 @@ def test_persistent_workers_after_an_iteration_that_ended_early(most: int) -> No
     check(Stream([30, 20]), 3, most=most, batch_size=2, num_workers=2, persistent_workers=True)
 
 
-def test_shards_of_webdataset(tmp_path: Path) -> None:
-    webdataset = pytest.importorskip("webdataset")
-    with webdataset.ShardWriter(f"{tmp_path}/s-%03d.tar", maxcount=5, verbose=0) as writer:
-        for number in range(23):
-            picture = np.full((2, 2), number, np.uint8)
-            writer.write({"__key__": f"{number:06}", "npy": picture, "cls": number})
-    shards = sorted(map(str, tmp_path.glob("*.tar")))
-    pipeline = webdataset.WebDataset(shards, shardshuffle=False).decode().to_tuple("npy", "cls")
-    [batches] = check(pipeline, batch_size=4, num_workers=2)
-    assert sorted(label for _, labels in batches for label in labels.tolist()) == list(range(23))
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_closing_ends_an_endless_stream(workers: int, tmp_path: Path) -> None:
     loader = sf.DataLoader(Held((tmp_path / "ended").touch), batch_size=2, num_workers=workers)
@@ -117,10 +104,6 @@ def test_closing_ends_an_endless_stream(workers: int, tmp_path: Path) -> None:
         next(iterator)
     assert next(iter(loader)).tolist() == [0, 1]  # a temporary iterator ends as well
     loader.close()
-
-
-def test_a_temporary_loader_lives_as_long_as_its_iterator() -> None:
-    assert [batch.tolist() for batch in sf.DataLoader(Sized(3), batch_size=2, num_workers=1)] == [[0, 1], [2]]
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -144,15 +127,6 @@ def test_attributes_that_are_set_later() -> None:
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
-
-
-def test_errors_are_as_raised() -> None:
-    found = []
-    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
-        with pytest.raises(FileNotFoundError) as error:
-            list(kind(Stream([3], (1,)), batch_size=2))
-        found.append((type(error.value), error.value.args, error.value.filename))
-    assert found[0] == found[1]
 
 
 def test_closing_ends_workers_that_an_exception_keeps() -> None:
@@ -183,11 +157,6 @@ def test_arguments_without_meaning(name: str) -> None:
     with pytest.raises(InputError, match=f"{name}=.* and an IterableDataset, .*leave out {name}") as error:
         sf.DataLoader(Sized(5), **{name: REFUSED[name]})
     assert ("stallfree.TarDataset" in str(error.value)) == (name in ("cache", "capacity", "transform"))
-
-
-def test_it_is_not_prepared_for_accelerate() -> None:
-    with pytest.raises(InputError, match="prepare was given a loader of an IterableDataset"):
-        prepare(None, sf.DataLoader(Sized(5)))
 
 
 # -- length, epochs, state --------------------------------------------------------------------------------------------

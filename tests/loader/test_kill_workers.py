@@ -27,7 +27,7 @@ import train_job
 from children import Child, Holder
 from loader_data import Made, checksum, picture, pixels
 from stallfree.ipc.folders import sweep
-from stallfree.loader import processes as worker_processes
+from stallfree.loader import executors as worker_processes
 from train_job import SAMPLES, KeepAsIs, cached
 from warm import Interpreter
 

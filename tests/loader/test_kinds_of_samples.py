@@ -181,23 +181,3 @@ def test_a_batch_of_leaves_with_gradients() -> None:
     loader = sf.DataLoader(Made(COUNT, KINDS["leaf with a gradient"]), 2, num_workers=1)
     with loader, pytest.raises(sf.CodecError, match=r"gradient.*detach\(\)"):
         list(loader)
-
-
-class NoCopy(torch.Tensor):
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError("no copy")
-
-
-UNCOPIED: dict[str, Callable[[int], Any]] = {
-    **WITH_HISTORY,
-    "a subclass": lambda id: torch.ones(3).add(id).as_subclass(NoCopy),  # type: ignore[arg-type]
-    "in a pair": lambda id: (torch.ones(3, requires_grad=True) * id, id),
-}
-
-
-@pytest.mark.parametrize("name", UNCOPIED)
-def test_a_step_takes_what_cannot_be_copied(name: str) -> None:
-    steps = sf.Compose([UNCOPIED[name], lambda sample: [sample]])
-    with sf.CachedDataset(list(range(COUNT)), capacity="4MiB", transform=steps) as cached:
-        for _ in range(2):
-            assert [len(cached[id]) for id in range(COUNT)] == [1] * COUNT

@@ -126,12 +126,6 @@ def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     assert len(list(loader)) == 7
 
 
-@pytest.mark.parametrize("state", [{}, None, [], {"version": 1}, {"version": 1, "epoch": 0, "seed": 0}])
-def test_what_is_no_state(state: Any) -> None:
-    with pytest.raises(sf.InputError, match=r"version|lacks"):
-        sf.DataLoader(Made(20, picture)).load_state_dict(state)
-
-
 def test_a_sampler_that_raises_has_no_state() -> None:
     def ids() -> Any:
         yield from range(8)

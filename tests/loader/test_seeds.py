@@ -68,17 +68,6 @@ def test_torchs_seed_decides(workers: int, seeds: range) -> None:
     assert [run(seed) for seed in seeds] == runs
 
 
-def test_a_generator_decides_and_moves_on() -> None:
-    def run() -> list[Any]:
-        generator = torch.Generator().manual_seed(7)
-        return [epoch_of(own(generator=generator, num_workers=1)) for _ in range(3)]
-
-    first = run()
-    assert all_differ(first)
-    torch.manual_seed(5)
-    assert run() == first
-
-
 def made(kind: str) -> Callable[[], Any]:
     """Makes loaders, each over the same things."""
     data, generator, seeded = Made(COUNT, jittered), torch.Generator().manual_seed(1), {"seed": 5, "shuffle": None}
@@ -183,7 +172,7 @@ def in_a_new_process(run: Callable[[], Any], path: Any) -> Any:
     return json.loads(path.read_text())
 
 
-@pytest.mark.parametrize(("kind", "persistent"), half(["loader", "cached", "smart", "importance"], [True, False]))
+@pytest.mark.parametrize(("kind", "persistent"), half(["loader", "cached"], [True, False]))
 def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: Any) -> None:
     """In another process, whose generator has another state, and without a seed."""
 
@@ -192,19 +181,13 @@ def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: 
         random_or_not = Made(COUNT, jittered if persistent else picture)  # without workers, no state has its draws
         if kind == "loader":
             return own(random_or_not, **workers)
-        if kind == "importance":
-            sampler = sf.ImportanceSampler(COUNT, plan="full")
-            return own(random_or_not, sampler=sampler, shuffle=None, **workers)
-        if kind == "smart":
-            return own(sf.SmartCacheDataset(source, noisier, cache_num=8, on_late="wait"), **workers)
         return own(sf.CachedDataset(source, capacity="4MiB", transform=noisier), **workers)
 
     def rest(loader: Any, first: Any) -> list[Any]:
         epochs = [first, loader, loader]
         found = []
         for epoch in epochs:
-            data = [(batch.data if isinstance(batch, sf.Batch) else batch) for batch in epoch]
-            order, samples = epoch_of(data)
+            order, samples = epoch_of(epoch)
             found.append([order, [samples[id].hex() for id in order]])
         end(loader)
         return found
@@ -265,16 +248,6 @@ def draws(loader: Any) -> dict[int, Any]:
     for _, labels, *drawn in loader:
         found |= dict(zip(labels.tolist(), zip(*(each.tolist() for each in drawn), strict=True), strict=True))
     return found
-
-
-def test_a_cached_data_set_leaves_torchs_generator_alone() -> None:
-    torch.manual_seed(1)
-    with sf.CachedDataset(Numbers(12, [with_draws]), capacity="1MiB") as data:
-        list(DataLoader(data, 2, shuffle=True))
-    drawn = torch.rand(3)
-    torch.manual_seed(1)
-    list(DataLoader(Made(12, picture), 2, shuffle=True))  # type: ignore[arg-type]
-    assert torch.equal(torch.rand(3), drawn)
 
 
 def test_a_data_set_with_a_reader_of_its_own_is_seeded_without_workers_too() -> None:

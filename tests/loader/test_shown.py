@@ -6,25 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import default_collate, default_convert
 
 import stallfree as sf
 from loader_data import Made, zero_dim
 
-LOADERS = pytest.mark.parametrize("kind", [sf.DataLoader, torch.utils.data.DataLoader], ids=["ours", "torch's"])
-
 
 def as_list(samples: list[Any]) -> list[Any]:
     return samples
-
-
-@LOADERS
-def test_collate_fn(kind: Any) -> None:
-    data = Made(4, zero_dim)
-    assert kind(data).collate_fn is default_collate
-    assert kind(data, batch_size=None).collate_fn is default_convert
-    assert kind(data, batch_sampler=[[0]]).collate_fn is default_collate
-    assert kind(data, collate_fn=as_list).collate_fn is as_list
 
 
 @pytest.mark.parametrize("size", [None, 2])

@@ -3,59 +3,10 @@
 from __future__ import annotations
 
 import signal
-import traceback
-from collections.abc import Callable
-from typing import Any
 
 import pytest
-import torch
 
-import stallfree as sf
 from warm import Interpreter
-
-
-def read(id: int) -> Any:
-    return open("/no/such/file")
-
-
-class Data:
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, id: int) -> Any:
-        return read(id) if id == 5 else torch.tensor(id)
-
-
-def cached() -> sf.CachedDataset:
-    return sf.CachedDataset(Data(), capacity="1MiB")
-
-
-MAKE: dict[str, Callable[[], Any]] = {
-    "here": lambda: sf.DataLoader(Data()),
-    "workers": lambda: sf.DataLoader(Data(), num_workers=2),
-    "cached, workers": lambda: sf.DataLoader(cached(), num_workers=2),
-    "cached, by itself": cached,
-    "windowed": lambda: sf.DataLoader(sf.SmartCacheDataset(Data(), cache_num=8, replace_rate=0)),
-    "group": lambda: sf.SharedLoader(Data(), group="short"),
-    "prefetched": lambda: sf.DataLoader(Data(), device="cpu"),
-    "process": lambda: sf.DataLoader(Data(), num_workers=1, device="cpu"),
-}
-
-
-@pytest.mark.parametrize("kind", MAKE)
-def test_a_bad_sample(kind: str) -> None:
-    data = MAKE[kind]()
-    with data, pytest.raises(FileNotFoundError) as caught:
-        for _ in data:
-            pass
-    text = "".join(traceback.format_exception(caught.value))
-    assert text.count("FileNotFoundError: ") == 1, text  # no chain of errors
-    assert text.count("stallfree: fetching sample 5") == 1
-    assert text.count("in read\n") == 1
-    assert caught.value.__cause__ is caught.value.__context__ is None
-    if hasattr(inner := getattr(data, "dataset", None), "close"):
-        inner.close()
-
 
 PROGRAM = """
 import os, signal, stallfree as sf, torch

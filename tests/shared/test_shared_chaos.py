@@ -24,7 +24,7 @@ from group_jobs import PATIENCE, Pictures, Team, children_of, expected, taken
 import stallfree as sf
 from children import Child
 from stallfree.ipc.folders import sweep
-from stallfree.loader import processes as worker_processes
+from stallfree.loader import executors as worker_processes
 from stallfree.shared import member
 
 COUNT = 100  # no multiple of a batch of 8 or more

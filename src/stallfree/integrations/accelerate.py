@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from stallfree.errors import argument_conflict
 from stallfree.loader.dataloader import DataLoader
-from stallfree.loader.shown import ShuffledSampler
+from stallfree.loader.order import ShuffledSampler
 from stallfree.sources.mapped import is_iterable
 
 _REPLACED = {"batch_size": 1, "shuffle": None, "sampler": None, "drop_last": False, "ranks": (0, 1)}

@@ -1,10 +1,11 @@
-"""Checks of the arguments of a loader."""
+"""The arguments of a loader: their checks, and its `repr`."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,46 +39,49 @@ _NOT_OF_ITERABLES = {
 """Arguments that a loader of an iterable data set does not have, and what to do."""
 
 
-def check_arguments(given: Mapping[str, Any]) -> int | float | None:
+def check_arguments(loader: Any) -> int | float | None:
     """Return the capacity of the cache of `cache="auto"`, see `_auto_capacity`; None without it.
 
-    Raises `InputError` for arguments of a `DataLoader` that are invalid or contradict each other.
+    Raises `InputError` if arguments of a `DataLoader`, which are its attributes, are invalid or contradict each other.
     """
-    if is_iterable(given["dataset"]):
+    if is_iterable(loader.dataset):
         for names, why in _NOT_OF_ITERABLES.items():
             for name in names:
-                value = given[name]
+                value = getattr(loader, name)
                 if not (value is None or value is False or (isinstance(value, str) and value == "raise")):
                     raise iterable_unsupported(f"{name}={value!r:.80} and an IterableDataset, {why.format(name=name)}")
-    cache, workers, num_workers, sampler = given["cache"], given["workers"], given["num_workers"], given["sampler"]
     capacity = None
-    if (cache, given["capacity"], given["transform"]) != (None, None, None):
-        capacity = _auto_capacity(cache, given["capacity"], given["transform"], sampler)
-    check_remote(workers, cache, given["num_workers"])
+    if (loader.cache, loader.capacity, loader.transform) != (None, None, None):
+        capacity = _auto_capacity(loader.cache, loader.capacity, loader.transform, loader.sampler)
+    _check_remote(loader.workers, loader.cache, loader.num_workers)
     check_numbers(
-        int(cache == "auto") if num_workers is None else num_workers,  # it chooses them
-        given["batch_size"],
-        given["timeout"],
-        given["prefetch_factor"],
-        given["persistent_workers"] and workers is None,
+        int(capacity is not None) if loader.num_workers is None else loader.num_workers,  # "auto" chooses them
+        loader.batch_size,
+        loader.timeout,
+        loader.prefetch_factor,
+        loader.persistent_workers and loader.workers is None,
     )
-    check_functions(given["collate_fn"], given["worker_init_fn"], given["on_error"])
-    _check_sampling(given)
+    check_functions(loader.collate_fn, loader.worker_init_fn, loader.on_error)
+    _check_sampling(loader.sampler, loader.batch_sampler, loader.ranks, loader)
     return capacity
+
+
+def check_settings(loader: Any) -> None:
+    """Raise `InputError` for attributes of a loader that were set to invalid values."""
+    check_numbers(loader.num_workers, None, loader.timeout, loader.prefetch_factor, False)
+    check_functions(loader.collate_fn, loader.worker_init_fn, "raise")
 
 
 def check_numbers(
     num_workers: Any, batch_size: Any, timeout: Any, prefetch_factor: Any, persistent_workers: bool
 ) -> None:
     """Raise `InputError` for an invalid number."""
-    if not _is_int(num_workers) or num_workers < 0:
-        raise InputError(f"num_workers={num_workers!r}: give 0 (no worker processes) or more")
-    if batch_size is not None and (not _is_int(batch_size) or batch_size < 1):
-        raise InputError(f"batch_size={batch_size!r}: give an int of 1 or more, or None for single samples")
+    parse_whole(num_workers, "num_workers", 0)
+    for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
+        if value is not None:
+            parse_whole(value, name, 1)
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
         raise InputError(f"timeout={timeout!r}: give seconds, or 0 for {WAIT_SECONDS:.0f} s")
-    if prefetch_factor is not None and (not _is_int(prefetch_factor) or prefetch_factor < 1):
-        raise InputError(f"prefetch_factor={prefetch_factor!r}: give an int of 1 or more")
     if persistent_workers and num_workers == 0:
         raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 
@@ -91,7 +95,7 @@ def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None
         raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
 
 
-def check_remote(workers: Any, cache: Any, num_workers: Any) -> None:
+def _check_remote(workers: Any, cache: Any, num_workers: Any) -> None:
     """Raise `InputError` unless `workers` are None, or make an executor, as `RayWorkers` do."""
     if workers is None:
         return
@@ -103,20 +107,19 @@ def check_remote(workers: Any, cache: Any, num_workers: Any) -> None:
         raise argument_conflict(f"workers=RayWorkers(...) and num_workers={num_workers}: give one of them")
 
 
-def _check_sampling(given: Mapping[str, Any]) -> None:
+def _check_sampling(sampler: Any, batch_sampler: Any, ranks: Any, loader: Any) -> None:
     """Raise `InputError` for samplers, batch sizes and ranks that contradict each other."""
-    sampler, batch_sampler, ranks = given["sampler"], given["batch_sampler"], given["ranks"]
-    if sampler is not None and given["shuffle"]:
+    if sampler is not None and loader.shuffle:
         raise argument_conflict(
             "shuffle=True and a sampler were given: the sampler decides the order, so leave out shuffle"
         )
     if batch_sampler is not None and (
-        given["batch_size"] != 1 or given["shuffle"] or sampler is not None or given["drop_last"]
+        loader.batch_size != 1 or loader.shuffle or sampler is not None or loader.drop_last
     ):
         raise argument_conflict(
             "batch_sampler decides the batches: leave out batch_size, shuffle, sampler and drop_last"
         )
-    if given["batch_size"] is None and given["drop_last"]:
+    if loader.batch_size is None and loader.drop_last:
         raise argument_conflict("drop_last=True needs a batch_size")
     for name, value in (("sampler", sampler), ("batch_sampler", batch_sampler)):
         iterable = not isinstance(value, type) and (hasattr(value, "__iter__") or hasattr(value, "__getitem__"))
@@ -174,5 +177,19 @@ def as_int(value: Any) -> int | None:
     return None if value is None else operator.index(value)
 
 
-def _is_int(value: Any) -> bool:
-    return type(value) is int or (hasattr(type(value), "__index__") and not isinstance(value, bool))
+def shown_by(*names: str) -> Callable[[Any], str]:
+    """A `__repr__` of loaders: the data set, and those attributes of `names` that were set."""
+
+    def shown(loader: Any) -> str:
+        dataset = loader.dataset
+        kind = type(dataset)
+        ours = kind.__module__.split(".")[0] == "stallfree"  # other classes may have all their data in their `repr`
+        size = ""
+        with contextlib.suppress(TypeError):  # an iterable data set may have none
+            size = f" of {len(dataset)} samples"
+        data = repr(dataset) if ours else f"<{kind.__name__}{size}>"
+        values = [(name, getattr(loader, name)) for name in names]
+        texts = [f"{name}={value!r}" for name, value in values if value is not None and value is not False]
+        return f"{type(loader).__name__}({', '.join([data, *texts])})"
+
+    return shown

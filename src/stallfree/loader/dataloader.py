@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -18,19 +19,11 @@ from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.reader import reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
-from stallfree.loader.arguments import as_int, check_arguments, seed_of
-from stallfree.loader.epochs import Epochs, Seeds
+from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_settings, seed_of, shown_by
+from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.order import order_of, source_of
-from stallfree.loader.pool import NO_COUNTS, Counts, Options
-from stallfree.loader.shown import (
-    FIXED,
-    SETTABLE,
-    check_settable,
-    options_of,
-    shown_by,
-    shown_samplers,
-)
+from stallfree.loader.order import order_of, shown_samplers, source_of
+from stallfree.loader.pool import Options, new_counts
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
@@ -40,7 +33,6 @@ from stallfree.units import parse_size, parse_whole
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
     from stallfree.device.prefetcher import DevicePrefetcher
-    from stallfree.loader.iterable import IterableEpochs
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -123,19 +115,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
-    shuffle: bool
-    seed: int | None
-    with_ids: bool
-    on_error: str
-    staging: int | str | None
-    device: Any
-    event_log: str | os.PathLike[str] | None
-    ranks: tuple[int, int] | str | None
-    workers: Any
     _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
     _auto: Any
-    _counts: Counts
     _epochs: Epochs | IterableEpochs
     _prefetcher: DevicePrefetcher | None
     __initialized = False
@@ -172,132 +154,72 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         ranks: tuple[int, int] | str | None = None,
         workers: Any = None,
     ) -> None:
-        arguments = {
-            "dataset": dataset,
-            "batch_size": batch_size,
-            "shuffle": bool(shuffle),
-            "sampler": sampler,
-            "batch_sampler": batch_sampler,
-            "num_workers": num_workers,
-            "collate_fn": collate_fn,
-            "pin_memory": pin_memory,
-            "drop_last": drop_last,
-            "timeout": timeout,
-            "worker_init_fn": worker_init_fn,
-            "multiprocessing_context": multiprocessing_context,
-            "generator": generator,
-            "prefetch_factor": prefetch_factor,
-            "persistent_workers": persistent_workers,
-            "pin_memory_device": pin_memory_device,
-            "in_order": in_order,
-            "seed": seed,
-            "with_ids": with_ids,
-            "on_error": on_error,
-            "staging": staging,
-            "device": device,
-            "cache": cache,
-            "capacity": capacity,
-            "transform": transform,
-            "event_log": event_log,
-            "ranks": ranks,
-            "workers": workers,
-        }
-        auto_capacity = check_arguments(arguments)
-        single = batch_size is None and batch_sampler is None
-        context = context_of(multiprocessing_context, requested=auto_capacity is None or num_workers is not None)
-        auto = None
-        if auto_capacity is not None:
+        # All arguments are attributes: other libraries read them to recreate a loader.
+        self.dataset, self.shuffle, self.drop_last = dataset, bool(shuffle), drop_last
+        self.sampler, self.batch_sampler, self.ranks = sampler, batch_sampler, ranks  # type: ignore[assignment]
+        self.batch_size, self.num_workers, self.prefetch_factor = batch_size, num_workers, prefetch_factor  # type: ignore[assignment]
+        self.collate_fn, self.worker_init_fn, self.generator = collate_fn, worker_init_fn, generator  # type: ignore[assignment]
+        self.pin_memory, self.pin_memory_device, self.in_order = pin_memory, pin_memory_device, in_order
+        self.timeout, self.persistent_workers, self.workers = timeout, persistent_workers, workers
+        self.seed, self.with_ids, self.on_error, self.event_log = seed, with_ids, on_error, event_log
+        self.staging, self.device = staging, device
+        self.cache, self.capacity, self.transform = cache, capacity, transform
+        memory = check_arguments(self)
+        self._auto = self._prefetcher = None
+        if memory is not None:
             from stallfree.analysis.auto import AutoCache
 
-            auto = AutoCache(dataset, auto_capacity, as_int(num_workers), transform)
-        # All arguments are attributes: other libraries read them to recreate a loader.
-        vars(self).update(
-            arguments,
-            batch_size=as_int(batch_size) if batch_sampler is None else None,
-            num_workers=(as_int(num_workers) or 0) if auto is None else auto.num_workers,
-            prefetch_factor=as_int(prefetch_factor),
-            collate_fn=collate_fn or (default_convert if single else default_collate),
-            multiprocessing_context=None if multiprocessing_context is None else context,
-            seed=seed_of(dataset, seed, generator),
-            _dataset_kind=int(is_iterable(dataset)),
-            _auto=auto,
-            _counts=dict(NO_COUNTS),
-            _prefetcher=None,
-        )
-        self._counts["num_workers"] = self.num_workers
-        self._make_epochs(context, single=single, seed_of_data=seed is None and self.seed is not None)
+            self._auto = AutoCache(dataset, memory, as_int(num_workers), transform)
+        self.batch_size = as_int(batch_size) if batch_sampler is None else None
+        self.num_workers = (as_int(num_workers) or 0) if self._auto is None else self._auto.num_workers
+        self.prefetch_factor = as_int(prefetch_factor)
+        self.collate_fn = collate_fn or self._default_collate
+        self.seed = seed_of(dataset, seed, generator)
+        self._dataset_kind = int(is_iterable(dataset))
+        self._counts = new_counts() | {"num_workers": self.num_workers}
+        context = context_of(multiprocessing_context, requested=memory is None or num_workers is not None)
+        self.multiprocessing_context = None if multiprocessing_context is None else context
+        if self._dataset_kind:
+            self._epochs = IterableEpochs(self, self._counts)
+            self.sampler, self.batch_sampler = self._epochs.samplers
+        else:
+            self._make_epochs(context, seed_of_data=seed is None and self.seed is not None)
         if device is not None:
             from stallfree.device.prefetcher import DevicePrefetcher
 
             self._prefetcher = DevicePrefetcher(self._epochs, device)
             self.device = self._prefetcher.device
-        self._adopted = list(map(vars(self).get, SETTABLE))
+        self._adopted = self._settable_values()
         self.__initialized = True
 
-    def _make_epochs(self, context: BaseContext, *, single: bool, seed_of_data: bool) -> None:
-        """Make what runs the epochs, and the samplers that other libraries read."""
-        if self._dataset_kind:
-            from stallfree.loader.iterable import IterableEpochs
+    @property
+    def _default_collate(self) -> Callable[[Any], Any]:
+        return default_convert if self.batch_size is None and self.batch_sampler is None else default_collate
 
-            self._epochs = IterableEpochs(self, self._counts)
-            self.sampler, self.batch_sampler = self._epochs.samplers
-            return
+    def _make_epochs(self, context: BaseContext, *, seed_of_data: bool) -> None:
+        """Make what runs the epochs, and the samplers that other libraries read."""
         options = Options(
-            **{"context": context, **options_of(self, single=single)},
+            **{"context": context, **self._settings()},
             reader=reader_of(self.dataset, divide=self.num_workers > 0 or self.workers is not None),
-            single=single,
+            single=self._default_collate is default_convert,
             seed=self.seed or 0,
             skip=self.on_error == "skip",
             staging=None if self.staging is None else parse_size(self.staging, "staging"),
             log=None if self.event_log is None else EventLog(self.event_log),
             remote=self.workers,
+            with_ids=self.with_ids,
+            persistent=self.persistent_workers,
         )
         sampler, batch_sampler = self.sampler, self.batch_sampler
+        name = f"{len(options.reader.source)}-{self.batch_size}"
         self._epochs = epochs = Epochs(
             self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data),
             options,
-            Seeds(
-                self.seed, self.generator, self.shuffle, self.ranks, f"{len(options.reader.source)}-{self.batch_size}"
-            ),
+            Seeds(self.seed, self.generator, self.shuffle, self.ranks, name),
             self._counts,
-            with_ids=self.with_ids,
-            pin=self.pin_memory and self.device is None,
-            persistent=self.persistent_workers,
-            tuner=self._auto,
+            self._auto,
         )
         self.sampler, self.batch_sampler = shown_samplers(self, epochs, sampler, batch_sampler)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
-        object.__setattr__(self, name, self._settable(name, value) if self.__initialized else value)
-
-    def _settable(self, name: str, value: Any) -> Any:
-        if name in FIXED or (name == "num_workers" and self._auto is not None):
-            raise argument_conflict(f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=...")
-        return context_of(value) if name == "multiprocessing_context" and value is not None else value
-
-    def _adopt(self) -> None:
-        """Use the attributes that were set since the last iteration."""
-        present = list(map(vars(self).get, SETTABLE))
-        if all(map(operator.is_, present, self._adopted)):
-            return
-        single = self.batch_size is None and self.batch_sampler is None
-        check_settable(self, single=single)
-        if not isinstance(self._epochs, Epochs):
-            self._epochs.adopt(self)
-        else:
-            before, source = self._epochs.options, self._epochs.source
-            options = replace(before, **options_of(self, single=before.single))
-            if options.dataset is not before.dataset or bool(options.workers) != bool(before.workers):
-                divide = options.workers > 0 or options.remote is not None
-                options = replace(options, reader=reader_of(self.dataset, divide=divide))
-            samplers_changed = not all(map(operator.is_, present[:3], self._adopted))
-            if samplers_changed or options.reader is not before.reader:
-                by_batches = self.batch_sampler is not None
-                samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
-                source = self._source(options, *samplers, seed_of_data=False)
-            self._epochs.adopt(options, source, self.generator, pin=self.pin_memory and self.device is None)
-        self._adopted = list(map(vars(self).get, SETTABLE))
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
@@ -317,6 +239,59 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             order=order_of,
         )
         return source_of(self.dataset, setup)
+
+    # -- attributes that are set later ---------------------------------------------------------------------------------
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
+        if self.__initialized:
+            if name in _FIXED or (name == "num_workers" and self._auto is not None):
+                raise argument_conflict(
+                    f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=..."
+                )
+            if name == "multiprocessing_context" and value is not None:
+                value = context_of(value)
+        object.__setattr__(self, name, value)
+
+    def _settable_values(self) -> list[Any]:
+        return [vars(self).get(name) for name in _SETTABLE]
+
+    def _settings(self) -> dict[str, Any]:
+        """The arguments of `Options` that follow from attributes which may be set."""
+        context = self.multiprocessing_context
+        return {
+            "dataset": self.dataset,
+            "collate": None if self.collate_fn is self._default_collate else self.collate_fn,
+            "workers": self.num_workers,
+            "ahead": (self.prefetch_factor or 2) * max(1, self.num_workers),
+            "worker_init": self.worker_init_fn,
+            "seconds": self.timeout or WAIT_SECONDS,
+            "pin": self.pin_memory and self.device is None,
+            **({} if context is None else {"context": context}),
+        }
+
+    def _adopt(self) -> None:
+        """Use the attributes that were set since the last iteration."""
+        values = self._settable_values()
+        if all(map(operator.is_, values, self._adopted)):
+            return
+        check_settings(self)
+        self.collate_fn, self.num_workers = self.collate_fn or self._default_collate, operator.index(self.num_workers)
+        if not isinstance(self._epochs, Epochs):
+            self._epochs.adopt(self)
+        else:
+            before, source = self._epochs.options, self._epochs.source
+            options = replace(before, **self._settings())
+            if options.dataset is not before.dataset or bool(options.workers) != bool(before.workers):
+                divide = options.workers > 0 or options.remote is not None
+                options = replace(options, reader=reader_of(self.dataset, divide=divide))
+            samplers_changed = not all(map(operator.is_, values[:3], self._adopted))
+            if samplers_changed or options.reader is not before.reader:
+                by_batches = self.batch_sampler is not None
+                samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
+                source = self._source(options, *samplers, seed_of_data=False)
+            self._epochs.adopt(options, source, self.generator)
+        self._adopted = self._settable_values()
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -351,7 +326,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
-            self._adopted = list(map(vars(self).get, SETTABLE))
+            self._adopted = self._settable_values()
         return iterator
 
     @property
@@ -459,11 +434,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             )
         return source
 
-    @property
-    def counts(self) -> Counts:
-        """The live counts of `stats`, by name."""
-        return self._counts
-
     def stats(self) -> LoaderStats:
         """The statistics of this loader since its creation."""
         return self._epochs.stats()
@@ -487,3 +457,14 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
 def _has_cache(auto: Any) -> bool:
     return auto is not None and auto.cached is not None
+
+
+_SETTABLE = (
+    *("dataset", "sampler", "batch_sampler"),  # in subclasses that repeat a sampler
+    *("collate_fn", "generator", "multiprocessing_context", "num_workers", "pin_memory", "prefetch_factor", "timeout"),
+    "worker_init_fn",
+)
+"""Attributes that apply from the next iteration on if they are set."""
+
+_FIXED = {*inspect.signature(DataLoader).parameters} - {*_SETTABLE[3:], "pin_memory_device", "in_order"}
+"""Arguments whose attributes may not be set."""

@@ -1,32 +1,43 @@
-"""The epochs of a loader: seeds, pools of executors, one pass after another, and the state to resume in mid-epoch."""
+"""The epochs of a loader: seeds, pools of executors, one pass after another, and the state to resume in mid-epoch.
+
+For iterable data sets, torch's own loader makes the batches; epochs, state and counts are kept beside it.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import inspect
 import os
+import time
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import islice
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.utils.data
 
-from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position
+from stallfree.datasets.epoch_source import EpochSource, Ids, Position, check_state
 from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.datasets.reader import Reader, reader_of
-from stallfree.errors import state_format, state_mismatch
-from stallfree.loader.batch import PlainBatches
+from stallfree.errors import iteration_over, state_mismatch
 from stallfree.loader.order import Order, Repeats
 from stallfree.loader.pool import Counts, Options, WorkerPool
-from stallfree.loader.run import Pass, PlainPass, Progress, delivery
-from stallfree.pipeline.randomness import draw_seed
+from stallfree.loader.run import OVER, EpochPass, Pass, PlainPass, Progress
+from stallfree.pipeline.randomness import draw_seed, sample_seed
 from stallfree.stats import LoaderStats
 
 STATE_VERSION = 1
 
 _MANY = 1024
 """Number of ids that a sampler may always have left without counting as endless."""
+
+
+_OF_WORKERS = {"timeout", "multiprocessing_context", "prefetch_factor"}
+_HANDED_ON = {*inspect.signature(torch.utils.data.DataLoader).parameters} - {"shuffle", "sampler", "batch_sampler"}
+"""Arguments that are handed on to torch's loader; those of workers only if there are any."""
 
 
 class Seeds:
@@ -86,13 +97,9 @@ class Seeds:
         self.seed = seed
         return seed
 
-    def renew(self) -> None:
-        """Draw another seed for workers that are started in the place of persistent ones."""
-        self.base = draw_seed(self.generator)
-
 
 class EpochsBase:
-    """What a `DevicePrefetcher` uses of a loader.
+    """The epochs of a loader, and what a `DevicePrefetcher` uses of it.
 
     It begins an iteration with `prefetched_by`, records the `position` after each batch, requests the state there
     (`state_at`), and counts the waits of the training loop (`count_wait`).
@@ -100,17 +107,33 @@ class EpochsBase:
 
     counts: Counts
     position: Any
+    _progress: Any = None  # of the last iteration
     _prefetcher: weakref.ref[Any] | None = None
 
+    def __init__(self) -> None:
+        # Replaced, never changed: any thread may call `stats`.
+        self._passes: list[weakref.ref[EpochPass]] = []
+
     def __iter__(self) -> Iterator[Any]:
-        return self._begin(None)
+        return self.prefetched_by(None)
 
     def prefetched_by(self, prefetcher: Any) -> Iterator[Any]:
-        """Begin an iteration for a prefetcher."""
-        return self._begin(prefetcher)
+        """Begin an iteration for a prefetcher; None: for the training loop."""
+        begun = self._begin(prefetcher)
+        self._passes = [*map(weakref.ref, self._living()), weakref.ref(begun)]
+        self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
+        return begun
 
-    def _begin(self, prefetcher: Any) -> Iterator[Any]:
+    def _begin(self, prefetcher: Any) -> EpochPass:
         raise NotImplementedError
+
+    def _living(self) -> list[Any]:
+        return [one for known in self._passes if (one := known()) is not None]
+
+    @property
+    def _active(self) -> Any:
+        """The progress of the last iteration; None if it is exhausted."""
+        return None if self._progress is None or self._progress.exhausted else self._progress
 
     def count_wait(self, seconds: float) -> None:
         """Count a wait of a prefetcher's training loop for a batch."""
@@ -127,57 +150,42 @@ class EpochsBase:
         """Return the state at `position` of the iteration, at most 64 batches ago."""
         raise NotImplementedError
 
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy has no iterations."""
+        return {**vars(self), "_passes": [], "_progress": None, "_prefetcher": None}
+
 
 class Epochs(EpochsBase):
     """Runs the epochs of a loader, as batches on the host.
 
     Args:
         source: decides the ids of each epoch.
-        options: of the pools.
+        options: of the loader.
         seeds: of the loader.
         counts: of the loader.
-        with_ids, pin: see `output.delivery`.
-        persistent: keep the pool between epochs. An iteration then ends the previous one.
         tuner: changes the options between epochs (`tuned`): see `AutoCache`; or None.
 
     Attributes:
         kept: the pool that is kept between epochs, or None.
     """
 
-    def __init__(
-        self,
-        source: EpochSource,
-        options: Options,
-        seeds: Seeds,
-        counts: Counts,
-        *,
-        with_ids: bool,
-        pin: bool,
-        persistent: bool,
-        tuner: Any,
-    ) -> None:
+    def __init__(self, source: EpochSource, options: Options, seeds: Seeds, counts: Counts, tuner: Any) -> None:
         self.source, self.options, self.counts = source, options, counts
-        self._seeds, self._with_ids, self._pin = seeds, with_ids, pin
-        self._persistent, self._tuner = persistent, tuner
-        self._uncached = options.reader
+        self._seeds, self._tuner, self._uncached = seeds, tuner, options.reader
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
-        self._progress: Progress | None = None
         self._begin_process()
 
     def _begin_process(self) -> None:
-        """Begin without pools and passes; in a forked child, those that there are belong to the parent."""
+        """Begin without a pool and passes; in a forked child, those that there are belong to the parent."""
+        super().__init__()
         self._process = os.getpid()
         self.kept: WorkerPool | None = None
-        self._kept_options: Options | None = None
-        # Replaced, never changed: any thread may call `stats`.
-        self._pools: list[weakref.ref[WorkerPool]] = []
-        self._passes: list[weakref.ref[Pass | PlainPass]] = []
 
     def __len__(self) -> int:
-        return self.source.num_batches(self.next_epoch if self._progress is None else self._progress.number)
+        return self.source.num_batches(self.next_epoch if self._active is None else self._active.number)
 
-    def adopt(self, options: Options, source: EpochSource, generator: torch.Generator | None, *, pin: bool) -> None:
+    def adopt(self, options: Options, source: EpochSource, generator: torch.Generator | None) -> None:
         """Use other arguments from the next iteration on."""
         if source is not self.source:
             self._epoch = self.next_epoch
@@ -185,7 +193,7 @@ class Epochs(EpochsBase):
             self.source = source
         if options.reader is not self.options.reader:
             self._uncached = options.reader
-        self.options, self._pin, self._seeds.generator = options, pin, generator
+        self.options, self._seeds.generator = options, generator
 
     @property
     def seed(self) -> int | None:
@@ -220,7 +228,7 @@ class Epochs(EpochsBase):
         order.begin(number, None)
         return order.ids(number)
 
-    def _begin(self, prefetcher: Any) -> Pass | PlainPass:
+    def _begin(self, prefetcher: Any) -> EpochPass:
         if self._process != os.getpid():
             self._begin_process()
         source = self.source
@@ -231,36 +239,25 @@ class Epochs(EpochsBase):
         seed = self._seeds.draw(new_workers=not self._has_workers())
         source.set_seed(seed)
         self._follow_data()
-        plain = prefetcher is None and self._is_plain()
-        if not plain or self._tuner is not None:
-            self._set_seed(seed)
         if self._tuner is not None:
-            had_workers = self._has_workers()
+            self._set_seed(seed)
             self.options = self._tuner.tuned(self.options)
-            if had_workers and not self._has_workers():
-                self._seeds.renew()
-            plain = prefetcher is None and self._is_plain()
+        plain = prefetcher is None and self._is_plain()
+        if not plain:
+            self._set_seed(seed)
         options = self.options
         self.counts["num_workers"] = options.workers
-        if self._persistent:
+        if options.persistent:
             self._end_passes()
         repeats = None if source.planned or plain else Repeats(resume.repeats or () if resume else ())
-        batches = _without_first(plan.batches, plan.skip, repeats) if plan.skip else plan.batches
-        progress = self._progress = Progress(batches, epoch, plan.first, plan.dealt, repeats)
-        self._prefetcher = None if prefetcher is None else weakref.ref(prefetcher)
+        progress = self._progress = Progress(plan, epoch, repeats)
         self._epoch = None
-        deliver = delivery(with_ids=self._with_ids, weigh=plan.on_delivered, pin=self._pin)
-        begun: Pass | PlainPass
         if plain:
-            batch = PlainBatches(options.reader, options.collate, options.single, options.skip)
-            end = self._end_of(plan, progress, None, options.reader.settings.note)
-            begun = PlainPass(batch, progress, self.counts, self, deliver, end, options.log, log_steps=True)
-        else:
-            pool = self._take_pool(None if prefetcher is None else prefetcher.pin)
-            end = self._end_of(plan, progress, pool, pool.note_settings)
-            begun = Pass(pool, progress, self, deliver, end, log_steps=prefetcher is None)
-        self._passes = [*(known for known in self._passes if known() is not None), weakref.ref(begun)]
-        return begun
+            return PlainPass(self, progress, plan, options)
+        pool = self._take_pool()
+        if prefetcher is not None:
+            pool.ring.slots.pin = prefetcher.pin
+        return Pass(self, progress, plan, options, pool, in_loop=prefetcher is None)
 
     def _is_plain(self) -> bool:
         """Whether batches are made as torch's loader makes them without workers."""
@@ -271,21 +268,6 @@ class Epochs(EpochsBase):
         # A data set of stallfree's, and one that `cache="auto"` has made, caches at least the files that samples open.
         cached = None if self._tuner is None else self._tuner.cached
         return cached is None and not isinstance(getattr(options.dataset, "reader", None), Reader)
-
-    def _end_of(
-        self, plan: EpochPlan, progress: Progress, pool: WorkerPool | None, note_settings: Callable[[], None]
-    ) -> Callable[[bool], None]:
-        """Return the function that is called at the end of a pass, with whether the epoch is exhausted."""
-
-        def end(exhausted: bool) -> None:
-            if exhausted and self._progress is progress:
-                self._progress = None
-            note_settings()
-            plan.end()
-            if pool is not None and pool is not self.kept:
-                pool.close()
-
-        return end
 
     def _follow_data(self) -> None:
         """Adopt changes of the data set. A cache keeps its samples, and warns."""
@@ -304,42 +286,32 @@ class Epochs(EpochsBase):
         if seed != self.options.seed:
             self.options = replace(self.options, seed=seed)
 
-    # -- pools and passes ---------------------------------------------------------------------------------------------
+    # -- the pool that is kept ----------------------------------------------------------------------------------------
 
     def _has_workers(self) -> bool:
         """Whether persistent workers with the present options exist, so that an iteration starts none."""
-        kept = self.kept
-        return kept is not None and self._kept_options is self.options and not kept.closed
+        return self.kept is not None and self.kept.options is self.options and not self.kept.closed
 
-    def _take_pool(self, pin: Callable[[Any], Any] | None) -> WorkerPool:
-        """Return the pool of the next iteration. `pin` registers memory with a device; set by a prefetcher."""
-        pool = self.kept
-        if pool is None or not self._has_workers():
-            if pool is not None:
-                pool.close()
-            pool = WorkerPool(self.options, self._seeds.base, self.counts)
-            self._pools = [*map(weakref.ref, self._living()), weakref.ref(pool)]
-            if self._persistent:
-                self.kept, self._kept_options = pool, self.options
-        pool.counts_waits = pin is None
-        if pin is not None:
-            pool.ring.slots.pin = pin
+    def _take_pool(self) -> WorkerPool:
+        """Return the pool of the next iteration."""
+        if self.kept is not None:
+            if self._has_workers():
+                return self.kept
+            self.kept.close()
+        pool = WorkerPool(self.options, self._seeds.base, self.counts)
+        self.kept = pool if self.options.persistent else None
         return pool
 
-    def _living(self) -> list[WorkerPool]:
-        return [pool for known in self._pools if (pool := known()) is not None]
-
     def _end_passes(self) -> None:
-        for known in self._passes:
-            if (one := known()) is not None:
-                one.close()
+        for one in self._living():
+            one.close()
 
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
     def position(self) -> tuple[Progress, int] | None:
         """The position of the iteration for `state_at`, including batches taken ahead. None between iterations."""
-        return None if self._progress is None else (self._progress, self._progress.handed_out)
+        return None if self._active is None else (self._active, self._active.handed_out)
 
     def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
         """The state at `position` of the iteration, at most 64 batches ago."""
@@ -347,8 +319,11 @@ class Epochs(EpochsBase):
             epoch, left = self.next_epoch, self._resume or Position()
         else:
             progress, batches = position
-            epoch = progress.number
-            left = progress.position(batches, None if self.source.planned else self._endless(epoch))
+            epoch, batches_known = progress.number, 0
+            with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
+                batches_known = self.source.num_batches(epoch)
+            limits = max(_MANY, len(self.options.reader.source)), batches_known
+            left = progress.position(batches, None if self.source.planned else limits)
         return {
             "version": STATE_VERSION,
             "epoch": epoch,
@@ -358,16 +333,9 @@ class Epochs(EpochsBase):
             **self.source.state_dict(),
         }
 
-    def _endless(self, epoch: int) -> Callable[[int, int], bool]:
-        """Whether a sampler counts as endless: it has more ids left than there are samples, and more than it says."""
-        most, known = max(_MANY, len(self.options.reader.source)), 0
-        with contextlib.suppress(TypeError, NotImplementedError):  # it has no length
-            known = self.source.num_batches(epoch)
-        return lambda ids, batches: ids > most and batches > known
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
-        check_state(state, self.source.describe())
+        check_position(state, self.source.describe())
         self._seeds.restore(state["seed"])
         self.source.load_state_dict(state)
         if state["seed"] is not None:
@@ -379,17 +347,18 @@ class Epochs(EpochsBase):
 
     def stats(self) -> LoaderStats:
         """Return the statistics of the loader since its creation."""
-        staging = [pool.ring.bytes for pool in self._living() if not pool.closed]
+        pools = {getattr(one, "pool", None) for one in self._living()} | {self.kept}
+        staging = [pool.ring.bytes for pool in pools if pool is not None and not pool.closed]
         return LoaderStats(**({**self.counts, "staging_bytes": sum(staging)} if staging else self.counts))
 
     def close(self) -> None:
         """End all iterations, and stop their workers. More may be started afterwards."""
         if self._process != os.getpid():
             self._begin_process()
-        self.kept = None
         self._end_passes()
-        for pool in self._living():
-            pool.close()
+        kept, self.kept = self.kept, None
+        if kept is not None:
+            kept.close()
         self.source.close()
         if self._tuner is not None:  # its cache is closed next
             self.options = replace(self.options, reader=self._uncached)
@@ -397,35 +366,12 @@ class Epochs(EpochsBase):
             self.options.log.flush()
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has no iterations."""
-        nothing: dict[str, Any] = {"kept": None, "_kept_options": None, "_pools": [], "_passes": []}
-        return {**self.__dict__, "_progress": None, "_prefetcher": None, **nothing}
+        return super().__getstate__() | {"kept": None}
 
 
-def _without_first(batches: Iterator[Ids], count: int, repeats: Repeats | None) -> Iterator[Ids]:
-    """`batches` without the first ones, which are counted in `repeats`. They are drawn with the next one."""
-    for ids in islice(batches, count):
-        if repeats is not None:
-            repeats.count(ids)
-    yield from batches
-
-
-def check_state(state: Any, order: dict[str, Any]) -> None:
-    """Raise `InputError` unless a loader can resume from `state`.
-
-    Args:
-        state: as returned by `state_dict()`.
-        order: of the loader, as its source describes it.
-    """
-    version = state.get("version") if isinstance(state, dict) else None
-    if version != STATE_VERSION:
-        raise state_format(
-            f"the state has version {version!r}, expected {STATE_VERSION}: give what state_dict() of this "
-            "release returned"
-        )
-    missing = {"epoch", "seed", "order", "batches", "rest"} - state.keys()
-    if missing:
-        raise state_format(f"the state lacks {', '.join(sorted(missing))}: give what state_dict() returned")
+def check_position(state: Any, order: dict[str, Any]) -> None:
+    """Raise `InputError` unless a loader with this `order`, as its source describes it, can resume from `state`."""
+    check_state(state, STATE_VERSION, "epoch", "seed", "order", "batches", "rest")
     if state["order"] != order:
         raise state_mismatch(f"the state was taken with {state['order']}, this loader has {order}: give the same")
 
@@ -436,3 +382,186 @@ def _check_seed(restored: int | None, given: int | None) -> None:
         raise state_mismatch(
             f"the state was taken with seed={restored}, this loader has seed={given}: give the same, or none"
         )
+
+
+# -- iterable data sets -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _StreamProgress:
+    """The progress of an iteration.
+
+    Attributes:
+        number: of the epoch.
+        first: batches of the epoch that were delivered before the iteration.
+        taken: batches of the epoch that the iteration has taken from torch's loader, failed ones included.
+        state: of the data set, as loaded for the first batch; or None.
+        exhausted: whether there are no more batches.
+    """
+
+    number: int
+    first: int = 0
+    taken: int = 0
+    state: Any = None
+    exhausted: bool = False
+
+
+class IterableEpochs(EpochsBase):
+    """Runs the epochs of a loader of an iterable data set: like `Epochs`, with torch's loader beneath.
+
+    A state holds the number of delivered batches, and resuming takes as many from torch's loader and drops them. A data
+    set with `state_dict` and `load_state_dict` resumes by these if it is iterated in this process.
+
+    Args:
+        loader: the `stallfree.DataLoader`, whose attributes are the arguments of torch's loader.
+        counts: of the loader.
+
+    Attributes:
+        seed: of the workers' generators; None: torch's loader draws it.
+        source: see `Epochs`. Whether the data set partitions its samples among the ranks is not known.
+    """
+
+    source: Any = SimpleNamespace(knows_ranks=False)
+
+    def __init__(self, loader: Any, counts: Counts) -> None:
+        super().__init__()
+        self.counts, self.seed = counts, loader.seed
+        self._next = 0  # number of the next epoch
+        self._set: int | None = None  # the epoch that the data set was given
+        self._resume: _StreamProgress | None = None
+        self.adopt(loader)
+
+    def adopt(self, loader: Any) -> None:
+        """Use the present attributes of `loader` from the next iteration on."""
+        names = _HANDED_ON if loader.num_workers else _HANDED_ON - _OF_WORKERS
+        self._arguments = {name: value for name, value in vars(loader).items() if name in names}
+        self._arguments["pin_memory"] = loader.pin_memory and loader.device is None  # a prefetcher pins memory itself
+        if self.seed is not None:
+            self._arguments["generator"] = torch.Generator()
+        self.counts["num_workers"] = loader.num_workers
+        self._torchs: torch.utils.data.DataLoader[Any] | None = torch.utils.data.DataLoader(**self._arguments)
+
+    @property
+    def _loader(self) -> torch.utils.data.DataLoader[Any]:
+        if self._torchs is None:
+            self._torchs = torch.utils.data.DataLoader(**self._arguments)
+        return self._torchs
+
+    @property
+    def samplers(self) -> tuple[Any, Any]:
+        """`sampler` and `batch_sampler` of torch's loader."""
+        return self._loader.sampler, self._loader.batch_sampler
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, for the data set too if it has `set_epoch`."""
+        dataset = self._arguments["dataset"]
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch)
+            self._set = epoch
+        self._next = epoch
+        self._resume = self._progress = self._prefetcher = None
+
+    def _begin(self, prefetcher: Any) -> EpochPass:
+        progress = self._resume or _StreamProgress(self._next)
+        if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
+            self._end_passes(stop_workers=False)
+        if progress.state is not None:
+            self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
+        if self.seed is not None:
+            self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.number, 0))
+        begun = _TorchPass(self, progress, iter(self._loader), in_loop=prefetcher is None)
+        self._progress, self._resume, self._next = progress, None, progress.number + 1
+        return begun
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> dict[str, Any]:
+        """The state of the iteration, including batches that a prefetcher has taken ahead."""
+        progress = self._active or self._resume or _StreamProgress(self._next)
+        of_dataset, dataset = progress.state, self._arguments["dataset"]
+        here = progress.taken > progress.first and not self._arguments["num_workers"]
+        if here and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
+            of_dataset = copy.deepcopy(dataset.state_dict())
+        return {
+            "version": STATE_VERSION,
+            "epoch": progress.number,
+            "seed": self.seed,
+            "order": self._describe(),
+            "batches": max(progress.first, progress.taken),
+            "rest": None,
+            "dataset": of_dataset,
+            "dataset_epoch": self._set,
+        }
+
+    def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
+        """Return the state at `position`."""
+        return position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a state. Raises `InputError` for a state that does not match."""
+        check_position(state, self._describe())
+        if state["dataset_epoch"] is not None:
+            self.set_epoch(state["dataset_epoch"])
+        batches, of_dataset = state["batches"], state["dataset"]
+        taken = 0 if of_dataset is None else batches
+        self._resume = _StreamProgress(state["epoch"], batches, taken, of_dataset)
+        self._progress = self._prefetcher = None
+
+    def _describe(self) -> dict[str, Any]:
+        return {"seed": self.seed, **{name: self._arguments[name] for name in ("batch_size", "num_workers")}}
+
+    # -- counts and end -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> LoaderStats:
+        """Return the statistics of the loader since its creation."""
+        return LoaderStats(**self.counts)
+
+    def close(self) -> None:
+        """End all iterations and their workers. More may be started afterwards."""
+        self._end_passes(stop_workers=True)
+        self._torchs = None
+
+    def _end_passes(self, *, stop_workers: bool) -> None:
+        for one in self._living():
+            stop = getattr(one.batches, "_shutdown_workers", None)
+            one.close()
+            if stop_workers and stop is not None and one.closed:  # an exception may keep the iterator alive
+                stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_torchs": None}
+
+
+class _TorchPass(EpochPass):
+    """One pass over torch's loader: `batches`. Those that were delivered before the pass are dropped."""
+
+    def __init__(
+        self, epochs: IterableEpochs, progress: _StreamProgress, batches: Iterator[Any], *, in_loop: bool
+    ) -> None:
+        super().__init__(epochs, progress, in_loop=in_loop)
+        self.batches = batches
+
+    def _take(self) -> tuple[Any, Any]:
+        if self.closed:
+            raise iteration_over(OVER)
+        begun, progress = time.monotonic(), self.progress
+        while True:
+            try:
+                batch = next(self.batches)
+            except Exception as error:  # torch's loader continues with the following batch
+                progress.taken += not isinstance(error, StopIteration)
+                raise
+            progress.taken += 1
+            if progress.taken > progress.first:
+                break
+        self.counts["batches"] += 1
+        if self._in_loop:
+            self.counts["wait_seconds"] += time.monotonic() - begun
+        return batch, None
+
+    def _stop(self) -> None:
+        self.batches = iter(())

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from stallfree.errors import file_unwritable
 from stallfree.loader.messages import GATHERER, Result
-from stallfree.platform import OPEN
 
 _LINES = 4096
 """Maximum number of buffered lines."""
@@ -44,22 +43,15 @@ class EventLog:
         fetched = start + result.fetch_seconds
         end = fetched + result.prep_seconds
         if result.worker == GATHERER:
-            self._add(start, end, "gather", "gather", number, epoch)
+            self.add(start, end, "gather", "gather", number, epoch)
             return
         actor = f"loader {result.worker}"
         if result.fetch_seconds:
-            self._add(start, fetched, actor, "fetch", number, epoch)
-        self._add(fetched, end, actor, "prep", number, epoch)
+            self.add(start, fetched, actor, "fetch", number, epoch)
+        self.add(fetched, end, actor, "prep", number, epoch)
 
-    def built(self, start: float, end: float, number: int, epoch: int) -> None:
-        """Log a batch that the training process built on request."""
-        self._add(start, end, "loader 0", "prep", number, epoch)
-
-    def computed(self, start: float, number: int, epoch: int) -> None:
-        """Log the step of the training loop on batch `number`, from `start` until now."""
-        self._add(start, time.monotonic(), "device", "compute", number, epoch)
-
-    def _add(self, start: float, end: float, actor: str, what: str, batch: int, epoch: int) -> None:
+    def add(self, start: float, end: float, actor: str, what: str, batch: int, epoch: int) -> None:
+        """Log an event (see `stallfree.events.Event`), with the times of `time.monotonic`."""
         self._lines.append(
             f'{{"start": {start - self._begun:.6f}, "end": {end - self._begun:.6f}, "actor": "{actor}", '
             f'"what": "{what}", "batch": {batch}, "epoch": {epoch}}}\n'
@@ -73,13 +65,8 @@ class EventLog:
         if not lines or os.getpid() != self._owner:
             return
         try:
-            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | OPEN, 0o666)
-            try:
-                data = memoryview("".join(lines).encode())
-                while len(data):
-                    data = data[os.write(fd, data) :]
-            finally:
-                os.close(fd)
+            with self._path.open("a") as file:
+                file.writelines(lines)
         except OSError as error:
             log.warning("the log of events %s ends here, it cannot be written: %s", self._path, error)
             self._owner = -1

@@ -1,7 +1,11 @@
-"""`Executor`, which builds batches, and the executors that use gather threads or the training process.
+"""`Executor`, which builds batches, and the executors of this machine: the training process, threads, worker processes.
 
 An executor receives tasks through `submit` and returns results from `poll`, in any order; neither waits. It wakes the
 waiting loop through descriptors, so that one wait covers all executors.
+
+Each worker process is started with its first task, and receives tasks in a thread of its own, which starts their
+fetches while an earlier batch is prepared. Tasks and results are messages over one connection per worker (`messages`);
+batches are in slots of the ring.
 """
 
 from __future__ import annotations
@@ -9,19 +13,40 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import random
 import select
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from dataclasses import dataclass, field, replace
+from multiprocessing.context import BaseContext
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.cache.serial import stay_alone
 from stallfree.datasets.samples import Pending
-from stallfree.errors import batch_timeout
+from stallfree.errors import WorkerError, batch_timeout
+from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
-from stallfree.loader.messages import GATHERER, NO_SLOT, UNDONE, Result, Task
+from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
 from stallfree.loader.ring import Ring
+from stallfree.notes import add_note
+from stallfree.platform import how_it_ended
+
+LIVES = 3
+"""Number of workers that may die on one batch before an error."""
+
+_STOP_SECONDS = 5.0
+_NO_MORE = 1 << 62
+
+_SWITCH_SECONDS = 0.001
+"""Maximum time that pure Python prep delays the fetch threads; Python's default is 5 ms."""
 
 
 class Executor:
@@ -93,25 +118,17 @@ class TrainingProcess(Executor):
         started = time.monotonic()
         task, pending = self._tasks[number]
         pending.deadline = started + self._seconds
-        self._wait_for_fetches(task, pending)
+        if pending.fetches and futures.wait(list(pending.fetches.values()), self._seconds).not_done:
+            raise batch_timeout(
+                f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its samples are "
+                f"{task.ids.tolist()}, and storage does not give them. Give a larger timeout if it takes so long"
+            )
         waited = time.monotonic() - started
         del self._tasks[number]
         result = self._builder.finish(task, pending, here=True)
         result.fetch_seconds += waited
         result.started = started if result.started else 0.0
         return [result]
-
-    def _wait_for_fetches(self, task: Task, pending: Pending) -> None:
-        for future in list(pending.fetches.values()):
-            if not future.done():
-                with contextlib.suppress(TimeoutError, CancelledError):
-                    future.exception(max(0.0, (pending.deadline or 0.0) - time.monotonic()))
-                if not future.done():
-                    raise batch_timeout(
-                        f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its "
-                        f"samples are {task.ids.tolist()}, and storage does not give them. Give a larger timeout if "
-                        "it takes so long"
-                    )
 
     def forget(self, token: int) -> None:
         for _, pending in self._tasks.values():
@@ -125,41 +142,23 @@ class TrainingProcess(Executor):
         self.forget(0)
 
 
-class GatherThreads(Executor):
-    """Threads that fill slots directly from the cache. A thread takes a slot only when it starts a task.
+class ThreadExecutor(Executor):
+    """An executor whose threads deliver the results. A pipe wakes the loop, but only while that waits."""
 
-    Args:
-        builder: builds.
-        ring: has the slots.
-        threads: number of threads.
-    """
+    needs_slot = True
 
-    def __init__(self, builder: BatchBuilder, ring: Ring, threads: int) -> None:
-        self._builder, self._ring = builder, ring
-        self._submitted = self._wanted = 0
-        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+    def __init__(self) -> None:
         self._done: deque[Result] = deque()
-        self._awaited = False
+        self._wanted, self._awaited = 0, False
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.descriptors = [(self._read, select.POLLIN)]
-        self._threads = [
-            threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
-            for number in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
 
-    @property
-    def slots_to_take(self) -> int:  # type: ignore[override]
-        return self._submitted - self._begun.qsize()
-
-    def submit(self, task: Task) -> None:
-        self._submitted += 1
-        self._tasks.put(task)
-
-    def forget(self, token: int) -> None:
-        self._wanted = token
+    def deliver(self, result: Result) -> None:
+        """Make a result available. Called by the threads."""
+        self._done.append(result)
+        if self._awaited:
+            with contextlib.suppress(BlockingIOError):
+                os.write(self._write, b"x")
 
     def prepare_wait(self) -> bool:
         self._awaited = True
@@ -175,28 +174,68 @@ class GatherThreads(Executor):
             results.append(self._done.popleft())
         return results
 
+    def forget(self, token: int) -> None:
+        self._wanted = token
+
+    def close(self) -> None:
+        """Close the pipe, after the threads have ended."""
+        os.close(self._read)
+        os.close(self._write)
+
+
+class GatherThreads(ThreadExecutor):
+    """Threads that fill slots directly from the cache.
+
+    A thread takes a slot only when it starts a task, so that few slots are used: each has fresh pages at first.
+
+    Args:
+        builder: builds.
+        ring: has the slots.
+        threads: number of threads.
+    """
+
+    needs_slot = False
+
+    def __init__(self, builder: BatchBuilder, ring: Ring, threads: int) -> None:
+        super().__init__()
+        self._builder, self._ring, self._submitted = builder, ring, 0
+        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def slots_to_take(self) -> int:  # type: ignore[override]
+        return self._submitted - self._begun.qsize()
+
+    def submit(self, task: Task) -> None:
+        self._submitted += 1
+        self._tasks.put(task)
+
     def describe(self, task: Task) -> str:
         return "a thread that gathers"  # called after all other executors
 
     def _run(self) -> None:
         stay_alone()
         while (task := self._tasks.get()) is not None:
-            self._done.append(self._do(task))
-            if self._awaited:
-                with contextlib.suppress(BlockingIOError):
-                    os.write(self._write, b"x")
+            self.deliver(self._build(task))
 
-    def _do(self, task: Task) -> Result:
+    def _build(self, task: Task) -> Result:
         wanted = task.token >= self._wanted
         try:
             slot = self._ring.take() if wanted else None
         except Exception as error:  # the folder cannot be created
-            return failure(task, error, here=True)
+            return failure(task, error)
         finally:
             self._begun.put(None)
         if not wanted:
-            return Result(UNDONE, task.token, task.number, NO_SLOT)
-        task = Task(task.token, task.number, NO_SLOT if slot is None else slot, task.epoch, task.ids)
+            return Result(UNDONE, task.token, task.number, task.slot)
+        if slot is not None:
+            task.slot = slot
         result = self._builder.gather(task)
         result.worker = GATHERER
         return result
@@ -208,5 +247,267 @@ class GatherThreads(Executor):
         for thread in self._threads:
             if threading.current_thread() is not thread:  # the garbage collector may run in any thread
                 thread.join()
-        os.close(self._read)
-        os.close(self._write)
+        super().close()
+
+
+# -- worker processes -------------------------------------------------------------------------------------------------
+
+
+def deadly_batch(task: Task, workers: str, last: str) -> WorkerError:
+    """Return the error of a batch during which `LIVES` workers ended; `last` describes the end of the last one."""
+    ids = task.ids.tolist()
+    return WorkerError(
+        f"{LIVES} {workers} one after the other on batch {task.number} of epoch {task.epoch}, which holds the samples "
+        f"{ids}; the last: {last}. Prepare these samples with num_workers=0 to see why",
+        ids=ids,
+    )
+
+
+@dataclass
+class WorkerSetup:
+    """The arguments of a worker process.
+
+    Attributes:
+        worker: its number, from 0.
+        workers: number of workers.
+        builder: builds batches.
+        dataset: as passed by the user, for `torch.utils.data.get_worker_info()`.
+        seed: of this worker's generators, as under torch's loader; samples do not depend on it.
+        worker_init: the user's `worker_init_fn`, or None.
+    """
+
+    worker: int
+    workers: int
+    builder: BatchBuilder
+    dataset: Any
+    seed: int
+    worker_init: Callable[[int], None] | None
+
+    @property
+    def parts(self) -> list[tuple[str, object]]:
+        """What may be impossible to pickle, with its description for a message."""
+        reader = self.builder.reader
+        return [
+            *((f"the transform {step!r}", step) for step in (*reader.deterministic, *reader.rest)),
+            ("collate_fn", self.builder.collate),
+            ("worker_init_fn", self.worker_init),
+            ("the data set", self.dataset),
+        ]
+
+
+@dataclass
+class _Worker:
+    child: Child
+    tasks: list[Task] = field(default_factory=list)
+    dead: bool = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether it may have a message to send or to receive."""
+        return bool(self.tasks) or self.dead or bool(self.child.pending)
+
+
+class WorkerProcesses(Executor):
+    """Worker processes, each started with its first task. A worker that dies is replaced, and its batches are repeated.
+
+    A forked worker that does not report in hangs, because it copied a lock held by another thread: it is replaced too.
+    The result of a batch that has killed three workers is a `WorkerError`. `submit` and `poll` raise `InputError` if an
+    object cannot be sent to a worker.
+
+    Args:
+        setup: of the workers, with the number of the first one.
+        context: starts them.
+        count: number of workers.
+
+    Attributes:
+        count: as given.
+        replaced: number of workers that died.
+        hung: forked workers that did not report in since the last one that did.
+    """
+
+    needs_slot = True
+
+    def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
+        start_method(context)  # before anything is created in a process that may start none
+        self._context, self._setup, self.count = context, setup, count
+        self._workers: list[_Worker | None] = [None] * count
+        self._wanted = self.replaced = self.hung = 0
+
+    @property
+    def stuck(self) -> bool:  # type: ignore[override]
+        """Whether all forked workers hang, so that further ones probably would too."""
+        return self.hung > len(self._workers)
+
+    @property
+    def descriptors(self) -> list[tuple[int, int]]:  # type: ignore[override]
+        """The descriptors to wait for, with events of `poll`: results, deaths of workers, space for tasks."""
+        return [
+            (worker.child.fileno(), worker.child.events)
+            for worker in self._workers
+            if worker is not None and worker.busy
+        ]
+
+    def describe(self, task: Task) -> str:
+        """The worker that has the task; "" if none has."""
+        for worker in self._workers:
+            if worker is not None and any(mine is task for mine in worker.tasks):
+                alive = "alive" if worker.child.alive else "dead"
+                return f"worker process {worker.child.pid}, {alive}, with {len(worker.tasks)} batches to do"
+        return ""
+
+    def submit(self, task: Task) -> None:
+        """Send a task to the worker with the fewest tasks."""
+        loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
+        number = loads.index(min(loads))
+        worker = self._workers[number]
+        if worker is None:
+            worker = self._workers[number] = self._start(number)
+        worker.tasks.append(task)
+        worker.child.send(task.pack())  # `poll` detects and replaces a dead worker
+
+    def forget(self, token: int) -> None:
+        """Drop batches of iterations before `token`."""
+        self._wanted = token
+        for worker in self._workers:
+            if worker is not None:
+                worker.child.send(forget_message(token))
+
+    def poll(self, number: int | None) -> list[Result]:
+        """The available results. Replaces workers that died; idle ones when they get a task."""
+        results: list[Result] = []
+        for place, worker in enumerate(self._workers):
+            if worker is None or not worker.busy:
+                continue
+            worker.child.flush()
+            try:
+                while (message := worker.child.receive()) is not None:
+                    result = unpack_result(message)
+                    result.worker = place
+                    results.append(result)
+                    worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
+            except EOFError:
+                worker.dead = True
+            if worker.child.reported:
+                self.hung = 0
+            if worker.dead:
+                self._replace(place, worker, results)
+        return results
+
+    def check(self) -> None:
+        """Check for workers that hang, or died while another process keeps their end of the connection open."""
+        for worker in self._workers:
+            if worker is not None and (worker.child.overdue or not worker.child.alive):
+                worker.dead = True
+
+    def _replace(self, number: int, dead: _Worker, results: list[Result]) -> None:
+        """Kill a worker if it is still alive, and send its tasks to a new one."""
+        self._workers[number] = None
+        self.replaced += 1
+        hung = dead.child.overdue
+        self.hung += hung
+        dead.child.end(time.monotonic() + _STOP_SECONDS)
+        tasks = []
+        for task in dead.tasks:
+            if task.token < self._wanted:
+                results.append(Result(UNDONE, task.token, task.number, task.slot))
+            else:
+                tasks.append(task)
+        if tasks and not hung:
+            tasks[0].deaths += 1
+            if tasks[0].deaths >= LIVES:
+                error = deadly_batch(tasks[0], "worker processes died", how_it_ended(dead.child.exit_code))
+                results.append(failure(tasks.pop(0), error))
+        if tasks:
+            fresh = self._workers[number] = self._start(number)
+            for task in tasks:
+                fresh.tasks.append(task)
+                fresh.child.send(task.pack())
+
+    def _start(self, number: int) -> _Worker:
+        setup = self._setup
+        child = Child(
+            worker_main,
+            replace(setup, worker=number, seed=setup.seed + number),
+            context=self._context,
+            name=f"stallfree-worker-{number}",
+            parts=setup.parts,
+            attempt=self.hung // len(self._workers),
+        )
+        return _Worker(child)
+
+    def close(self) -> None:
+        """Stop the workers; kill those that do not exit in 5 s."""
+        workers = [worker for worker in self._workers if worker is not None]
+        self._workers = [None] * self.count
+        for worker in workers:
+            worker.child.send(forget_message(_NO_MORE))
+        end_all([worker.child for worker in workers], _STOP_SECONDS)
+
+
+# -- in a worker -------------------------------------------------------------------------------------------------------
+
+
+def worker_main(parent: Parent, setup: WorkerSetup) -> None:
+    """Run a worker until its end."""
+    builder = setup.builder
+    inbox: queue.SimpleQueue[tuple[Task, Pending | None] | None] = queue.SimpleQueue()
+    wanted, ahead = 0, False
+
+    def take(message: bytearray | None) -> None:
+        """Receive a message of the trainer and start the fetches of its task; None at the end. Runs in a thread."""
+        nonlocal wanted
+        if message is None:
+            inbox.put(None)
+            return
+        kind, task = unpack_task(message)
+        if kind == FORGET:
+            wanted = max(wanted, task.token)
+        else:
+            inbox.put((task, builder.start(task) if ahead else None))
+
+    parent.listen(take)
+    builder.reader.split.quiet = True  # the trainer warns
+    prepare_process(setup)
+    try:
+        parent.report()
+    except OSError:
+        return  # the trainer has exited
+    problem = problem_of_init(setup)
+    ahead = problem is None  # fetches start only after the user's `worker_init_fn`
+    while (item := inbox.get()) is not None:
+        task, pending = item
+        if task.token < wanted:
+            result = Result(UNDONE, task.token, task.number, task.slot)
+        elif problem is not None:
+            result = failure(task, problem)
+        else:
+            result = builder.finish(task, pending or builder.start(task), here=False)
+        try:
+            parent.send(*result.pack())
+        except OSError:
+            break  # the trainer has exited
+    builder.reader.close()
+
+
+def prepare_process(setup: WorkerSetup) -> None:
+    """Configure the process like torch's workers."""
+    torch.set_num_threads(1)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    random.seed(setup.seed)
+    state = torch_worker._generate_state(setup.seed - setup.worker, setup.worker)
+    np.random.seed(state)
+    torch.manual_seed(setup.seed)
+    torch_worker._worker_info = torch_worker.WorkerInfo(
+        id=setup.worker, num_workers=setup.workers, seed=setup.seed, dataset=setup.dataset
+    )
+
+
+def problem_of_init(setup: WorkerSetup) -> Exception | None:
+    """Call the user's function; return its exception, if any."""
+    try:
+        if setup.worker_init is not None:
+            setup.worker_init(setup.worker)
+    except Exception as error:
+        add_note(error, "calling worker_init_fn")
+        return error
+    return None

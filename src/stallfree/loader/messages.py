@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stallfree.ipc.remote import pack_error, unpack_error
+
 Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
 
@@ -47,6 +49,7 @@ class Task:
         epoch: epoch of the batch.
         ids: ids of the samples.
         repeat: how often the samples have come before in this epoch.
+        deaths: number of workers that died on this batch; not part of the message.
     """
 
     token: int
@@ -55,6 +58,7 @@ class Task:
     epoch: int
     ids: Ids
     repeat: int = 0
+    deaths: int = 0
 
     @property
     def draws(self) -> int:
@@ -86,7 +90,7 @@ class Result:
             READY: the slot holds `size` bytes.
             PRIVATE: the batch is in `memory`, because the slot is too small.
             WHOLE: `value` is the batch; within one process only.
-            FAILED: the error is `value`, or packed in `note`.
+            FAILED: the error is `value`; in a message, it is packed in `note`.
             EMPTY: all samples were skipped.
             UNDONE: the task was cancelled, or a cached sample was evicted.
         token, number, slot: those of the task.
@@ -116,12 +120,22 @@ class Result:
 
     def add_to(self, counts: dict[str, Any]) -> None:
         """Add the hits, misses, bytes, seconds and skips of the batch to `counts`."""
-        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
-            counts[name] += getattr(self, name)
+        counts["hits"] += self.hits
+        counts["misses"] += self.misses
+        counts["storage_bytes"] += self.storage_bytes
+        counts["fetch_seconds"] += self.fetch_seconds
+        counts["prep_seconds"] += self.prep_seconds
         counts["skips"] += self.skipped
+
+    @property
+    def error(self) -> BaseException:
+        """The error of a failed task."""
+        return unpack_error(self.note) if self.value is None else self.value
 
     def pack(self) -> list[bytes | memoryview]:
         """Return the message as pieces of bytes, to be sent one after the other."""
+        if self.status == FAILED and self.value is not None:
+            self.note = pack_error(self.value)
         memory = b"" if self.memory is None else memoryview(self.memory[: self.size])  # type: ignore[arg-type]
         head = _RESULT.pack(*_numbers_of(self), len(self.ids), len(self.note), len(memory))
         start = head + self.ids.tobytes() + self.note

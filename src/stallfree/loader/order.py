@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, make_plan
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
@@ -62,6 +62,10 @@ class _Counted(EpochSource):
             stacklevel=users_level(),
         )
 
+    def check_ranks(self) -> None:
+        if not self.knows_ranks:
+            warn_of_ranks(sampler=not self.planned)
+
     def _count(self, epoch: int) -> None:
         self._next = epoch + 1
         if self._setup.counter is not None:
@@ -74,21 +78,17 @@ class Order(_Counted):
     Attributes:
         seed: may be set later, before the first batch.
         ranks: as given.
+        shuffles: whether it depends on the seed.
     """
 
     planned: bool = True
 
     def __init__(self, setup: SourceSetup) -> None:
         super().__init__(setup)
-        self.seed, self.ranks = setup.seed, setup.ranks
+        self.seed, self.ranks, self.shuffles = setup.seed, setup.ranks, setup.shuffle
 
     def __len__(self) -> int:
         return self._setup.num_batches(self.samples)
-
-    @property
-    def shuffles(self) -> bool:
-        """Whether it depends on the seed."""
-        return self._setup.shuffle
 
     @property
     def samples(self) -> int:
@@ -107,10 +107,6 @@ class Order(_Counted):
         setup = self._setup
         names = ("samples", "shuffle", "drop_last")
         return {"batch_size": setup.size, **{name: getattr(setup, name) for name in names}}
-
-    def check_ranks(self) -> None:
-        if not self.knows_ranks:
-            warn_of_ranks(sampler=False)
 
     def set_seed(self, seed: int) -> None:
         self.seed = seed
@@ -178,10 +174,6 @@ class SamplerOrder(_Counted):
 
     def describe(self) -> dict[str, Any]:
         return {"samples": self._setup.samples}
-
-    def check_ranks(self) -> None:
-        if not self.knows_ranks:
-            warn_of_ranks(sampler=True)
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
         self._count(epoch)
@@ -270,20 +262,88 @@ def _listed(ids: Any) -> Any:
 
 def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
     """Return what `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
-    return _own(dataset, setup) or order_of(setup)
-
-
-def _own(bringer: Any, setup: SourceSetup) -> EpochSource | None:
-    """Return the source that a data set or a sampler brings itself."""
-    if not callable(getattr(type(bringer), "epoch_source", None)):
-        return None
-    source: EpochSource = bringer.epoch_source(setup)
-    return source
+    return dataset.epoch_source(setup) if _brings_source(dataset) else order_of(setup)
 
 
 def order_of(setup: SourceSetup) -> EpochSource:
     """Return the source that the sampler brings, or that of a sampler or batch sampler, or the loader's own order."""
-    own = _own(setup.sampler, setup)
-    if own is not None:
+    if _brings_source(setup.sampler):
+        own: EpochSource = setup.sampler.epoch_source(setup)
         return own
     return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)
+
+
+def _brings_source(bringer: Any) -> bool:
+    return callable(getattr(type(bringer), "epoch_source", None))
+
+
+# -- the samplers that a loader shows ---------------------------------------------------------------------------------
+
+NextIds = Callable[[Order, int | None], Ids]
+"""Begins an epoch of an order, by default the next one, and returns its ids."""
+
+
+def shown_samplers(loader: Any, epochs: Any, sampler: Any, batch_sampler: Any) -> tuple[Any, Any]:
+    """The public `sampler` and `batch_sampler` of a loader with these arguments.
+
+    Other libraries inspect them to determine whether a loader is shuffled, and whether its samples are partitioned.
+    They also iterate over them, to skip the first batches of an epoch.
+    """
+    if sampler is None:
+        order: Any = getattr(epochs.source, "order", epochs.source)  # of a window
+        if getattr(order, "ranks", None) is not None:
+            sampler = DealtSampler(loader.dataset, order, epochs.next_ids)
+        elif isinstance(order, Order) and loader.shuffle:
+            sampler = ShuffledSampler(loader.dataset, loader.generator, order, epochs.next_ids)
+        elif loader.shuffle:
+            sampler = RandomSampler(loader.dataset, generator=loader.generator)
+        else:
+            sampler = SequentialSampler(loader.dataset)
+    if batch_sampler is None and loader.batch_size is not None:
+        batch_sampler = BatchSampler(sampler, loader.batch_size, loader.drop_last)
+    return sampler, batch_sampler
+
+
+class ShuffledSampler(RandomSampler):
+    """The order of a loader with `shuffle=True`. Each iteration over it is the loader's next epoch."""
+
+    same_on_all_ranks = True
+
+    def __init__(self, dataset: Any, generator: Any, order: Order, next_ids: NextIds) -> None:
+        super().__init__(dataset, generator=generator)
+        self._order, self._next_ids = order, next_ids
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._next_ids(self._order, None).tolist())
+
+
+class DealtSampler(DistributedSampler[Any]):
+    """The part of this rank of a loader with `ranks=`. Each iteration over it is the loader's next epoch.
+
+    It is a `DistributedSampler`, so that Lightning does not partition the samples again. The loader counts its own
+    epochs; `set_epoch` here affects only direct iteration over this object.
+    """
+
+    def __init__(self, dataset: Any, order: Order, next_ids: NextIds) -> None:
+        self.dataset, self.epoch = dataset, 0
+        self._order, self._next_ids = order, next_ids
+        self._given: int | None = None
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """The rank of this process."""
+        return rank_and_count(self._order.ranks)[0]
+
+    @property
+    def num_replicas(self) -> int:  # type: ignore[override]
+        """The number of ranks."""
+        return rank_and_count(self._order.ranks)[1]
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = self._given = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._next_ids(self._order, self._given).tolist())
+
+    def __len__(self) -> int:
+        return self._order.samples

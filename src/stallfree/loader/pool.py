@@ -9,21 +9,21 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import select
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
 from stallfree.datasets.reader import Reader
+from stallfree.frames import users_level
 from stallfree.loader.batch import BatchBuilder
 from stallfree.loader.collate import Collate
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess
+from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess, WorkerProcesses, WorkerSetup
 from stallfree.loader.messages import NO_SLOT, Result, Task
-from stallfree.loader.processes import WorkerProcesses, WorkerSetup, wait
 from stallfree.loader.ring import Ring
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.stats import LoaderStats
@@ -36,19 +36,17 @@ GATHERERS = 2
 
 Counts = dict[str, Any]
 
-
-NO_COUNTS: Mapping[str, Any] = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
-"""All counts of `LoaderStats`, zero."""
+_ZERO: Counts = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
 
 
 def new_counts() -> Counts:
-    """Return a copy of `NO_COUNTS`."""
-    return dict(NO_COUNTS)
+    """Return all counts of `LoaderStats`, zero."""
+    return dict(_ZERO)
 
 
 @dataclass(eq=False)
 class Options:
-    """The arguments of a pool. Not changed once made.
+    """The arguments of a loader that its pools and epochs use. Not changed once made.
 
     Attributes:
         reader: reads and prepares samples.
@@ -65,6 +63,9 @@ class Options:
         staging: bytes of the ring, or None for the default.
         log: the event log, or None.
         remote: `RayWorkers` in place of worker processes, which make their executor; or None.
+        with_ids: whether a batch is delivered as a `Batch`.
+        pin: whether it is delivered in pinned memory.
+        persistent: keep the pool between epochs. An iteration then ends the previous one.
     """
 
     reader: Reader
@@ -81,6 +82,9 @@ class Options:
     staging: int | None
     log: EventLog | None
     remote: Any = None
+    with_ids: bool = False
+    pin: bool = False
+    persistent: bool = False
 
 
 class WorkerPool:
@@ -96,26 +100,25 @@ class WorkerPool:
 
     Attributes:
         ring: the slots. Created on first use: batches of the training process itself need none.
-        counts_waits: whether waits are those of the training loop; else of a prefetcher.
         token: number of the present iteration.
         ahead: maximum batches in flight.
         closed: whether the pool is closed.
     """
 
     def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
-        self.seconds, self.counts, self.log = options.seconds, counts, options.log
-        self.warned_of_size, self.counts_waits, self.token = False, True, 0
+        self.options, self.seconds, self.counts = options, options.seconds, counts
+        self.warned_of_size, self.token, self.closed = False, 0, False
         _ = options.reader.randomness  # the search for generators, once instead of for each epoch
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
         remote = options.remote
-        self.ahead, self.closed = options.ahead if remote is None else remote.ahead, False
+        self.ahead = options.ahead if remote is None else remote.ahead
         self.ring = Ring(slots or self.ahead + KEPT, options.staging)
         self.builder = BatchBuilder(
             reader, self.ring.slots, options.collate, options.single, options.seed, options.skip
         )
-        self._threads: GatherThreads | None = None
-        self._most_threads = max(1, min(options.workers, cpu_count(), GATHERERS))
+        self._gatherers: GatherThreads | None = None
+        self._most_gatherers = max(1, min(options.workers, cpu_count(), GATHERERS))
         self._executors: list[Executor] = []
         self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
@@ -148,16 +151,16 @@ class WorkerPool:
     @property
     def room(self) -> bool:
         """Whether a slot is free for one more batch."""
-        return self.ring.free > (0 if self._threads is None else self._threads.slots_to_take)
+        return self.ring.free > (0 if self._gatherers is None else self._gatherers.slots_to_take)
 
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""
         executor = self._main
         if gather:
-            if self._threads is None:
-                self._threads = GatherThreads(self.builder, self.ring, self._most_threads)
-                self._executors.append(self._threads)
-            executor = self._threads
+            if self._gatherers is None:
+                self._gatherers = GatherThreads(self.builder, self.ring, self._most_gatherers)
+                self._executors.append(self._gatherers)
+            executor = self._gatherers
         elif executor.needs_slot and task.slot == NO_SLOT:
             slot = self.ring.take()
             task.slot = NO_SLOT if slot is None else slot
@@ -182,23 +185,22 @@ class WorkerPool:
 
     def wait(self, seconds: float) -> None:
         """Wait for a result, for one second at most; then check the workers."""
-        if not self.prepare_wait() and not wait(self.descriptors, min(seconds, 1.0)):
+        if self.prepare_wait():
+            return
+        poller = select.poll()
+        for descriptor, events in self.descriptors:
+            poller.register(descriptor, events)
+        if not poller.poll(1000 * max(0.0, min(seconds, 1.0))):
             self.check()
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:
         """The descriptors to wait for, with events of `poll`."""
-        descriptors: list[tuple[int, int]] = []
-        for executor in self._executors:
-            descriptors += executor.descriptors
-        return descriptors
+        return [descriptor for executor in self._executors for descriptor in executor.descriptors]
 
     def prepare_wait(self) -> bool:
         """Signal results from now on. Returns whether one is already available, so that no wait is needed."""
-        available = False
-        for executor in self._executors:
-            available = available or (bool(executor.descriptors) and executor.prepare_wait())
-        return available
+        return any(executor.prepare_wait() for executor in self._executors)
 
     def check(self) -> None:
         """Check for workers that died or hang."""
@@ -220,13 +222,12 @@ class WorkerPool:
         self._end()
 
 
-@lru_cache(maxsize=1)
 def _warn_of_workers(workers: int) -> None:
     warnings.warn(
         f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
         "num_workers=0 says the same without this warning",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=users_level(),
     )
 
 

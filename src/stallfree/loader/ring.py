@@ -57,14 +57,12 @@ class Slots:
         self.derived: dict[int, Any] = {}
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
-        """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
-        if slot == NO_SLOT:
+        """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room, or no Linux."""
+        if slot == NO_SLOT or not shares_memory():
             return None
         mapping = self._maps.get(slot)
         if mapping is None or len(mapping) < size:
-            if self.limit is not None and size > self.limit:
-                return None
-            mapping = self._grow(slot, size) if shares_memory() else self._keep(slot, mmap.mmap(-1, _pages(size)))
+            mapping = None if self.limit is not None and size > self.limit else self._grow(slot, size)
             if mapping is None:
                 return None
         return np.frombuffer(mapping, np.uint8)
@@ -108,36 +106,35 @@ class Slots:
             mapping = mmap.mmap(fd, 0, access=self._access)
         finally:
             os.close(fd)
-        return self._keep(slot, mapping)
-
-    def _keep(self, slot: int, mapping: mmap.mmap) -> mmap.mmap:
-        if slot not in self._maps and shares_memory():
+        if slot not in self._maps:
             for known in list(self._maps):
                 if not self._file(known).exists():  # discarded by the process that iterates
                     self.forget(known)
-        self._unpin(slot)
+        self.forget(slot)
         self._maps[slot] = mapping
-        self.derived.pop(slot, None)
         if self.pin is not None:
             self._pinned[slot] = self.pin(np.frombuffer(mapping, np.uint8))
         return mapping
 
-    def _unpin(self, slot: int) -> None:
+    def forget(self, slot: int) -> None:
+        """Unmap a slot. The memory of a batch that is still held stays mapped until it is freed."""
         unpin = self._pinned.pop(slot, None)
         if unpin is not None:
             unpin()
-
-    def forget(self, slot: int) -> None:
-        """Unmap a slot. The memory of a batch that is still held stays mapped until it is freed."""
-        self._unpin(slot)
         self._maps.pop(slot, None)
         self.derived.pop(slot, None)
 
-    def discard(self, slot: int) -> None:
-        """Unmap a slot and remove its file. Other processes unmap it when they map another slot."""
-        self.forget(slot)
+    def discard(self, slot: int, *, free: bool) -> None:
+        """Unmap a slot and remove its file. Other processes unmap it when they map another slot.
+
+        With `free`, the memory is returned to the system now, although they still map it.
+        """
         if self._folder is not None:
-            self._file(slot).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # never filled
+                if free:
+                    (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
+                self._file(slot).unlink()
+        self.forget(slot)
 
     @property
     def folder(self) -> Path:
@@ -149,45 +146,11 @@ class Slots:
     def _file(self, slot: int) -> Path:
         return self.folder / f"slot-{slot}"
 
-    def release(self, slot: int) -> None:
-        """Return the memory of a free slot to the system.
-
-        The file and all mappings remain, so that `restore` can allocate the memory again.
-        """
-        if shares_memory():
-            with contextlib.suppress(FileNotFoundError):  # never filled
-                (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
-        else:
-            self.forget(slot)
-
-    def restore(self, slot: int) -> bool:
-        """Allocate the memory of a released slot again. Returns False if there is no room."""
-        if not shares_memory():
-            return True
-        try:
-            fd = os.open(self._file(slot), os.O_RDWR | OPEN)
-        except FileNotFoundError:
-            return True
-        try:
-            allocate(fd, 0, os.fstat(fd).st_size)
-        except OSError:
-            return False
-        finally:
-            os.close(fd)
-        return True
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes mapped by this process."""
-        return sum(map(len, self._maps.values()))
-
     def close(self) -> None:
         """Unmap the slots. The memory of batches that are still held stays mapped until they are freed."""
-        for slot in list(self._pinned):
-            self._unpin(slot)
         self._folder = None
-        self._maps.clear()
-        self.derived.clear()
+        for slot in list(self._maps):
+            self.forget(slot)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "derived": {}}
@@ -213,8 +176,7 @@ class Ring:
         self._closed = False
         self.count = count
         self._numbers = itertools.count(count)  # of further slots
-        self._released: list[int] = []  # slots without memory
-        self._surplus = 0
+        self._surplus = 0  # slots that are discarded once free
         self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
         self._free: deque[int] = deque(range(count))
         self._leases: dict[int, _Lease] = {}
@@ -246,7 +208,7 @@ class Ring:
             return None
         if slot not in self._forked:
             return slot
-        self.slots.discard(slot)
+        self.slots.discard(slot, free=False)
         self._forked.discard(slot)
         return next(self._numbers)
 
@@ -256,41 +218,30 @@ class Ring:
             return
         if self._surplus:
             self._surplus -= 1
-            self._release(slot)
+            self.slots.discard(slot, free=True)
         else:
             self._free.append(slot)
 
     def retire(self, slot: int) -> None:
         """Mark a slot as free, and replace it by a new one: another process may keep reading its memory."""
         if slot != NO_SLOT:
-            self.slots.discard(slot)
+            self.slots.discard(slot, free=False)
             self.give(next(self._numbers))
 
     def resize(self, count: int) -> None:
-        """Set the number of slots; surplus slots are released once free. Not for rings with `lease` or `pin`."""
+        """Set the number of slots; surplus slots are discarded once free. Not for rings with `lease` or `pin`."""
         while self.count < count:
             self.count += 1
             if self._surplus:
                 self._surplus -= 1
             else:
-                self._free.append(self._another())
+                self._free.append(next(self._numbers))
         while self.count > count:
             self.count -= 1
-            slot = self._free.popleft() if self._free else None
-            if slot is None:
-                self._surplus += 1
+            if self._free:
+                self.slots.discard(self._free.popleft(), free=True)
             else:
-                self._release(slot)
-
-    def _release(self, slot: int) -> None:
-        self.slots.release(slot)
-        self._released.append(slot)
-
-    def _another(self) -> int:
-        """Return a released slot if its memory can be allocated again, otherwise a new one."""
-        if self._released and self.slots.restore(self._released[-1]):
-            return self._released.pop()
-        return next(self._numbers)
+                self._surplus += 1
 
     @property
     def free(self) -> int:
@@ -333,8 +284,6 @@ class Ring:
     @property
     def bytes(self) -> int:
         """Memory of all slots in bytes."""
-        if not shares_memory():
-            return self.slots.bytes
         return 0 if self._folder is None else slot_bytes(self._folder.path)
 
     def clear(self) -> None:

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils.data import default_collate, default_convert
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from stallfree.datasets.epoch_source import Position
+from stallfree.datasets.epoch_source import EpochPlan, Position
+from stallfree.datasets.reader import Reader
+from stallfree.datasets.samples import Samples, index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
-from stallfree.ipc.remote import unpack_error
-from stallfree.loader.batch import PlainBatches
+from stallfree.ipc.forked import Owner
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats
-from stallfree.loader.pool import KEPT, Counts, WorkerPool
-from stallfree.notes import described, raisable
+from stallfree.loader.pool import KEPT, Options, WorkerPool
+from stallfree.notes import described, note_samples, raisable
 from stallfree.pipeline.codec import read_own_record
+from stallfree.sources.mapped import MapSource
 from stallfree.typevars import BatchT_co
 from stallfree.units import format_size
 
@@ -35,6 +38,9 @@ _REPORTED_SKIPS = 5
 log = logging.getLogger("stallfree")
 
 Deliver = Callable[[Any, Ids], Any]
+
+pinned: Callable[[Any], Any] = pin_memory
+"""Returns a batch with its tensors in pinned memory."""
 
 
 class Batch(NamedTuple, Generic[BatchT_co]):
@@ -59,31 +65,116 @@ class Batch(NamedTuple, Generic[BatchT_co]):
     weights: torch.Tensor | Any  # Any: users of an ImportanceSampler need not check for None
 
 
-def delivery(*, with_ids: bool, weigh: Callable[[Ids], torch.Tensor] | None, pin: bool) -> Deliver | None:
-    """Return the function that converts a batch and its ids to the delivered object; None if that is the batch itself.
+class Progress:
+    """The progress of an epoch. It outlives the pass, so that a state can be saved afterwards.
 
     Args:
-        with_ids: return a `Batch`.
-        weigh: returns the weights of ids, and implies a `Batch`; or None.
-        pin: copy tensors to pinned memory, if there is an accelerator.
+        plan: has the ids of the remaining batches.
+        number: of the epoch.
+        repeats: counts how often the ids have come before in this epoch; None: each comes once.
+
+    Attributes:
+        number: as given.
+        handed_out: batches delivered, those before the first of the plan included.
+        tasks: the batches that were started and not delivered, in order.
+        exhausted: whether all batches were delivered.
+        problem: the exception of the sampler, which ends the epoch; None without one.
     """
-    pin = pin and torch.cuda.is_available()
-    if not (with_ids or weigh or pin):
+
+    def __init__(self, plan: EpochPlan, number: int, repeats: Repeats | None = None) -> None:
+        self.number, self.handed_out, self.exhausted = number, plan.first, False
+        self.problem: Exception | None = None
+        self._plan, self._batches, self._skip, self._repeats = plan, plan.batches, plan.skip, repeats
+        self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
+        self.tasks: deque[Task] = deque()
+        self._recent: deque[Task] = deque(maxlen=RECENT)  # delivered
+
+    def peek(self) -> bool:
+        """Return whether there is another batch to start."""
+        return bool(self._ready) or self._draw()
+
+    def _draw(self) -> bool:
+        """Take one batch from the sampler; False if there is none."""
+        try:
+            while True:
+                ids = next(self._batches)
+                repeat = 0 if self._repeats is None else self._repeats.count(ids)
+                if not self._skip:
+                    break
+                self._skip -= 1
+        except StopIteration:
+            return False
+        except Exception as problem:
+            self.problem, self._batches = problem, iter(())
+            return False
+        self._ready.append((ids, repeat))
+        return True
+
+    def start(self, token: int = 0) -> Task:
+        """Start a batch, after `peek`."""
+        ids, repeat = self._ready.popleft()
+        task = Task(token, self.handed_out + len(self.tasks), NO_SLOT, self.number, ids, repeat)
+        self.tasks.append(task)
+        return task
+
+    def hand_out(self) -> None:
+        """Record the delivery of the first batch that was started."""
+        self._recent.append(self.tasks.popleft())
+        self.handed_out += 1
+
+    def end(self) -> Exception:
+        """Return what ends the epoch. An exception is removed, because its traceback refers to the iterating frame."""
+        problem, self.problem = self.problem, None
+        return problem or StopIteration()
+
+    def position(self, batches: int, limits: tuple[int, int] | None) -> Position:
+        """Return the position of the epoch after `batches` delivered batches, at most 64 ago.
+
+        Args:
+            batches: as above.
+            limits: a sampler that has more ids left than the first number, and more batches than the second, counts
+                as endless; None for an epoch that is planned by (seed, epoch).
+
+        With `limits`, this reads the rest of the sampler. Raises `StallfreeError` if that fails.
+        """
+        if limits is None or self._is_endless(*limits):
+            return Position(batches, None, self._plan.dealt)
+        recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
+        remaining = [*((task.ids, task.repeat) for task in [*recent, *self.tasks]), *self._ready]
+        repeats = [repeat for _, repeat in remaining]
+        ids = [ids.tolist() for ids, _ in remaining]
+        return Position(batches, ids, self._plan.dealt, repeats if any(repeats) else None)
+
+    def _is_endless(self, most_ids: int, most_batches: int) -> bool:
+        """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
+        left = sum(len(ids) or 1 for ids, _ in self._ready)
+        while left <= most_ids or len(self._ready) <= most_batches:
+            if not self._draw():
+                if self.problem is not None:
+                    raise StallfreeError(
+                        f"there is no state to take: the sampler raised {self.problem!r}. Correct the sampler",
+                        page="sampler-output",
+                    )
+                return False
+            left += len(self._ready[-1][0]) or 1
+        return True
+
+
+def delivery(options: Options, weigh: Callable[[Ids], torch.Tensor] | None) -> Deliver | None:
+    """Return the function that converts a batch and its ids to the delivered object; None if that is the batch itself.
+
+    `weigh` returns the weights of ids, and implies a `Batch`; it may be None.
+    """
+    pin, with_ids = options.pin and torch.cuda.is_available(), options.with_ids or weigh is not None
+    if not (with_ids or pin):
         return None
 
     def deliver(data: Any, ids: Ids) -> Any:
-        if with_ids or weigh is not None:
+        if with_ids:
             data = Batch(data, torch.from_numpy(ids.copy()), None if weigh is None else weigh(ids))
         return pinned(data) if pin else data
 
     return deliver
-
-
-def pinned(data: Any) -> Any:
-    """Return `data` with its tensors in pinned memory."""
-    from torch.utils.data._utils.pin_memory import pin_memory
-
-    return pin_memory(data)
 
 
 class EpochPass(Iterator[Any]):
@@ -92,42 +183,30 @@ class EpochPass(Iterator[Any]):
     After an error in a batch, the next call continues with the following batch.
 
     Args:
-        progress: holds the remaining batches.
-        counts: of the loader.
-        owner: has the length of the epoch; or None.
+        epochs: has begun the pass: the epochs of a loader, with its length and counts.
+        progress: of the epoch.
         deliver: converts a batch and its ids to the yielded object; None: the batch itself.
-        on_end: called once at the end, with whether the epoch is exhausted.
         log: the event log, or None.
-        log_steps: log the steps of the training loop between two batches too.
+        in_loop: whether the training loop takes the batches, and not a prefetcher, which counts its waits.
     """
 
     def __init__(
-        self,
-        progress: Any,
-        counts: Counts,
-        owner: Sized | None = None,
-        deliver: Deliver | None = None,
-        on_end: Callable[[bool], None] | None = None,
-        log: EventLog | None = None,
-        *,
-        log_steps: bool = False,
+        self, epochs: Any, progress: Any, deliver: Deliver | None = None, log: EventLog | None = None, *, in_loop: bool
     ) -> None:
-        self.progress, self.counts = progress, counts
-        self.closed = self.exhausted = False
-        self._loader, self._deliver = owner, deliver
-        self._on_end, self._log, self._log_steps = on_end, log, log_steps
+        self.progress, self.counts, self.closed = progress, epochs.counts, False
+        self._epochs, self._deliver, self._log, self._in_loop = epochs, deliver, log, in_loop
         self._delivered_at: float | None = None
-        self._owner = os.getpid()
+        self._owner = Owner()
 
     def __next__(self) -> Any:
-        if self.exhausted:
+        if self.progress.exhausted:
             raise StopIteration
         if self._log is not None:
-            self.end_step()
+            self._end_step()
         try:
             data, ids = self._take()
         except StopIteration:
-            self.exhausted = True
+            self.progress.exhausted = True
             self.close()
             raise
         if self._deliver is not None:
@@ -137,41 +216,31 @@ class EpochPass(Iterator[Any]):
         return data
 
     def __len__(self) -> int:
-        if self._loader is None:
-            raise TypeError("the number of batches is not known")
-        return len(self._loader)
+        return len(self._epochs)
 
     def _take(self) -> tuple[Any, Ids]:
         """Return the next batch and its ids. Raises `StopIteration` at the end of the epoch."""
         raise NotImplementedError
 
-    def end_step(self) -> None:
+    def _end_step(self) -> None:
         """Log that the training loop has finished its last batch."""
-        if self._log is not None and self._log_steps and self._delivered_at is not None:
-            self._log.computed(self._delivered_at, self.progress.handed_out - 1, self.progress.number)
+        if self._log is not None and self._in_loop and self._delivered_at is not None:
+            number = self.progress.handed_out - 1
+            self._log.add(self._delivered_at, time.monotonic(), "device", "compute", number, self.progress.number)
         self._delivered_at = None
 
     def _report_skips(self, problems: Sequence[str]) -> None:
-        shown = max(0, _REPORTED_SKIPS - self.counts["skips"])
-        self.counts["skips"] += len(problems)
-        for problem in problems[:shown]:
+        for problem in problems[: max(0, _REPORTED_SKIPS - self.counts["skips"])]:
             log.warning("left out a sample: %s", problem)
-
-    @property
-    def is_here(self) -> bool:
-        """Whether this process began the pass."""
-        return os.getpid() == self._owner
 
     def close(self) -> None:
         """End this pass. Idempotent."""
-        if self.closed or not self.is_here:
+        if self.closed or not self._owner.is_here:
             return
         self.closed = True
         self._stop()
-        if self._on_end is not None:
-            self._on_end(self.exhausted)
         if self._log is not None:
-            self.end_step()
+            self._end_step()
             self._log.flush()
 
     def _stop(self) -> None:
@@ -183,11 +252,19 @@ class EpochPass(Iterator[Any]):
 
 
 class PlainPass(EpochPass):
-    """A pass that makes each batch as torch's loader does, when it is asked for: see `PlainBatches`."""
+    """A pass that makes each batch as torch's loader does, when it is asked for.
 
-    def __init__(self, batches: PlainBatches, progress: Progress, counts: Counts, *arguments: Any, **options: Any):
-        super().__init__(progress, counts, *arguments, **options)
-        self._batches = batches
+    A batch is `collate_fn([dataset[id] for id in ids])`; random numbers come from the global generators.
+    """
+
+    def __init__(self, epochs: Any, progress: Progress, plan: EpochPlan, options: Options) -> None:
+        super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=True)
+        self._plan, self._reader = plan, options.reader
+        self._source = source = options.reader.source
+        self._dataset: Any = source.dataset if type(source) is MapSource else _Prepared(options.reader)
+        self._single, self._skip = options.single, options.skip
+        self._several = None if self._single or self._skip else getattr(self._dataset, "__getitems__", None)
+        self._collate = options.collate or (default_convert if self._single else default_collate)
 
     def _take(self) -> tuple[Any, Ids]:
         if self.closed:
@@ -195,9 +272,12 @@ class PlainPass(EpochPass):
         progress, counts = self.progress, self.counts
         while True:
             started = time.monotonic()
-            ids = progress.take()
+            if not progress.peek():
+                raise progress.end()
+            ids = progress.start().ids
+            progress.hand_out()
             try:
-                data, samples = self._batches.make(ids.tolist())
+                data, made = self._make(ids.tolist())
             except StopIteration as error:
                 raise raisable(error) from error
             now = time.monotonic()
@@ -205,37 +285,73 @@ class PlainPass(EpochPass):
             counts["prep_seconds"] += now - started
             counts["misses"] += len(ids)
             if self._log is not None:
-                self._log.built(started, now, progress.handed_out - 1, progress.number)
-            if samples is not None:
-                if samples.skipped:
-                    self._report_skips([*map(described, samples.skipped)])
-                if len(samples.ids) < len(ids):
-                    ids = np.array(samples.ids, np.int64)
-                    if not len(ids):
-                        continue
+                self._log.add(started, now, "loader 0", "prep", progress.handed_out - 1, progress.number)
+            if len(made) < len(ids):
+                ids = np.array(made, np.int64)
+                if not made:
+                    continue
             counts["batches"] += 1
             counts["samples"] += len(ids)
             return data, ids
+
+    def _make(self, ids: list[int]) -> tuple[Any, list[int]]:
+        """Return the batch of `ids`, and the ids of the samples in it. Raises the error of a sample that fails."""
+        if self._several is not None:
+            try:
+                values: Any = self._several(ids)
+            except Exception as error:
+                note_samples(error, ids, "fetching")
+                raise
+        elif not self._skip:
+            values = index_plainly(self._dataset, self._source, ids)
+        else:
+            samples = self._without_failures(ids)
+            ids, values = samples.ids, samples.values
+            if samples.skipped and not ids:
+                return None, ids
+        try:
+            return self._collate(values[0] if self._single else values), ids
+        except Exception as error:
+            note_samples(error, ids, "collating")
+            raise
+
+    def _without_failures(self, ids: list[int]) -> Samples:
+        samples = Samples()
+        for id in ids:
+            try:
+                samples.values.append(self._dataset[id])
+                samples.ids.append(id)
+            except Exception as error:
+                samples.add_failure(error, self._source, id, "fetching", skip=True)
+        self._report_skips([*map(described, samples.skipped)])
+        self.counts["skips"] += len(samples.skipped)
+        return samples
+
+    def _stop(self) -> None:
+        self._reader.settings.note()
+        self._plan.end()
+
+
+class _Prepared:
+    """The samples of a source and its transforms, by index."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+
+    def __getitem__(self, id: int) -> Any:
+        return self._reader.rest(self._reader.source.fetch(id))
 
 
 class Pass(EpochPass):
     """A pass whose batches are started ahead, and built by the executors of a pool."""
 
     def __init__(
-        self,
-        pool: WorkerPool,
-        progress: Progress,
-        owner: Sized | None = None,
-        deliver: Deliver | None = None,
-        on_end: Callable[[bool], None] | None = None,
-        *,
-        log_steps: bool = False,
+        self, epochs: Any, progress: Progress, plan: EpochPlan, options: Options, pool: WorkerPool, *, in_loop: bool
     ) -> None:
-        self.pool = pool
-        self._token = pool.begin()
-        super().__init__(progress, pool.counts, owner, deliver, on_end, pool.log, log_steps=log_steps)
-        self._tasks: dict[int, Task] = {}  # started, not delivered
-        self._results: dict[int, Result] = {}  # of those, the finished ones
+        self.pool, self._token, self._plan = pool, pool.begin(), plan
+        super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=in_loop)
+        self._keeps_pool = options.persistent
+        self._results: dict[int, Result] = {}  # of finished batches that were not delivered
         try:
             self._start_more()
         except BaseException:
@@ -246,7 +362,7 @@ class Pass(EpochPass):
         while True:
             result = self._next_result()
             if result is None:
-                raise self.progress.take_problem() or StopIteration
+                raise self.progress.end()
             batch = self._hand_out(result)
             if batch is not None:
                 return batch
@@ -256,21 +372,23 @@ class Pass(EpochPass):
         pool, progress = self.pool, self.progress
         if self.closed or pool.closed or self._token != pool.token:
             raise iteration_over(OVER)
-        if self._owner != os.getpid():  # its results would be those that the parent awaits
-            raise iteration_over(f"this iteration is that of process {self._owner}, which was forked. Begin a new one")
+        if not self._owner.is_here:  # its results would be those that the parent awaits
+            raise iteration_over(
+                f"this iteration is that of process {self._owner.pid}, which was forked. Begin a new one"
+            )
         try:
             self._start_more()
             started = time.monotonic()
-            number = progress.handed_out
-            while number not in self._tasks:
+            while not progress.tasks:
                 if not progress.peek():
                     return None
                 self._wait(started, None)  # batches of an earlier iteration still hold all slots
                 self._start_more()
+            number = progress.handed_out
             while number not in self._results:
-                self._wait(started, self._tasks[number])
-            if pool.counts_waits:
-                pool.counts["wait_seconds"] += time.monotonic() - started
+                self._wait(started, progress.tasks[0])
+            if self._in_loop:
+                self.counts["wait_seconds"] += time.monotonic() - started
             self._start_more(handing_out=1)  # now, not after the next training step
             return self._results.pop(number)
         except WaitError:
@@ -284,10 +402,9 @@ class Pass(EpochPass):
         """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
-        while len(self._tasks) < most and pool.room and progress.peek():
-            number, ids, repeat = progress.start()
-            task = self._tasks[number] = Task(self._token, number, NO_SLOT, progress.number, ids, repeat)
-            pool.submit(task, gather=pool.builder.can_gather(ids))
+        while len(progress.tasks) < most and pool.room and progress.peek():
+            task = progress.start(self._token)
+            pool.submit(task, gather=pool.builder.can_gather(task.ids))
 
     def _wait(self, started: float, task: Task | None) -> None:
         """Wait until `task` or any other task has progressed."""
@@ -296,7 +413,7 @@ class Pass(EpochPass):
         for result in results:
             if result.status == UNDONE:
                 self.counts["retries"] += 1
-                undone = self._tasks[result.number]
+                undone = self.progress.tasks[result.number - self.progress.handed_out]
                 undone.slot = result.slot
                 pool.submit(undone, gather=False)
             else:
@@ -322,17 +439,12 @@ class Pass(EpochPass):
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """Return the batch in a result and its ids, None if it is empty."""
         ring, counts, memory = self.pool.ring, self.counts, None
-        counts["hits"] += result.hits
-        counts["misses"] += result.misses
-        counts["storage_bytes"] += result.storage_bytes
-        counts["fetch_seconds"] += result.fetch_seconds
-        counts["prep_seconds"] += result.prep_seconds
         counts["queue_depth"] = len(self._results)
         if self._log is not None:
             self._log.prepared(result, self.progress.number)
         if result.skipped:
             self._report_skips(result.note.decode().split("\n"))
-        self._tasks.pop(result.number, None)
+        result.add_to(counts)
         self.progress.hand_out()
         if result.status == READY:
             memory = ring.lease(result.slot, result.size, KEPT)
@@ -341,7 +453,7 @@ class Pass(EpochPass):
         else:
             try:
                 if result.status == FAILED:
-                    raise raisable(unpack_error(result.note) if result.value is None else result.value)
+                    raise raisable(result.error)
                 if result.status == EMPTY:
                     return None
                 data = result.value if result.status == WHOLE else self._copied(result)
@@ -372,117 +484,11 @@ class Pass(EpochPass):
         """Drop what is under way. Slots of batches in flight are freed when their results arrive."""
         for result in self._results.values():
             self.pool.ring.give(result.slot)
-        self._tasks.clear()
         self._results.clear()
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
             self.counts["queue_depth"] = 0
-
-
-class Progress:
-    """The progress of an epoch. It outlives the pass, so that a state can be saved afterwards.
-
-    Args:
-        batches: the ids of each remaining batch.
-        number: of the epoch.
-        first: number of the first of `batches`; those before it were delivered by an earlier process.
-        dealt: see `Position`.
-        repeats: counts how often the ids have come before in this epoch; None: each comes once.
-
-    Attributes:
-        number, first: as given.
-        handed_out: batches delivered, those before `first` included.
-        problem: the exception of the sampler, which ends the epoch; None without one.
-    """
-
-    def __init__(
-        self,
-        batches: Iterator[Ids],
-        number: int,
-        first: int = 0,
-        dealt: dict[str, int] | None = None,
-        repeats: Repeats | None = None,
-    ) -> None:
-        self.number = number
-        self.first = self.handed_out = first
-        self.problem: Exception | None = None
-        self._dealt, self._batches, self._repeats = dealt, batches, repeats
-        self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
-        self._started: deque[tuple[Ids, int]] = deque()  # started, not delivered
-        self._recent: deque[tuple[Ids, int]] = deque(maxlen=RECENT)  # delivered
-
-    def peek(self) -> bool:
-        """Return whether there is another batch to start."""
-        return bool(self._ready) or self._draw()
-
-    def _draw(self) -> bool:
-        """Take one batch from the sampler; False if there is none."""
-        try:
-            ids = next(self._batches)
-            self._ready.append((ids, 0 if self._repeats is None else self._repeats.count(ids)))
-        except StopIteration:
-            return False
-        except Exception as problem:
-            self.problem, self._batches = problem, iter(())
-            return False
-        return True
-
-    def take_problem(self) -> Exception | None:
-        """Return the exception of the sampler. Removed here, because its traceback refers to the iterating frame."""
-        problem, self.problem = self.problem, None
-        return problem
-
-    def start(self) -> tuple[int, Ids, int]:
-        """Take a batch, after `peek`: its number, its ids, and how often these have come before."""
-        number = self.handed_out + len(self._started)
-        batch = self._ready.popleft()
-        self._started.append(batch)
-        return number, *batch
-
-    def hand_out(self) -> None:
-        """Record the delivery of the first batch in flight."""
-        self._recent.append(self._started.popleft())
-        self.handed_out += 1
-
-    def take(self) -> Ids:
-        """Take a batch that is delivered at once. Raises `StopIteration` at the end, and the sampler's exception."""
-        if not (self._ready or self._draw()):
-            raise self.take_problem() or StopIteration
-        batch = self._ready.popleft()
-        self._recent.append(batch)
-        self.handed_out += 1
-        return batch[0]
-
-    def position(self, batches: int, endless: Callable[[int, int], bool] | None) -> Position:
-        """Return the position of the epoch after `batches` delivered batches, at most 64 ago.
-
-        Args:
-            batches: as above.
-            endless: returns whether a sampler that has so many ids left, and batches of them, counts as endless; None
-                for an epoch that is planned by (seed, epoch).
-
-        With `endless`, this reads the rest of the sampler. Raises `StallfreeError` if that fails.
-        """
-        if endless is None or self._ends_not(endless):
-            return Position(batches, None, self._dealt)
-        recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
-        remaining = [*recent, *self._started, *self._ready]
-        repeats = [repeat for _, repeat in remaining]
-        ids = [ids.tolist() for ids, _ in remaining]
-        return Position(batches, ids, self._dealt, repeats if any(repeats) else None)
-
-    def _ends_not(self, endless: Callable[[int, int], bool]) -> bool:
-        """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
-        left = sum(len(ids) or 1 for ids, _ in self._ready)
-        while not endless(left, len(self._ready)):
-            if not self._draw():
-                break
-            left += len(self._ready[-1][0]) or 1
-        else:
-            return True
-        if self.problem is not None:
-            raise StallfreeError(
-                f"there is no state to take: the sampler raised {self.problem!r}. Correct the sampler",
-                page="sampler-output",
-            )
-        return False
+        self.pool.note_settings()
+        self._plan.end()
+        if not self._keeps_pool:
+            self.pool.close()

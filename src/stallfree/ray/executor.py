@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pickle
 import queue
-import select
 import threading
 import time
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -26,12 +23,18 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.sample_cache import SampleCache, attach_or_create
-from stallfree.errors import WorkerError, not_picklable, text_of
+from stallfree.errors import not_picklable, text_of
 from stallfree.ipc.process import find_unpicklable
 from stallfree.loader.batch import failure
-from stallfree.loader.executors import Executor
+from stallfree.loader.executors import (
+    LIVES,
+    ThreadExecutor,
+    WorkerSetup,
+    deadly_batch,
+    prepare_process,
+    problem_of_init,
+)
 from stallfree.loader.messages import PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
-from stallfree.loader.processes import LIVES, WorkerSetup, prepare_process, problem_of_init
 from stallfree.loader.ring import Slots
 from stallfree.ray.workers import AHEAD
 
@@ -48,7 +51,7 @@ class _Actor:
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
 
 
-class RayExecutor(Executor):
+class RayExecutor(ThreadExecutor):
     """Executor of Ray actors. A lost one is replaced, and its batches are repeated.
 
     The result of a batch during which three actors were lost is a `WorkerError`.
@@ -63,8 +66,6 @@ class RayExecutor(Executor):
         replaced: number of actors that were lost.
     """
 
-    needs_slot = True
-
     def __init__(self, count: int, resources: Mapping[str, float], setup: WorkerSetup, slots: Slots) -> None:
         self._ray, self.replaced = import_module("ray"), 0
         packed = pack_setup(setup)
@@ -77,13 +78,11 @@ class RayExecutor(Executor):
             max_concurrency=AHEAD,
             max_restarts=0,
         )
-        self._slots, self._wanted, self._deaths = slots, 0, dict[tuple[int, int], int]()
+        self._slots = slots
+        super().__init__()
         self._lock = threading.Lock()  # of `_actors`
         self._actors = [self._start(number) for number in range(count)]
         self._arrived: queue.SimpleQueue[tuple[_Actor, int, Task, Any] | None] = queue.SimpleQueue()
-        self._done: deque[Result] = deque()
-        self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.descriptors = [(self._read, select.POLLIN)]
         self._thread = threading.Thread(target=self._run, name="stallfree-ray", daemon=True)
         self._thread.start()
 
@@ -119,11 +118,10 @@ class RayExecutor(Executor):
             with self._lock:
                 if actor.tasks.pop((task.token, task.number), None) is None:
                     continue  # it was sent to another actor
-                self._deaths.pop((task.token, task.number), None)
-            self._finish(self._deliver(task, number, result, batch))
+            self.deliver(self._copied(task, number, result, batch))
             del item, future, memory, batch, result, packed
 
-    def _deliver(self, task: Task, number: int, result: Result, batch: Bytes | None) -> Result:
+    def _copied(self, task: Task, number: int, result: Result, batch: Bytes | None) -> Result:
         """Copy a batch into its slot; return its result."""
         result.slot, result.worker = task.slot, number
         if task.token < self._wanted:
@@ -132,18 +130,13 @@ class RayExecutor(Executor):
             try:
                 slot = self._slots.reserve(task.slot, len(batch))
             except Exception as error:
-                return failure(task, error, here=True)
+                return failure(task, error)
             if slot is None:
                 result.status, result.memory, result.size = PRIVATE, batch.copy(), len(batch)
             else:
                 slot[: len(batch)] = batch
                 result.status, result.size = READY, len(batch)
         return result
-
-    def _finish(self, result: Result) -> None:
-        self._done.append(result)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, b"x")
 
     def _lost(self, number: int, actor: _Actor, error: Exception) -> None:
         """Replace an actor, and send its tasks to the new one."""
@@ -155,29 +148,15 @@ class RayExecutor(Executor):
             with contextlib.suppress(Exception):
                 self._ray.kill(actor.handle)
             self._actors[number] = self._start(number)
-            for at, (key, task) in enumerate(list(actor.tasks.items())):
-                self._deaths[key] = self._deaths.get(key, 0) + (at < AHEAD)  # the others had not begun
-                if self._deaths[key] >= LIVES:
-                    failed.append(failure(task, _killer(task, error), here=True))
+            for at, task in enumerate(list(actor.tasks.values())):
+                task.deaths += at < AHEAD  # the others had not begun
+                if task.deaths >= LIVES:
+                    failed.append(failure(task, deadly_batch(task, "Ray workers were lost", text_of(error))))
                 else:
                     self._send(number, task)
             actor.tasks.clear()
         for result in failed:
-            self._finish(result)
-
-    def poll(self, number: int | None) -> list[Result]:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._read, 4096)
-        results = []
-        while self._done:
-            results.append(self._done.popleft())
-        return results
-
-    def prepare_wait(self) -> bool:
-        return bool(self._done)
-
-    def forget(self, token: int) -> None:
-        self._wanted = token
+            self.deliver(result)
 
     def describe(self, task: Task) -> str:
         with self._lock:
@@ -195,17 +174,7 @@ class RayExecutor(Executor):
             for actor in self._actors:
                 actor.handle.__ray_terminate__.remote()  # after its task; it leaves its cache
         if not self._thread.is_alive():
-            os.close(self._read)
-            os.close(self._write)
-
-
-def _killer(task: Task, error: Exception) -> WorkerError:
-    ids = task.ids.tolist()
-    return WorkerError(
-        f"{LIVES} Ray workers were lost one after the other on batch {task.number} of epoch {task.epoch}, which holds "
-        f"the samples {ids}; the last: {text_of(error)}. Prepare these samples with num_workers=0 to see why",
-        ids=ids,
-    )
+            super().close()
 
 
 # -- what is sent to the nodes ----------------------------------------------------------------------------------------
@@ -272,7 +241,7 @@ class RayWorker:
             if self._problem is None:
                 result = self._builder.finish(task, pending, here=False)
             else:
-                result = failure(task, self._problem, here=False)
+                result = failure(task, self._problem)
             result.prep_seconds = result.prep_seconds or time.monotonic() - begun
         memory = None
         if result.status == PRIVATE and result.memory is not None:

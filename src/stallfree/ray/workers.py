@@ -12,7 +12,7 @@ from stallfree.errors import InputError, missing_extra
 from stallfree.platform import need_linux
 
 if TYPE_CHECKING:
-    from stallfree.loader.processes import WorkerSetup
+    from stallfree.loader.executors import WorkerSetup
     from stallfree.loader.ring import Slots
 
 

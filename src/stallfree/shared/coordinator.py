@@ -13,7 +13,7 @@ import os
 import select
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -269,8 +269,6 @@ class Coordinator:
             task.slot = result.slot
             self._pool.submit(task, gather=False)
             return
-        if result.status == FAILED and result.value is not None:
-            result = replace(result, note=pack_error(result.value), value=None)
         if result.size > self._largest:
             self._largest = result.size
             self._resize()

@@ -10,7 +10,6 @@ from pathlib import Path
 
 from stallfree.errors import InputError, WorkerError, group_timeout
 from stallfree.ipc.channel import Message, pack
-from stallfree.ipc.remote import unpack_error
 from stallfree.loader.messages import FAILED, PRIVATE, READY, Result, unpack_result
 from stallfree.loader.ring import slot_bytes
 from stallfree.notes import raisable
@@ -171,7 +170,7 @@ class Member:
             assert result.memory is not None
             result.value = read_own_record(result.memory, copy=False)
         elif result.status == FAILED:
-            result.value = raisable(unpack_error(result.note))
+            result.value = raisable(result.error)
         link.release(number)
         return result
 

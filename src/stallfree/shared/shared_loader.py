@@ -22,12 +22,11 @@ from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, argument_conflict, object_closed, state_format, state_mismatch
 from stallfree.ipc.process import context_of, start_method
-from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of
+from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of, shown_by
 from stallfree.loader.messages import FAILED, NOTHING, Ids
 from stallfree.loader.order import Order
 from stallfree.loader.pool import Options, new_counts
 from stallfree.loader.run import delivery
-from stallfree.loader.shown import shown_by
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import Randomness, draw_seed
@@ -152,7 +151,6 @@ class SharedLoader(Generic[BatchT_co]):
         self.seed = seed_of(dataset, seed, None)
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
         self._transform, self._drawing = job_transform, Randomness(job_transform)
-        self._deliver = delivery(with_ids=with_ids, weigh=None, pin=pin_memory)
         options = Options(
             reader=reader_of(dataset),
             dataset=dataset,
@@ -167,7 +165,10 @@ class SharedLoader(Generic[BatchT_co]):
             seconds=timeout or WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
+            with_ids=with_ids,
+            pin=pin_memory,
         )
+        self._deliver = delivery(options, None)
         self._samples = len(options.reader.source)
         self._member = self._join(options)
         self._counts = new_counts()
