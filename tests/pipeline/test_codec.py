@@ -23,8 +23,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import encode, open_record, read_own_record, read_record, stack_build, write_record
-from stallfree.pipeline.structure import MissingClassError, structure_of
+from stallfree.pipeline.codec import (
+    MissingClassError,
+    encode,
+    open_record,
+    read_own_record,
+    read_record,
+    stack_build,
+    structure_of,
+    write_record,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import encode, open_record, read_record, stack_build, write_record
-from stallfree.pipeline.structure import MAGIC
+from stallfree.pipeline.codec import MAGIC, encode, open_record, read_record, stack_build, write_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 

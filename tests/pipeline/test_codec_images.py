@@ -11,8 +11,7 @@ from PIL import Image
 
 from loader_data import same
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import encode, read_record, record_size, stack_build, write_record
-from stallfree.pipeline.structure import structure_of
+from stallfree.pipeline.codec import encode, read_record, record_size, stack_build, structure_of, write_record
 from stallfree.pipeline.values import BANDS, private
 
 

@@ -37,9 +37,8 @@ from stallfree.loader.collate import (
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, PRIVATE, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.ring import Slots
 from stallfree.notes import described, note_samples
-from stallfree.pipeline.codec import read_own_record
+from stallfree.pipeline.codec import Structure, read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
-from stallfree.pipeline.structure import Structure
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
 from stallfree.sources.mapped import MapSource
