@@ -33,10 +33,11 @@ from stallfree.pipeline.compose import (
     mark_of,
     note_drew,
 )
+from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import class_functions, code_names, comes_from
 from stallfree.pipeline.randomness import States, find_generators, sample_seed
 from stallfree.pipeline.reached import random_name
-from stallfree.pipeline.values import private, same
+from stallfree.pipeline.values import private
 
 # --- what marks and libraries declare --------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ import pickle
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -39,6 +39,7 @@ from stallfree.pipeline.objects import (
     named_values,
 )
 from stallfree.pipeline.reached import GENERATOR_TYPES, label_of
+from stallfree.pipeline.values import pickled
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
 """State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
@@ -103,6 +104,19 @@ def tolerant() -> Iterator[list[str]]:
         yield found
     finally:
         _unknown.reset(token)
+
+
+def same(a: Any, b: Any) -> bool | None:
+    """Return whether `a` and `b` have the same type and value, bit for bit; None if that is undecidable."""
+    if a is b:
+        return True
+    with tolerant() as unknown:
+        equal = _digest((a,), {}) == _digest((b,), {})
+    if not unknown:
+        return equal
+    with suppress(Exception):  # equal pickles prove it; equal values may have different ones
+        return True if pickled(a) == pickled(b) else None
+    return None
 
 
 def key_of(**parts: Any) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -20,8 +21,6 @@ from stallfree.pipeline.reached import generators_of
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
-_NUMPY = 5
-"""Items of the state of NumPy's global generator."""
 _thread = threading.local()
 
 
@@ -98,18 +97,9 @@ class States:
         before, self._states = self._states, self._read()
         return before != self._states
 
-    def _read(self) -> list[Any]:
-        return [_comparable(read()) for read in self._reads]
-
-
-def _comparable(state: Any) -> Any:
-    """Return a state as a value that is compared fast."""
-    if isinstance(state, dict):
-        return [_comparable(part) for part in state.values()]
-    if isinstance(state, tuple) and len(state) == _NUMPY:
-        return [_comparable(part) for part in state]
-    array = state.numpy() if isinstance(state, torch.Tensor) else state
-    return array.tobytes() if isinstance(array, np.ndarray) else array
+    def _read(self) -> list[bytes]:
+        states = [read() for read in self._reads]
+        return [pickle.dumps(state.numpy() if isinstance(state, torch.Tensor) else state, 5) for state in states]
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Transform, mark_of
+from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import attribute, comes_from
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.pipeline.reached import random_name
-from stallfree.pipeline.values import same
 from stallfree.sources.base import normalize_id, require_samples
 from stallfree.sources.cut_source import CutSource, Place, Plan, places_of, value_at, with_values
 from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style
