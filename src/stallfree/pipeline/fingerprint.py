@@ -217,11 +217,15 @@ class _Walker(pickle.Pickler):
         return "unknown", kind
 
 
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 @functools.singledispatch
 def _form(thing: Any, walker: _Walker) -> Any:
     """Return what stands for `thing`: by default its class and state, as `copy` and `pickle` see it."""
     own = attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
-    if inspect.ismethod(own) and _needs_nothing(own):
+    required = inspect.signature(own).parameters.values() if inspect.ismethod(own) else [None]
+    if all(part is not None and (part.default is not part.empty or part.kind in _REST) for part in required):
         pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
         return own(), pipeline if callable(pipeline) else None
     if isinstance(attribute(thing, "__wrapped__"), FunctionType):
@@ -376,14 +380,6 @@ def _file_of(array: Any) -> str | None:
     except OSError:  # removed
         return f"{root.filename} {place} {array.strides}"
     return f"{root.filename} {status.st_size} {status.st_mtime_ns} {place} {array.strides}"
-
-
-def _needs_nothing(method: Any) -> bool:
-    try:
-        inspect.signature(method).bind()
-    except TypeError:
-        return False
-    return True
 
 
 _FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [
