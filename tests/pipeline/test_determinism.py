@@ -276,6 +276,7 @@ def test_a_trial_finds_randomness(transform: Any) -> None:
         (lambda value: {"a": [value, None, b"x"], "b": (1.5, float("nan"))}, "text"),
         (np.ascontiguousarray, IMAGE),
         (torch.from_numpy, IMAGE),
+        (lambda value: np.memmap(__file__, np.uint8, "r")[:value], 1000),
         (Image.fromarray, IMAGE),
         (lambda value: value.rotate(90), Image.fromarray(IMAGE)),
         (lambda value: value.add_(1), torch.zeros(3)),
