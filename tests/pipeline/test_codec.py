@@ -95,6 +95,7 @@ def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any
         *({2**70: 1, "\ud83d\ude00": 2, "\U0001f600": 3}, torch.tensor(3), torch.zeros(0, 3)),
         *(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), np.zeros((0, 5)), np.array(5.0)),
         *(np.arange(6)[::-2], np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,))),
+        *({str(n): n for n in range(20)}, OrderedDict((n, [n] * 9) for n in range(9)), [(*range(9), [1] * 9)]),
         *(np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"), list(range(200)), list(range(300))),
         list(range(30_000)),
     ],
@@ -103,6 +104,16 @@ def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any
 def test_corner_values(value: Any) -> None:
     for copy in (True, False):
         assert same(read_record(record(value), copy=copy), value)
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda v: [v], lambda v: (v, v), lambda v: {"a": v}, lambda v: OrderedDict(a=v), lambda v: Sample(v, 1)]
+)
+def test_deep_values(nest: Any) -> None:
+    value: Any = 1
+    for _ in range(12 if nest(0) == (0, 0) else 100):
+        value = nest(value)
+    assert same(read_record(record(value), copy=True), value)
 
 
 def test_equal_keys_of_other_types_are_other_structures() -> None:

@@ -92,8 +92,9 @@ def test_monai_steps_still_map_over_lists() -> None:
         compose = monai.Compose([monai.Lambda(add_one), monai.Lambda(double)], **options)
         assert flatten(compose) == (compose,)
     flip = monai.RandFlip(prob=0.5)
+    choices = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
     before = flip.R.get_state()[1].tolist()
-    steps = flatten(monai.Compose([flip, monai.OneOf([monai.Flip(), flip])]))
+    steps = flatten(choices)
     assert [type(step.transforms[0]).__name__ for step in steps] == ["RandFlip", "OneOf"]
     assert flip.R.get_state()[1].tolist() == before
 

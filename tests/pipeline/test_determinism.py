@@ -405,4 +405,4 @@ class HoldsHostile:
 def test_a_step_that_refers_to_what_cannot_be_looked_at_is_cached(step: Any) -> None:
     with CachedDataset([*map(np.array, range(6))], transform=step, capacity="1MiB") as cached:
         assert [int(value) for value in cached] == [int(step(np.array(id))) for id in range(6)]
-        assert cached.stats().inserted == 6
+        assert cached.stats().resident_items == 6

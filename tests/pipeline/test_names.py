@@ -18,23 +18,13 @@ def make(): return np.random.default_rng(1)
 
 
 RANDOM = r"""
---- gauss
-from random import gauss as g
-def f(x): return g(x, 1)
 --- Random
 class R:
     def __call__(self, x): return random.Random().sample(x, 1)
 f = R()
---- SystemRandom
-S = random.SystemRandom()
-def f(x): return S.choice(x)
 --- token_bytes
 import secrets
 def f(x): return secrets.token_bytes(3)
---- urandom
-def f(x):
-    import os
-    return os.urandom(3)
 --- uuid4
 def f(x):
     from uuid import uuid4 as u
@@ -44,36 +34,18 @@ from numpy.random import rand as f
 --- RNG
 RNG = make()
 def f(x): return RNG.normal()
---- g
-from types import SimpleNamespace as S
-ns = S(g=make())
-def f(x): return ns.g.normal()
 --- class attribute
 class C: RNG = make()
 def f(x): return C.RNG.normal()
---- class method
-class C:
-    R = make()
-    @classmethod
-    def get(cls): return cls.R
-def f(x): return C.get().normal()
 --- static method
 class C:
     @staticmethod
     def f(x): return C.R.normal()
 C.R = make()
 f = C.f
---- function attribute
-def f(x): return f.rng.normal()
-f.rng = make()
 --- context variable
 V = contextvars.ContextVar('v', default=make())
 def f(x): return V.get().normal()
---- list
-class C:
-    L = [make()]
-    def __call__(self, x): return self.L[0].normal()
-f = C()
 --- attribute
 class C:
     def __init__(self): self.r = make()
@@ -95,25 +67,6 @@ def f(x): return c.r.normal()
 @functools.lru_cache
 def made(): return make()
 def f(x): return made().normal()
---- closure
-def outer():
-    r = make()
-    return lambda x: r.normal()
-f = outer()
---- default
-def f(x, r=make()): return r.normal()
---- bound
-b = make().normal
-def f(x): return b()
---- deque
-d = collections.deque([make()])
-def f(x): return d[0].normal()
---- weak
-class C: pass
-c = C()
-c.r = make()
-w = weakref.ref(c)
-def f(x): return w().r.normal()
 --- module
 class M(torch.nn.Module):
     def __init__(self):
@@ -129,25 +82,12 @@ class C:
     def step(self, x): return make()
     def __call__(self, x): return self.step(x)
 f = C()
---- of a base
-class B:
-    def step(self, x): return make()
-class C(B):
-    def __call__(self, x): return self.step(x)
-f = C()
 --- of what it holds
 class H:
     def read(self, x): return make()
 class C:
     def __init__(self): self.h = H()
     def __getitem__(self, x): return self.h.read(x)
-f = C()
---- of what is in a list
-class H:
-    def __call__(self, x): return make()
-class C:
-    def __init__(self): self.h = [H()]
-    def __getitem__(self, x): return self.h[0](x)
 f = C()
 --- of a subset
 class D:
