@@ -66,7 +66,7 @@ class Compose:
         return value
 
     def into(self, value: Any, out: Any) -> Any:
-        """Like a call, with steps that all take `out=`: see in_place.py."""
+        """Like a call, with steps that all take `out=`."""
         for step in self.transforms:
             value = step(value, out=out)  # type: ignore[call-arg]
         return value
