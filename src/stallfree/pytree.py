@@ -47,7 +47,7 @@ def _walk(value: Any, leaves: list[Any]) -> Rebuild:
         parts = (value.data, value.sorted_indices, value.unsorted_indices)
         return _group(parts, leaves, lambda new: PackedSequence(new[0], value.batch_sizes, *new[1:]))
     if isinstance(value, tuple):
-        return _group(value, leaves, kind._make if hasattr(value, "_fields") else kind)  # type: ignore[attr-defined]
+        return _group(value, leaves, kind._make if hasattr(value, "_fields") else kind)
     if isinstance(value, list):
         return _group(value, leaves, lambda parts: _list(value, parts))
     if isinstance(value, Mapping):

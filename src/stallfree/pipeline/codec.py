@@ -678,7 +678,7 @@ def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
     available = buffer.size
     if available < _HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
         raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
-    magic, key_size, variable, _ = _HEAD.unpack_from(buffer)
+    magic, key_size, variable, _ = _HEAD.unpack_from(buffer)  # type: ignore[arg-type]
     if magic != MAGIC or _HEAD.size + key_size > available:
         raise CodecError("malformed record: wrong magic number or truncated")
     structure = structure_of(buffer[_HEAD.size : _HEAD.size + key_size].tobytes())
@@ -739,7 +739,7 @@ def _rows(leaf: Leaf, column: Bytes, count: int) -> Sequence[Any]:
     if column.shape != (count, nbytes) or column.dtype != U8:
         raise CodecError(f"a column of {column.dtype}{column.shape} was given, uint8{(count, nbytes)} expected")
     if kind in _PLAIN:
-        numbers: list[Any] = column.view(_PLAIN[kind].dtype).ravel().tolist()
+        numbers: list[Any] = column.view(_PLAIN[kind].dtype).ravel().tolist()  # type: ignore[arg-type]
         return numbers
     dtype, seen_as = leaf_dtypes(kind, text)
     typed = column.view(dtype).reshape(count, *shape)

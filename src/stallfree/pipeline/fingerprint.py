@@ -227,7 +227,7 @@ def _form(thing: Any, walker: _Walker) -> Any:
     required = inspect.signature(own).parameters.values() if inspect.ismethod(own) else [None]
     if all(part is not None and (part.default is not part.empty or part.kind in _REST) for part in required):
         pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
-        return own(), pipeline if callable(pipeline) else None
+        return own(), pipeline if callable(pipeline) else None  # type: ignore[misc]
     if isinstance(attribute(thing, "__wrapped__"), FunctionType):
         return thing.__wrapped__
     reducer = copyreg.dispatch_table.get(type(thing))
