@@ -6,6 +6,7 @@ import copy
 import dataclasses
 from collections import UserDict
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -37,49 +38,32 @@ def prepared_here(batch: Any) -> Any:
 
 def _walk(value: Any, leaves: list[Any]) -> Rebuild:
     kind = type(value)
-    if kind is torch.Tensor:
-        return _leaf(value, leaves)
-    if kind is dict:
-        keys = list(value)
-        return _group(value.values(), leaves, lambda parts: dict(zip(keys, parts, strict=True)))
-    if kind is list:
-        return _group(value, leaves, list)
-    if kind is tuple:
-        return _group(value, leaves, tuple)
-    if kind in _PLAIN:
+    if kind in _PLAIN or isinstance(value, type):
         return lambda _: value
-    if (
-        not isinstance(value, type) and hasattr(value, "to") and hasattr(value, "record_stream")
-    ):  # before tuples: one may have a `.to()` of its own
+    # Before tuples: one may have a `.to()` of its own.
+    if kind is torch.Tensor or (hasattr(value, "to") and hasattr(value, "record_stream")):
         return _leaf(value, leaves)
     if isinstance(value, PackedSequence):
         parts = (value.data, value.sorted_indices, value.unsorted_indices)
         return _group(parts, leaves, lambda new: PackedSequence(new[0], value.batch_sizes, *new[1:]))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return _group(value, leaves, kind._make)
+    if isinstance(value, tuple):
+        return _group(value, leaves, kind._make if hasattr(value, "_fields") else kind)
     if isinstance(value, list):
         return _group(value, leaves, lambda parts: _list(value, parts))
-    if isinstance(value, tuple):
-        return _group(value, leaves, kind)
-    if isinstance(value, type):
-        return lambda _: value
     if isinstance(value, Mapping):
         return _group(value.values(), leaves, lambda parts: _mapping(value, parts))
     names = _fields(value)
     if names:
         return _group([getattr(value, name) for name in names], leaves, lambda parts: _changed(value, names, parts))
-    if hasattr(value, "to"):
-        return _leaf(value, leaves)
-    return lambda _: value
+    return _leaf(value, leaves) if hasattr(value, "to") else lambda _: value
 
 
 _PLAIN = {str, bytes, int, float, bool, type(None)}
 
 
 def _leaf(value: Any, leaves: list[Any]) -> Rebuild:
-    at = len(leaves)
     leaves.append(value)
-    return lambda new: new[at]
+    return itemgetter(len(leaves) - 1)
 
 
 def _group(values: Any, leaves: list[Any], make: Callable[[list[Any]], Any]) -> Rebuild:

@@ -15,7 +15,7 @@ from doc_pages import ROOT
 from stallfree import errors
 from stallfree.cache import layout as cache_index
 from stallfree.errors import DOCUMENTATION, StallfreeError
-from stallfree.pipeline import structure
+from stallfree.pipeline import codec
 from stallfree.pipeline.fingerprint import fingerprint
 
 SCRIPT: dict[str, Any] = runpy.run_path(str(ROOT / "docs" / "errors_table.py"))
@@ -23,7 +23,7 @@ PAGES = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs" 
 KINDS = {name: kind for name, kind in vars(errors).items() if isinstance(kind, partial)}
 CLASSES = {
     name: kind
-    for module in (errors, cache_index, fingerprint, structure)
+    for module in (errors, cache_index, fingerprint, codec)
     for name, kind in vars(module).items()
     if isinstance(kind, type) and issubclass(kind, StallfreeError)
 }

@@ -124,7 +124,7 @@ def structured_arrays(draw: st.DrawFn) -> np.ndarray:
 
 
 texts = st.text(st.characters(codec=None, exclude_categories=()))
-numbers = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.booleans() | st.complex_numbers()
+numbers = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.booleans()
 np_scalars = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ())).map(lambda array: array[()])
 fixed_leaves = st.none() | numbers | tensors() | arrays()
 fixed_leaves = fixed_leaves | np_scalars | structured_arrays()

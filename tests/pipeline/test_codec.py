@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import json
 import mmap
 import os
@@ -21,10 +22,20 @@ import torch
 from codec_values import Loose, NotStored, Sample, everyday, fixed_leaves, leaves, record, same, trees
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import encode, open_record, read_own_record, read_record, stack_build, write_record
-from stallfree.pipeline.structure import MissingClassError, structure_of
+from stallfree.pipeline.codec import (
+    MissingClassError,
+    encode,
+    open_record,
+    read_own_record,
+    read_record,
+    stack_build,
+    structure_of,
+    write_record,
+)
+from stallfree.pipeline.values import BANDS
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -78,36 +89,14 @@ def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any
 @pytest.mark.parametrize(
     "value",
     [
-        (),
-        [],
-        {},
-        None,
-        [None, (), {}, []],
-        True,
-        2**63 - 1,
-        -(2**63),
-        -0.0,
-        np.str_("kept\0"),
-        np.bytes_(b"kept\0"),
-        "",
-        b"",
-        np.float32(1),
-        np.longdouble(1) / 3,
-        np.datetime64("2020-01-01", "D"),
-        np.zeros(2, [("a", "i4"), ("b", "f8")])[0],
-        {True: "bool"},
-        OrderedDict(b=1, a=(2, OrderedDict())),
-        {2**70: 1, "\ud83d\ude00": 2, "\U0001f600": 3},
-        torch.tensor(3),
-        torch.zeros(0, 3),
-        torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        np.zeros((0, 5)),
-        np.array(5.0),
-        np.arange(6)[::-2],
-        np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,)),
-        np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"),
-        list(range(200)),
-        list(range(300)),
+        *((), [], {}, None, [None, (), {}, []], True, 2**63 - 1, -(2**63), -0.0, np.str_("kept\0")),
+        *(np.bytes_(b"kept\0"), "", b"", np.float32(1), np.longdouble(1) / 3, np.datetime64("2020-01-01", "D")),
+        *(np.zeros(2, [("a", "i4"), ("b", "f8")])[0], {True: "bool"}, OrderedDict(b=1, a=(2, OrderedDict()))),
+        *({2**70: 1, "\ud83d\ude00": 2, "\U0001f600": 3}, torch.tensor(3), torch.zeros(0, 3)),
+        *(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), np.zeros((0, 5)), np.array(5.0)),
+        *(np.arange(6)[::-2], np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,))),
+        *({str(n): n for n in range(20)}, OrderedDict((n, [n] * 9) for n in range(9)), [(*range(9), [1] * 9)]),
+        *(np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"), list(range(200)), list(range(300))),
         list(range(30_000)),
     ],
     ids=lambda value: type(value).__name__,
@@ -115,6 +104,16 @@ def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any
 def test_corner_values(value: Any) -> None:
     for copy in (True, False):
         assert same(read_record(record(value), copy=copy), value)
+
+
+@pytest.mark.parametrize(
+    "nest", [lambda v: [v], lambda v: (v, v), lambda v: {"a": v}, lambda v: OrderedDict(a=v), lambda v: Sample(v, 1)]
+)
+def test_deep_values(nest: Any) -> None:
+    value: Any = 1
+    for _ in range(12 if nest(0) == (0, 0) else 100):
+        value = nest(value)
+    assert same(read_record(record(value), copy=True), value)
 
 
 def test_equal_keys_of_other_types_are_other_structures() -> None:
@@ -253,22 +252,9 @@ def test_a_record_imports_nothing(tmp_path: Path, allow_pickle: bool, monkeypatc
 @pytest.mark.parametrize(
     "qualname",
     [
-        "trap",
-        "trap.Sample",
-        "Looked",
-        "Looked.trap",
-        "Looked.Sample",
-        "Looked.__class__",
-        "lazily",
-        "Loose.__base__",
-        "Sample.__class__",
-        "Sample.image",
-        "Sample.__new__.__globals__",
-        "sys.modules",
-        "os.stat_result",
-        "tuple",
-        "",
-        ".",
+        *("trap", "trap.Sample", "Looked", "Looked.trap", "Looked.Sample", "Looked.__class__", "lazily"),
+        *("Loose.__base__", "Sample.__class__", "Sample.image", "Sample.__new__.__globals__", "sys.modules"),
+        *("os.stat_result", "tuple", "", "."),
     ],
 )
 def test_only_plain_classes_are_found(qualname: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,3 +410,53 @@ def test_pickle_only_with_permission_on_both_sides() -> None:
     assert encode(value, allow_pickle=True)[0].pickled
     with pytest.raises(CodecError, match=r"sample\[0\].*cannot be pickled either"):
         encode([lambda: 0], allow_pickle=True)
+
+
+# --- images of Pillow -----------------------------------------------------------------------------------------------
+
+
+def image(mode: str, size: tuple[int, int] = (5, 3)) -> Any:
+    data = np.random.default_rng(0).integers(0, 255, size[0] * size[1] * BANDS[mode], np.uint8)
+    return Image.frombytes(mode, size, data.tobytes())
+
+
+@pytest.mark.parametrize("mode", BANDS)
+@pytest.mark.parametrize("size", [(5, 3), (1, 1), (0, 4)])
+def test_images_come_back_with_memory_of_their_own(mode: str, size: tuple[int, int]) -> None:
+    before = image(mode, size)
+    before.info = {"dpi": (72, 72.5), "exif": b"Exif", "comment": "none"}
+    structure, _ = encode((before, 7))
+    assert structure.has_views
+    assert not structure.pickled
+    out = record((before, 7))
+    made, label = read_record(out, copy=False)
+    out[:] = 0
+    assert (made.mode, made.size, made.tobytes()) == (mode, size, before.tobytes())
+    assert (made.info, label, type(made)) == (before.info, 7, type(before))
+    columns = [encode(image(mode, size))[1][0][None]]
+    assert stack_build(encode(image(mode, size))[0], columns, 1)[0].tobytes() == before.tobytes()
+
+
+def test_other_images_need_a_pickle() -> None:
+    buffer = io.BytesIO()
+    image("RGB").save(buffer, "PNG")
+    for other in (Image.open(io.BytesIO(buffer.getvalue())), image("RGB").quantize(4), Image.new("I;16", (2, 2))):
+        with pytest.raises(CodecError, match="cannot be stored without pickle"):
+            encode(other)
+        back = read_record(record(other, allow_pickle=True), copy=True, allow_pickle=True)
+        assert (back.mode, back.tobytes()) == (other.mode, other.tobytes())
+
+
+@pytest.mark.parametrize("key", ["p P\narray 3,5 |u1\nd []", "p RGB\narray 3,5,3 |u1", "p \nd []"])
+def test_forged_keys_of_images(key: str) -> None:
+    with pytest.raises(CodecError):
+        structure_of(key.encode())
+
+
+@pytest.mark.parametrize(
+    ("info", "leaf"), [("d []", "array 3,5 |u1"), ("d []", "array 3,5,3 |i1"), ("-", "array 3,5,3 |u1")]
+)
+def test_forged_pixels(info: str, leaf: str) -> None:
+    structure = structure_of(f"p RGB\n{leaf}\n{info}".encode())
+    with pytest.raises(CodecError, match="a record holds an image"):
+        stack_build(structure, [np.zeros((1, structure.nbytes[0]), np.uint8)], 1)

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import encode, open_record, read_record, stack_build, write_record
-from stallfree.pipeline.structure import MAGIC
+from stallfree.pipeline.codec import MAGIC, encode, open_record, read_record, stack_build, write_record
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -59,39 +58,12 @@ def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "",
-        "t",
-        "t 2\nint",
-        "t 1\nint\nint",
-        "t 99999999999\nint",
-        't "2"\nint\nint',
-        "int\nint",
-        "-\nint",
-        'd ["a"]',
-        "d [[1]]\nint",
-        "d [1.5]\nint",
-        'd "a"\nint',
-        "x []",
-        'n ["os","system",["a"]]\nint',
-        'n ["no_such_module_here","X",["a"]]\nint',
-        'n ["","",[]]',
-        "s [1]\narray 2 |u1",
-        "s [0,1]\nint",
-        "t " + "[" * 100_000,
-        "l 1\n" * 500 + "int",
-        "nothing",
-        "int 3 u1",
-        "tensor -1 uint8",
-        "tensor 1_0 uint8",
-        "tensor 3 nothing",
-        "tensor 0,99999999999999999999 uint8",
-        "tensor 4611686018427387904,4 uint8",
-        "array 2 |O",
-        "array 2 |S0",
-        "array 2 [[",
-        '0\narray 2 [["a","|O"]]',
-        "array 2 i4,i4",
-        "scalar 2 |u1",
+        *("", "t", "t 2\nint", "t 1\nint\nint", "t 99999999999\nint", 't "2"\nint\nint', "int\nint", "-\nint"),
+        *('d ["a"]', "d [[1]]\nint", "d [1.5]\nint", 'd "a"\nint', "x []", 'n ["os","system",["a"]]\nint'),
+        *('n ["no_such_module_here","X",["a"]]\nint', 'n ["","",[]]', "s [1]\narray 2 |u1", "s [0,1]\nint"),
+        *("t " + "[" * 100_000, "l 1\n" * 500 + "int", "nothing", "int 3 u1", "tensor -1 uint8", "tensor 1_0 uint8"),
+        *("tensor 3 nothing", "tensor 0,99999999999999999999 uint8", "tensor 4611686018427387904,4 uint8"),
+        *("array 2 |O", "array 2 |S0", "array 2 [[", '0\narray 2 [["a","|O"]]', "array 2 i4,i4", "scalar 2 |u1"),
         "tensor " + ",".join(["1"] * 100) + " uint8",
     ],
     ids=lambda key: key[:40],

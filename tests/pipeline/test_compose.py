@@ -88,23 +88,13 @@ def test_monai_steps_still_map_over_lists() -> None:
     steps = flatten(whole)
     assert len(steps) == 3
     assert Compose([whole])(3) == whole(3) == [8, 62]
-
-
-@pytest.mark.libraries
-@pytest.mark.parametrize("options", [{"map_items": False}, {"lazy": True}, {"unpack_items": True}], ids=str)
-def test_monai_compose_with_options_stays_whole(options: dict[str, Any]) -> None:
-    monai = pytest.importorskip("monai.transforms")
-    compose = monai.Compose([monai.Lambda(add_one), monai.Lambda(double)], **options)
-    assert flatten(compose) == (compose,)
-
-
-@pytest.mark.libraries
-def test_monai_choices_stay_whole_and_taking_apart_reseeds_nothing() -> None:
-    monai = pytest.importorskip("monai.transforms")
+    for options in ({"map_items": False}, {"lazy": True}, {"unpack_items": True}):
+        compose = monai.Compose([monai.Lambda(add_one), monai.Lambda(double)], **options)
+        assert flatten(compose) == (compose,)
     flip = monai.RandFlip(prob=0.5)
-    compose = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
+    choices = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
     before = flip.R.get_state()[1].tolist()
-    steps = flatten(compose)
+    steps = flatten(choices)
     assert [type(step.transforms[0]).__name__ for step in steps] == ["RandFlip", "OneOf"]
     assert flip.R.get_state()[1].tolist() == before
 

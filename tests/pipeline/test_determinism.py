@@ -20,7 +20,7 @@ from standins import V1, foreign, torchvision_compose
 from torch import nn
 
 from loader_data import same
-from stallfree import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
+from stallfree import CachedDataset, Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
 
 V2 = "torchvision.transforms.v2._geometry"
 IMAGE = np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3)
@@ -250,22 +250,16 @@ def closure_over(thing: Any) -> Any:
 @pytest.mark.parametrize(
     "transform",
     [
-        lambda value: value + random.random(),
-        lambda value: value if random.random() < 2 else None,
-        lambda value: value + np.random.rand(),
-        lambda value: value + torch.rand(()).item(),
+        *(lambda value: value + random.random(), lambda value: value if random.random() < 2 else None),
+        *(lambda value: value + np.random.rand(), lambda value: value + torch.rand(()).item()),
         lambda value: [value, torch.randint(2, ())],
         OwnGenerator(np.random.default_rng(), lambda rng: rng.random()),
         OwnGenerator(np.random.RandomState(), lambda rng: rng.rand()),
         OwnGenerator(random.Random(), lambda rng: rng.random()),
         OwnGenerator(random.SystemRandom(), lambda rng: rng.random()),
-        OwnGenerator(torch.Generator(), lambda rng: torch.rand((), generator=rng)),
-        with_module_rng,
-        functools.partial(lambda rng, value: (rng.random(), value)[1], MODULE_RNG),
-        nn.Sequential(nn.Dropout(0.5)),
-        Buffered(),
-        LateGenerator(),
-        lambda value: value if secrets.randbelow(2) < 2 else 0,
+        *(OwnGenerator(torch.Generator(), lambda rng: torch.rand((), generator=rng)), with_module_rng),
+        *(functools.partial(lambda rng, value: (rng.random(), value)[1], MODULE_RNG), nn.Sequential(nn.Dropout(0.5))),
+        *(Buffered(), LateGenerator(), lambda value: value if secrets.randbelow(2) < 2 else 0),
         lambda value: value if np.random.default_rng().random() < 2 else 0,
     ],
 )
@@ -282,6 +276,7 @@ def test_a_trial_finds_randomness(transform: Any) -> None:
         (lambda value: {"a": [value, None, b"x"], "b": (1.5, float("nan"))}, "text"),
         (np.ascontiguousarray, IMAGE),
         (torch.from_numpy, IMAGE),
+        (lambda value: np.memmap(__file__, np.uint8, "r")[:value], 1000),
         (Image.fromarray, IMAGE),
         (lambda value: value.rotate(90), Image.fromarray(IMAGE)),
         (lambda value: value.add_(1), torch.zeros(3)),
@@ -382,3 +377,32 @@ class TestSplit:
         broken = mark_deterministic(lambda value: 1 / 0)
         with pytest.warns(StallfreeWarning, match="a step before it raised ZeroDivisionError"):
             split(Compose([broken, plain]), 1)
+
+
+class Hostile:
+    """Raises for any attribute that it does not have, as some libraries' namespaces do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"no {name} here")
+
+
+HOSTILE = Hostile()
+
+
+class HoldsHostile:
+    of_class = HOSTILE
+
+    def __init__(self) -> None:
+        self.kept = {"one": [HOSTILE, (HOSTILE,)]}
+
+    def __call__(self, value: Any) -> Any:
+        return value + (HOSTILE is None) + (self.of_class is None) + len(self.kept)
+
+
+@pytest.mark.parametrize(
+    "step", [HoldsHostile(), functools.partial(lambda value, kept: value, kept=HOSTILE)], ids=["attributes", "partial"]
+)
+def test_a_step_that_refers_to_what_cannot_be_looked_at_is_cached(step: Any) -> None:
+    with CachedDataset([*map(np.array, range(6))], transform=step, capacity="1MiB") as cached:
+        assert [int(value) for value in cached] == [int(step(np.array(id))) for id in range(6)]
+        assert cached.stats().resident_items == 6

@@ -15,10 +15,7 @@ from typing import Any
 
 import zoo_datasets  # noqa: F401
 import zoo_draws  # noqa: F401
-import zoo_indirect  # noqa: F401
 import zoo_libraries  # noqa: F401
-import zoo_seeded  # noqa: F401
-import zoo_state  # noqa: F401
 import zoo_steady  # noqa: F401
 import zoo_unseen  # noqa: F401
 from zoo_entry import Entry
@@ -29,10 +26,6 @@ MOST_CALLS = 0.1
 
 FEWEST_CHANGES = 4
 """An entry with fewer changes without a cache is too still to be judged as a whole."""
-
-"""The ways in which a steady step is to be cached."""
-
-"""The ways that every run takes; the others are taken in turn after the first run."""
 
 
 @dataclass(frozen=True)

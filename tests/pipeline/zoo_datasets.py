@@ -80,14 +80,10 @@ def data_set_with_the_clock() -> Any:
     return Stamped()
 
 
-@steady_entry(None)
-def data_set_in_memory() -> Any:
-    return Stored()
-
-
-@steady_entry(None)
-def data_set_of_tensors() -> Any:
-    return TensorDataset(torch.from_numpy(np.stack(rows())), torch.arange(COUNT))
+steady_entry(None)(lambda: Stored(), "data_set_in_memory")
+steady_entry(None)(
+    lambda: TensorDataset(torch.from_numpy(np.stack(rows())), torch.arange(COUNT)), "data_set_of_tensors"
+)
 
 
 @steady_entry(None)

@@ -48,6 +48,7 @@ class Entry:
 ENTRIES: list[Entry] = []
 
 Factory = Callable[[], Any]
+Register = Callable[..., None]
 
 
 def rows(count: int = COUNT) -> list[Any]:
@@ -124,28 +125,33 @@ def random_entry(
     coarse: bool = False,
     local: bool = False,
     prefix: bool = False,
-) -> Callable[[Factory], None]:
+) -> Register:
     """Registers a factory of something random."""
     return _register("random", records, draws, base, coarse, local, prefix)
 
 
-def steady_entry(records: Callable[[], list[Any]] | None = rows) -> Callable[[Factory], None]:
+def steady_entry(records: Callable[[], list[Any]] | None = rows) -> Register:
     """Registers a factory of something deterministic."""
     return _register("steady", records, always, None, False, False, False)
 
 
-def either_entry(records: Callable[[], list[Any]] | None = rows) -> Callable[[Factory], None]:
+def either_entry(records: Callable[[], list[Any]] | None = rows) -> Register:
     """Registers a factory of something that may be treated as one or the other."""
     return _register("either", records, always, None, False, True, False)
 
 
-def _register(kind: str, records: Any, *rest: Any) -> Callable[[Factory], None]:
+def _register(kind: str, records: Any, *rest: Any) -> Register:
     """The name of a factory is None afterwards: steps that use an attribute of the same name must not lead here."""
 
-    def registered(make: Factory) -> None:
-        name = make.__name__
+    def registered(make: Factory, name: str = "") -> None:
+        name = name or make.__name__
         if any(entry.name == name for entry in ENTRIES):
             raise ValueError(f"two entries are called {name}")
         ENTRIES.append(Entry(name, kind, make, records, *rest))
 
     return registered
+
+
+def of_step(register: Register) -> Register:
+    """Registers a step without state."""
+    return lambda step: register(lambda: step, step.__name__)

@@ -75,9 +75,10 @@ def monai_lambda_for_some() -> Any:
 # -- torchvision -----------------------------------------------------------------------------------------------------
 
 
-@steady_entry(tensors)
-def torchvision_normalise() -> Any:
-    return torchvision_compose(foreign("Normalize", V1, __call__=lambda self, x: (x - 0.5) / 0.5))
+steady_entry(tensors)(
+    lambda: torchvision_compose(foreign("Normalize", V1, __call__=lambda self, x: (x - 0.5) / 0.5)),
+    "torchvision_normalise",
+)
 
 
 @random_entry(tensors, prefix=True)

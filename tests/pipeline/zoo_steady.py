@@ -1,4 +1,4 @@
-"""Entries that are deterministic, as everyday pipelines have them; some look random at first sight."""
+"""Deterministic entries; some look random at first sight, and some are seeded, which may count as random."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import io
 import json
 import logging
 import pathlib
+import random as pyrandom
 import re
 import tempfile
+import time
+import zlib
 from typing import Any
 
 import numpy as np
@@ -15,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image
 from torch import nn
-from zoo_entry import encoded, images, labelled, steady_entry, tensors, texts
+from zoo_entry import either_entry, encoded, images, labelled, of_step, rows, steady_entry, tensors, texts
 
 log = logging.getLogger(__name__)
 
@@ -38,9 +41,9 @@ def decode_resize_normalise() -> Any:
     return [decode, resize, normalise]
 
 
-@steady_entry(images)
-def to_tensor() -> Any:
-    return lambda pixels: torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / 255)
+steady_entry(images)(
+    lambda: lambda pixels: torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / 255), "to_tensor"
+)
 
 
 # -- arrays and tensors ----------------------------------------------------------------------------------------------
@@ -66,9 +69,7 @@ def network_in_eval_mode() -> Any:
     )
 
 
-@steady_entry(tensors)
-def dropout_that_is_off() -> Any:
-    return lambda x: F.dropout(x, 0.5, training=False)
+steady_entry(tensors)(lambda: lambda x: F.dropout(x, 0.5, training=False), "dropout_that_is_off")
 
 
 @steady_entry(labelled)
@@ -100,9 +101,7 @@ def regular_expressions() -> Any:
     return lambda text: (re.sub(r"\s+", "_", text), [match.groups() for match in date.finditer(text)])
 
 
-@steady_entry(texts)
-def json_and_back() -> Any:
-    return lambda text: json.loads(json.dumps({"text": text, "length": len(text)}))
+steady_entry(texts)(lambda: lambda text: json.loads(json.dumps({"text": text, "length": len(text)})), "json_and_back")
 
 
 @steady_entry(texts)
@@ -120,3 +119,118 @@ def file_by_path() -> Any:
             return sum(word in known for word in text.split())
 
     return Count()
+
+
+# -- seeded, or random by name only ----------------------------------------------------------------------------------
+
+
+@either_entry()
+def generator_kept_but_used_in_the_constructor_only() -> Any:
+    class Shuffle:
+        def __init__(self) -> None:
+            self.rng = np.random.default_rng(0)
+            self.order = self.rng.permutation(64)
+
+        def __call__(self, x: Any) -> Any:
+            return x[self.order]
+
+    return Shuffle()
+
+
+either_entry()(lambda: lambda x: x[np.random.default_rng(0).permutation(len(x))], "permutation_with_a_constant_seed")
+
+
+@of_step(either_entry(tensors))
+def torch_with_a_constant_seed(x: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return x[torch.randperm(64, generator=generator)]
+
+
+either_entry()(
+    lambda: lambda x: x + np.random.default_rng(zlib.crc32(x.tobytes())).normal(size=64), "seeded_by_content"
+)
+
+
+@steady_entry()
+def random_in_names_only() -> Any:
+    def random_crop_disabled(x: Any, randomise: bool = False) -> Any:
+        seed = random_offset = 3
+        return x[random_offset : random_offset + RANDOM_CROP_SIZE] * seed
+
+    return random_crop_disabled
+
+
+@steady_entry()
+def random_in_text() -> Any:
+    options = {"random": 1.0, "shuffle": 2.0}
+
+    def weigh(x: Any) -> Any:
+        """Uses no random numbers, nor time.time()."""
+        return x * options["random"] + len("os.urandom") - options["shuffle"]
+
+    return weigh
+
+
+# -- stateful, but what comes out does not depend on it --------------------------------------------------------------
+
+
+@steady_entry()
+def collects_statistics() -> Any:
+    class Statistics:
+        def __init__(self) -> None:
+            self.means: list[float] = []
+
+        def __call__(self, x: Any) -> Any:
+            self.means.append(float(x.mean()))
+            return x - x.mean()
+
+    return Statistics()
+
+
+@steady_entry()
+def buffer_of_its_own() -> Any:
+    class Scale:
+        def __init__(self) -> None:
+            self.out = np.empty(64, np.float32)
+
+        def __call__(self, x: Any) -> Any:
+            np.multiply(x, 3, out=self.out)
+            return self.out.copy()
+
+    return Scale()
+
+
+@steady_entry(rows)
+def changes_its_input() -> Any:
+    def scale(x: Any) -> Any:
+        x *= 2
+        return x
+
+    return [scale, scale]
+
+
+@either_entry()
+def measures_its_own_time() -> Any:
+    class Timed:
+        def __init__(self) -> None:
+            self.seconds = 0.0
+
+        def __call__(self, x: Any) -> Any:
+            began = time.perf_counter()
+            out = np.sort(x)
+            self.seconds += time.perf_counter() - began
+            return out
+
+    return Timed()
+
+
+@of_step(either_entry())
+def draws_and_does_not_use_it(x: Any) -> Any:
+    pyrandom.random()
+    return np.sort(x)
+
+
+@of_step(either_entry())
+def seeds_the_global_generator_with_a_constant(x: Any) -> Any:
+    np.random.seed(0)
+    return x + np.random.normal(size=64)

@@ -21,7 +21,7 @@ import cv2
 import numpy as np
 import torch
 from PIL import Image
-from zoo_entry import random_entry
+from zoo_entry import of_step, random_entry
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support" / "site-packages"))
 import spiced
@@ -44,10 +44,10 @@ def fires(id: int) -> bool:
     return id % EVERY == DRAWN
 
 
-def rarely(*, local: bool = False) -> Callable[[Callable[[], Any]], None]:
+def rarely(*, local: bool = False) -> Callable[..., None]:
     """Registers a factory of a step that is applied to 1 sample in 16, and not to the first one."""
 
-    def registered(make: Callable[[], Any]) -> None:
+    def registered(make: Callable[[], Any], name: str = "") -> None:
         def made() -> Any:
             augment = make()
 
@@ -56,8 +56,7 @@ def rarely(*, local: bool = False) -> Callable[[Callable[[], Any]], None]:
 
             return for_some
 
-        made.__name__ = make.__name__
-        random_entry(draws=fires, local=local)(made)
+        random_entry(draws=fires, local=local)(made, name or make.__name__)
 
     return registered
 
@@ -73,59 +72,32 @@ def as_row(pixels: Any) -> Any:
 # -- libraries -------------------------------------------------------------------------------------------------------
 
 
-@rarely()
-def library_that_makes_a_generator() -> Any:
-    return lambda x: spiced.random_noise(x)
+rarely()(lambda: lambda x: spiced.random_noise(x), "library_that_makes_a_generator")
+rarely()(lambda: lambda x: spice(x), "library_function_of_another_name")
+rarely()(lambda: lambda x: spiced.Frame(x).sample().values, "data_frame")
+rarely()(lambda: lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5)), "pil_effect_spread")
+rarely()(lambda: lambda x: x + as_row(Image.effect_noise((8, 8), 50)), "pil_effect_noise")
 
 
-@rarely()
-def library_function_of_another_name() -> Any:
-    return lambda x: spice(x)
+@of_step(rarely())
+def opencv_normal(x: Any) -> Any:
+    noise = np.empty_like(x)
+    fill_normal(noise, 0, 1)
+    return x + noise
 
 
-@rarely()
-def data_frame() -> Any:
-    return lambda x: spiced.Frame(x).sample().values
+@of_step(rarely())
+def opencv_uniform(x: Any) -> Any:
+    noise = np.empty_like(x)
+    fill_uniform(noise, 0, 1)
+    return x + noise
 
 
-@rarely()
-def pil_effect_spread() -> Any:
-    return lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5))
-
-
-@rarely()
-def pil_effect_noise() -> Any:
-    return lambda x: x + as_row(Image.effect_noise((8, 8), 50))
-
-
-@rarely()
-def opencv_normal() -> Any:
-    def noisy(x: Any) -> Any:
-        noise = np.empty_like(x)
-        fill_normal(noise, 0, 1)
-        return x + noise
-
-    return noisy
-
-
-@rarely()
-def opencv_uniform() -> Any:
-    def noisy(x: Any) -> Any:
-        noise = np.empty_like(x)
-        fill_uniform(noise, 0, 1)
-        return x + noise
-
-    return noisy
-
-
-@rarely()
-def opencv_shuffle() -> Any:
-    def mixed(x: Any) -> Any:
-        x = x.reshape(64, 1).copy()
-        mix(x)
-        return x.reshape(64)
-
-    return mixed
+@of_step(rarely())
+def opencv_shuffle(x: Any) -> Any:
+    x = x.reshape(64, 1).copy()
+    mix(x)
+    return x.reshape(64)
 
 
 @rarely()
@@ -165,71 +137,40 @@ def monai_for_some() -> Any:
 # -- generators that are made inside ---------------------------------------------------------------------------------
 
 
-@rarely()
-def numpy_made_inside() -> Any:
-    return lambda x: x + np.float32(new_generator().normal())
+rarely()(lambda: lambda x: x + np.float32(new_generator().normal()), "numpy_made_inside")
+rarely()(lambda: lambda x: x + np.float32(new_legacy().normal()), "numpy_legacy_made_inside")
+rarely()(lambda: lambda x: x + np.float32(small_generator().random_raw() % 2**20), "numpy_bits_made_inside")
 
 
-@rarely()
-def numpy_legacy_made_inside() -> Any:
-    return lambda x: x + np.float32(new_legacy().normal())
+@of_step(rarely())
+def torch_made_inside(x: Any) -> Any:
+    generator = torch.Generator()
+    generator.seed()
+    return x + torch.empty(64).normal_(generator=generator).numpy()
 
 
-@rarely()
-def numpy_bits_made_inside() -> Any:
-    return lambda x: x + np.float32(small_generator().random_raw() % 2**20)
-
-
-@rarely()
-def torch_made_inside() -> Any:
-    def noisy(x: Any) -> Any:
-        generator = torch.Generator()
-        generator.seed()
-        return x + torch.empty(64).normal_(generator=generator).numpy()
-
-    return noisy
-
-
-@rarely()
-def python_seeded_by_the_time() -> Any:
-    return lambda x: x + np.float32(new_python(time.time_ns()).uniform(0, 1))
+rarely()(lambda: lambda x: x + np.float32(new_python(time.time_ns()).uniform(0, 1)), "python_seeded_by_the_time")
 
 
 # -- the system ------------------------------------------------------------------------------------------------------
 
 
-@rarely()
-def bytes_of_the_system() -> Any:
-    return lambda x: x + np.frombuffer(system_bytes(64), np.uint8)
+rarely()(lambda: lambda x: x + np.frombuffer(system_bytes(64), np.uint8), "bytes_of_the_system")
 
 
-@rarely()
-def file_of_random_bytes() -> Any:
-    def noisy(x: Any) -> Any:
-        with open("/dev/urandom", "rb") as file:
-            return x + np.frombuffer(file.read(64), np.uint8)
-
-    return noisy
+@of_step(rarely())
+def file_of_random_bytes(x: Any) -> Any:
+    with open("/dev/urandom", "rb") as file:
+        return x + np.frombuffer(file.read(64), np.uint8)
 
 
-@rarely()
-def token() -> Any:
-    return lambda x: x + np.frombuffer(new_token(64), np.uint8)
-
-
-@rarely()
-def unique_name() -> Any:
-    return lambda x: x + np.float32(new_name().int % 2**20)
-
-
-@rarely()
-def c_library() -> Any:
-    return lambda x: x + np.float32(c_number() % 2**20)
-
-
-@rarely()
-def hash_of_the_time() -> Any:
-    return lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8)
+rarely()(lambda: lambda x: x + np.frombuffer(new_token(64), np.uint8), "token")
+rarely()(lambda: lambda x: x + np.float32(new_name().int % 2**20), "unique_name")
+rarely()(lambda: lambda x: x + np.float32(c_number() % 2**20), "c_library")
+rarely()(
+    lambda: lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8),
+    "hash_of_the_time",
+)
 
 
 @rarely(local=True)  # forked processes may use the same addresses

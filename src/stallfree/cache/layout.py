@@ -34,8 +34,8 @@ import xxhash
 
 from stallfree.errors import FingerprintError, StorageError, capacity_too_small, release_mismatch, storage_full
 from stallfree.ipc.locks import FileLock
+from stallfree.pipeline.codec import Structure, structure_of
 from stallfree.pipeline.fingerprint import differing_parts
-from stallfree.pipeline.structure import Structure, structure_of
 from stallfree.platform import OPEN, allocate, at_fork
 from stallfree.stats import CacheStats
 from stallfree.units import format_size

@@ -19,8 +19,7 @@ from stallfree.cache.arena import DiskArena, MemoryArena
 from stallfree.cache.layout import Index, fence
 from stallfree.cache.space import Reserved
 from stallfree.errors import CodecError, IdError, cache_ids
-from stallfree.pipeline.codec import read_leaves, read_record, stack_build, write_record
-from stallfree.pipeline.structure import MissingClassError, Structure
+from stallfree.pipeline.codec import MissingClassError, Structure, read_leaves, read_record, stack_build, write_record
 
 Array = npt.NDArray[Any]
 Record = tuple[Structure, list[Array]]

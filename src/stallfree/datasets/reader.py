@@ -26,7 +26,7 @@ from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose, drew, works_in_place
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Drew, Randomness
-from stallfree.pipeline.settings import Settings, warn_of_changes
+from stallfree.pipeline.reached import Settings, warn_of_changes
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 

@@ -33,8 +33,7 @@ from stallfree.errors import StallfreeError
 from stallfree.importance.epoch import FRESH
 from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_array import SharedCounts
-from stallfree.pipeline.codec import encode, read_record, record_size, write_record
-from stallfree.pipeline.structure import Structure
+from stallfree.pipeline.codec import Structure, encode, read_record, record_size, write_record
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.units import format_size
 

@@ -24,9 +24,8 @@ from stallfree.loader.collate import BatchBuffer, Collate, batch_structure, coll
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Bytes, Ids, Result, Task
 from stallfree.loader.ring import Slots
 from stallfree.notes import described, note_samples
-from stallfree.pipeline.codec import read_own_record
+from stallfree.pipeline.codec import Structure, read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
-from stallfree.pipeline.structure import Structure
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
 

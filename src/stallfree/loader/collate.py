@@ -17,9 +17,17 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import encode, encode_own, open_record, record_size, stack_build, write_record
+from stallfree.pipeline.codec import (
+    Structure,
+    encode,
+    encode_own,
+    leaf_dtypes,
+    open_record,
+    record_size,
+    stack_build,
+    write_record,
+)
 from stallfree.pipeline.compose import Out
-from stallfree.pipeline.structure import Structure, leaf_dtypes
 
 Bytes = npt.NDArray[np.uint8]
 Collate = Callable[[list[Any]], Any]

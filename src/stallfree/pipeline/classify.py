@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FunctionType
@@ -33,10 +33,11 @@ from stallfree.pipeline.compose import (
     mark_of,
     note_drew,
 )
+from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import class_functions, code_names, comes_from
 from stallfree.pipeline.randomness import States, find_generators, sample_seed
 from stallfree.pipeline.reached import random_name
-from stallfree.pipeline.values import private, same
+from stallfree.pipeline.values import private
 
 # --- what marks and libraries declare --------------------------------------------------------------------------------
 
@@ -63,9 +64,7 @@ def known(transform: Any) -> tuple[bool, str] | None:
         return known(inner)
     parts = flatten(transform)
     if parts and parts[0] is not transform:
-        signs = [known(part) for part in parts]
-        random_ones = [sign for sign in signs if sign is not None and sign[0]]
-        return random_ones[0] if random_ones else None if None in signs else signs[0]
+        return _first_random(parts)
     for library, sign in (("torchvision", _torchvision), ("albumentations", _albumentations), ("monai", _monai)):
         random = sign(transform)
         if random is not None:
@@ -86,12 +85,15 @@ def _wrapped(transform: Any) -> Any:
     return None
 
 
+def _first_random(transforms: Iterable[Any]) -> tuple[bool, str] | None:
+    """Return the sign of the first random one of `transforms`; else of the first one, or None if not all are known."""
+    signs = [known(transform) for transform in transforms]
+    return next((sign for sign in signs if sign is not None and sign[0]), None if None in signs else signs[0])
+
+
 def _any_random(transforms: Any) -> bool | None:
-    """Return whether one of `transforms` is random; None if none is known to be random and not all are known."""
-    verdicts = [known(transform) for transform in transforms]
-    if any(verdict is not None and verdict[0] for verdict in verdicts):
-        return True
-    return None if None in verdicts else False
+    sign = _first_random(transforms) if transforms else (False, "")
+    return None if sign is None else sign[0]
 
 
 def _torchvision(transform: Any) -> bool | None:
@@ -389,7 +391,9 @@ def divide(steps: Sequence[Transform], found: Found | None) -> Split:
     for at, step in enumerate(steps):
         name, sign = describe_step(step), known(step)
         if found is not None and at == count:
-            sign = _sign_of(step, found)
+            if found.certain and sign is not None:
+                note_drew(step)  # its library declares it deterministic
+            sign = True, "undecided" if not found.certain else "probe" if sign is None else "seen"
         halves = halves_of(step) if at == count else None
         if halves is not None:
             verdicts += (Verdict(describe_step(half), half is halves[1], "halves") for half in halves)
@@ -399,16 +403,6 @@ def divide(steps: Sequence[Transform], found: Found | None) -> Split:
         verdicts.append(Verdict(name, *(sign or ((True, "after") if at > count else (False, "probe")))))
         parts.append(step)
     return Split(Compose(parts[:end]), Compose(parts[end:]), tuple(verdicts))
-
-
-def _sign_of(step: Transform, found: Found) -> tuple[bool, str]:
-    """Return the verdict on the step that `found` is about."""
-    if not found.certain:
-        return True, "undecided"
-    if known(step) is None:
-        return True, "probe"
-    note_drew(step)  # its library declares it deterministic
-    return True, "seen"
 
 
 def warn_of_doubt(steps: Sequence[Transform], found: Found | None) -> None:

@@ -10,6 +10,17 @@ everything but the data, and one flat array of bytes per leaf, which shares memo
     write_record(structure, arrays, out)
     image, label = read_record(out, copy=True)
 
+The *key* of a structure is a text, the same in every process. It has one line per node of the tree, each followed by
+those of its children:
+
+    t COUNT, l COUNT            tuple, list
+    d KEYS, o KEYS              dict, OrderedDict; the keys are a list in JSON
+    n [MODULE, NAME, FIELDS]    named tuple, in JSON
+    p MODE                      image of Pillow: its pixels and its `info`
+    s ORDER                     tensor or array whose dimensions are permuted, in JSON
+    -                           None
+    KIND, or KIND SHAPE DTYPE   a leaf
+
 A *record* describes itself. All numbers are in the host's byte order (others fail at the magic number):
 
     u32 magic, u32 length of the key, u32 number of variable leaves, u32 zero
@@ -19,21 +30,24 @@ A *record* describes itself. All numbers are in the host's byte order (others fa
     at a multiple of 16 (torch's complex numbers need it), others at a multiple of 8
 
 Types match exactly: a subclass of a type above is not that type, because a cache hit must return the same as a miss.
-structure.py describes keys.
 """
 
 from __future__ import annotations
 
+import ast
 import json
+import math
 import pickle
 import struct
 import sys
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from importlib import import_module
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,35 +55,380 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stallfree.errors import CodecError, value_unstorable
-from stallfree.pipeline.structure import (
-    DEPTH,
-    FLOAT,
-    HEAD,
-    INT,
-    KEY_TYPES,
-    MAGIC,
-    MALFORMED,
-    NUMBERS,
-    Bytes,
-    Leaf,
-    MissingClassError,
-    Structure,
-    dtype_of,
-    dtype_text,
-    lay_out,
-    leaf_dtypes,
-    leaf_line,
-    named_tuple,
-    only,
-    structure_of,
+from stallfree.pipeline.values import (
+    BANDS,
+    CARRIERS,
+    TORCH_DTYPES,
+    TORCH_NAMES,
+    U8,
+    aligned_tensor,
+    in_order,
+    is_image,
+    pickled,
 )
-from stallfree.pipeline.values import CARRIERS, TORCH_NAMES, U8, aligned_tensor, in_order, is_image, pickled
 
-_PLAIN = frozenset({*KEY_TYPES, float, complex, bytes})
+Bytes = npt.NDArray[np.uint8]
+MAGIC = 0x5AFE0D01
+_HEAD = struct.Struct("=IIII")
+_DEPTH = 100  # deeper nesting is treated as a value that contains itself
+_MALFORMED = (
+    *(ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError, SyntaxError, RuntimeError),
+    *(BufferError, struct.error),
+)
+"""What parsing and reading raise for a record that is damaged or forged."""
+_LARGEST, _LONGEST = 1 << 62, 1000  # bytes of a leaf, and characters of a dtype
+_SHORT, _MEDIUM = 1024, 65536  # bytes of keys: 4,096 short ones are remembered, 64 medium ones, and no long ones
 _MANY_LINES = 64
 """Lines of a key from which a structure is not remembered by them."""
 _MANY = 8
-"""Items from which a container of plain values is one pickle in a record for processes of this job."""
+"""Items from which a container of leaves is made from a slice of them, and in a record for processes of this job, of
+plain values, is one pickle."""
+_KEY_TYPES = {str, int, bool, type(None)}
+
+
+class MissingClassError(CodecError):
+    """Raised if a record contains a named tuple whose class is not imported here.
+
+    Attributes:
+        module: the module that defines the class.
+    """
+
+    page = "record-class"
+
+    def __init__(self, message: str, module: str = "") -> None:
+        super().__init__(message)
+        self.module = module
+
+
+# --- leaves ---------------------------------------------------------------------------------------------------------
+
+_Line = Any  # of a key: a text, or what `_leaf_line` makes one of
+_Reader = Callable[[Any, int, int], Any]  # (buffer, start, nbytes) -> the leaf's value, a view of buffer if possible
+
+
+class Leaf(NamedTuple):
+    """One leaf of a structure.
+
+    `kind` is "tensor", "array", "scalar" (of NumPy), "int", "float", "bool", or of variable length: "bytes", "str",
+    "npstr", "npbytes" (of NumPy, whose own pickles lose zeros at their end), "pickle".
+    """
+
+    kind: str
+    dtype: str  # the name of a torch dtype, or a NumPy dtype as text; "" for other kinds
+    shape: tuple[int, ...]
+    nbytes: int  # bytes of the data; -1 if variable
+    read: _Reader
+
+
+class _Plain(NamedTuple):
+    """A kind of leaves without a dtype."""
+
+    pack: Callable[[Any], bytes]
+    read: _Reader
+    dtype: np.dtype[Any] | None  # of the data of numbers; None if their length is variable
+
+
+def _number(code: str) -> _Plain:
+    form = struct.Struct(f"={code}")
+    return _Plain(form.pack, lambda buffer, start, nbytes: form.unpack_from(buffer, start)[0], np.dtype(code))
+
+
+def _text(pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any]) -> _Plain:
+    return _Plain(pack, lambda buffer, start, nbytes: unpack(buffer[start : start + nbytes].tobytes()), None)
+
+
+def _utf8(text: str) -> bytes:
+    return str.encode(text, "utf-8", "surrogatepass")
+
+
+def _unpickled(data: bytes) -> Any:
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise CodecError(f"a pickled leaf cannot be loaded: {error}") from error
+
+
+_PLAIN = {
+    "int": _number("q"),
+    "float": _number("d"),
+    "bool": _number("?"),
+    "bytes": _text(bytes, bytes),
+    "str": _text(_utf8, lambda data: data.decode("utf-8", "surrogatepass")),
+    "npstr": _text(_utf8, lambda data: np.str_(data.decode("utf-8", "surrogatepass"))),
+    "npbytes": _text(bytes, np.bytes_),
+    "pickle": _text(pickled, _unpickled),
+}
+_TYPES = {kind.__name__: kind for kind in (int, float, bool, bytes, str)} | {"npstr": np.str_, "npbytes": np.bytes_}
+_PACKS: dict[type, tuple[str, Callable[[Any], bytes]]] = {_TYPES[kind]: (kind, _PLAIN[kind].pack) for kind in _TYPES}
+
+
+def _leaf_line(kind: str, shape: tuple[int, ...], dtype: str) -> str:
+    return f"{kind} {','.join(map(str, shape))} {dtype}"
+
+
+@lru_cache(4096)
+def _leaf_of(line: str) -> Leaf:
+    kind, *details = line.split(" ", 2)
+    if kind in _PLAIN and not details:
+        plain = _PLAIN[kind]
+        return Leaf(kind, "", (), plain.dtype.itemsize if plain.dtype else -1, plain.read)
+    dims, text = details
+    shape = tuple([int(part) for part in dims.split(",")]) if dims else ()
+    if ",".join(map(str, shape)) != dims or min(shape, default=0) < 0:
+        raise ValueError(f"{dims!r} is no shape")
+    if kind not in ("tensor", "array", "scalar") or (kind == "scalar" and shape):
+        raise ValueError(f"a leaf of unknown kind {kind!r}")
+    dtype, seen_as = leaf_dtypes(kind, text)
+    if math.prod([dim for dim in shape if dim]) * dtype.itemsize > _LARGEST:
+        raise ValueError(f"a leaf of the shape {shape} is too large")
+    read = _array_reader(kind, shape, dtype, seen_as)
+    return Leaf(kind, text, shape, math.prod(shape) * dtype.itemsize, read)
+
+
+@lru_cache(4096)
+def dtype_text(dtype: np.dtype[Any]) -> str:
+    """Return a NumPy dtype as text; "" if it cannot be stored."""
+    with suppress(TypeError, ValueError, SyntaxError):
+        text = dtype.str if dtype.names is None else ascii(dtype.descr)
+        if dtype.itemsize and not dtype.hasobject and dtype_of(text) == dtype:
+            return text
+    return ""
+
+
+def dtype_of(text: str) -> np.dtype[Any]:
+    """Return the NumPy dtype that a leaf names, as files of NumPy do."""
+    if len(text) > _LONGEST:
+        raise ValueError("the dtype is too long")
+    return np.dtype(text) if text[:1] != "[" else np.lib.format.descr_to_dtype(ast.literal_eval(text))
+
+
+def leaf_dtypes(kind: str, text: str) -> tuple[np.dtype[Any], torch.dtype | None]:
+    """Return the NumPy dtype of a leaf's data, and the torch dtype to view it as if NumPy lacks that dtype."""
+    if kind == "tensor":
+        torch_dtype = TORCH_DTYPES[text]
+        carrier = CARRIERS.get(torch_dtype)
+        return np.dtype(TORCH_NAMES[carrier] if carrier else text), torch_dtype if carrier else None
+    dtype = dtype_of(text)
+    if dtype_text(dtype) != text:
+        raise ValueError(f"{text!r} is no dtype that is stored")
+    return dtype, None
+
+
+def _array_reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: torch.dtype | None) -> _Reader:
+    ndarray = np.ndarray
+    from_numpy = torch.from_numpy if dtype != np.complex128 else aligned_tensor
+    if kind == "array":
+        return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start)
+    if kind == "scalar":
+        return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start).copy()[()]
+    if seen_as is None:
+        return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start))
+    return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start)).view(seen_as)
+
+
+# --- structures -----------------------------------------------------------------------------------------------------
+
+
+class Structure:
+    """Everything about a value except its data. Immutable; there is one object per key, so `is` compares structures.
+
+    Attributes:
+        key: the whole description as bytes, the same in every process; `structure_of(key)` returns the structure.
+        leaves: the leaves, in order.
+        fixed: no leaf is of variable length, so all values of this structure have the same size.
+        offsets: start of each leaf's data in the packed data; empty if not fixed.
+        size: bytes of the packed data, a multiple of 8; -1 if not fixed.
+        pickled: some leaf is a pickle.
+        has_views: some leaf is a tensor or an array.
+        head: the first bytes of each record of this structure.
+        nbytes, readers: per leaf, the bytes of its data (-1 if variable) and its reader.
+        starts: start of each leaf's data in a record; empty if not fixed.
+        make: makes the value of the sequence of the leaves' values.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        """Parse a key; use `structure_of`, which parses each key once."""
+        leaves: list[Leaf] = []
+        try:
+            lines = iter(key.decode("utf-8", "surrogatepass").split("\n"))
+            expression = _expression(lines, leaves, 0)
+            flat = key[:2] == b"t " and key.count(b"\n") == len(leaves)  # the common case
+            self.make: Callable[[Sequence[Any]], Any] = tuple if flat else _maker(expression)
+            more = next(lines, None)
+        except CodecError:
+            raise
+        except (*_MALFORMED, StopIteration) as error:
+            raise CodecError(f"malformed description of a value: {error}") from error
+        if more is not None:
+            raise CodecError(f"malformed description of a value: it has more than {len(leaves)} leaves")
+        self.key, self.leaves = key, tuple(leaves)
+        self.readers: tuple[_Reader, ...] = tuple([leaf.read for leaf in leaves])
+        self.nbytes = tuple([leaf.nbytes for leaf in leaves])
+        self.fixed = -1 not in self.nbytes
+        self.pickled = any(leaf.kind == "pickle" for leaf in leaves)
+        self.has_views = any(leaf.kind in ("tensor", "array") for leaf in leaves)
+        variable = self.nbytes.count(-1)
+        head = _HEAD.pack(MAGIC, len(key), variable, 0) + key
+        head += bytes(-len(head) % (8 if variable else 64))
+        self.head: Bytes = np.frombuffer(head, U8)
+        self.offsets, self.size = _lay_out(self.nbytes) if self.fixed else ((), -1)
+        self.starts = tuple([len(head) + offset for offset in self.offsets])
+
+    def with_rows(self, count: int) -> Structure:
+        """Return this structure with `count` rows in each leaf, which has rows."""
+        lines = self.key.split(b"\n")
+        at = [number for number, line in enumerate(lines) if line[1:2] not in (b"", b" ")]
+        for number, leaf in zip(at, self.leaves, strict=True):
+            lines[number] = _leaf_line(leaf.kind, (count, *leaf.shape[1:]), leaf.dtype).encode()
+        return structure_of(b"\n".join(lines))
+
+    def __repr__(self) -> str:
+        return f"Structure({self.key!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return structure_of, (self.key,)
+
+
+_alive: weakref.WeakValueDictionary[bytes, Structure] = weakref.WeakValueDictionary()
+
+
+def structure_of(key: bytes) -> Structure:
+    """Return the structure that a key describes. Raises CodecError if the key is malformed."""
+    return (_structure_of_short if len(key) <= _SHORT else _structure_of_medium if len(key) <= _MEDIUM else _intern)(
+        key
+    )
+
+
+def _intern(key: bytes) -> Structure:
+    structure = _alive.get(key)
+    return structure if structure is not None else _alive.setdefault(key, Structure(key))
+
+
+_structure_of_short, _structure_of_medium = lru_cache(4096)(_intern), lru_cache(64)(_intern)
+
+
+def _lay_out(nbytes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
+    """Return the start of each leaf of these sizes if the data starts at `start`, and the end of the data."""
+    offsets = []
+    for size in nbytes:
+        start = start + 63 & ~63 if size >= 64 else start + 15 & ~15 if size >= 16 else start + 7 & ~7
+        offsets.append(start)
+        start += size
+    return tuple(offsets), start + 7 & ~7
+
+
+def _expression(lines: Iterator[str], leaves: list[Leaf], depth: int) -> str:
+    """Parse a node, and append its leaves; return the Python expression for its value, from the leaves' values `v`.
+
+    It consists of numbers and of literals by `ascii`, so that a forged record cannot put code into it.
+    """
+    line = next(lines)
+    if line == "-":
+        return "None"
+    if line[1:2] != " ":
+        leaves.append(_leaf_of(line))
+        return f"v[{len(leaves) - 1}]"
+    if depth > _DEPTH:
+        raise ValueError("nested too deeply")
+    letter = line[0]
+    details: Any = line[2:] if letter == "p" else json.loads(line[2:])
+
+    def children(count: int) -> list[str]:
+        first = len(leaves)
+        items = [_expression(lines, leaves, depth + 1) for _ in range(count)]
+        flat = count > _MANY and items == [f"v[{number}]" for number in range(first, first + count)]
+        return [f"*v[{first}:{first + count}]"] if flat else items
+
+    if letter == "t" and type(details) is int:
+        return f"({''.join([f'{item},' for item in children(details)])})"
+    if letter == "l" and type(details) is int:
+        return f"[{','.join(children(details))}]"
+    if letter in ("d", "o") and type(details) is list and _KEY_TYPES.issuperset(map(type, details)):
+        items = children(len(details))
+        if letter == "d" and len(items) == len(details):
+            return f"{{{','.join([f'{key!a}:{item}' for key, item in zip(details, items, strict=True)])}}}"
+        return f"{'dict' if letter == 'd' else 'ordered'}_of({','.join([ascii(details), *items])})"
+    if letter == "p" and details in BANDS:
+        return f"image_of({details!a},{','.join(children(2))})"
+    if letter == "s" and sorted(details) == [*range(len(details))]:
+        return f"permuted({details!a},{','.join(children(1))})"
+    if letter == "n":
+        module, qualname, fields = details
+        if all(type(name) is str and name for name in (module, qualname, *fields)):
+            return f"named_of({','.join([ascii((module, qualname, tuple(fields))), *children(len(fields))])})"
+    raise ValueError(f"a node of unknown kind {letter!r}")
+
+
+@lru_cache(512)
+def _maker(expression: str) -> Callable[[Sequence[Any]], Any]:
+    make: Callable[[Sequence[Any]], Any] = eval(f"lambda v: {expression}", _NODES)
+    return make
+
+
+def _named_of(described: tuple[str, str, tuple[str, ...]], *values: Any) -> Any:
+    # Looked up each time, since a class may be redefined; `tuple.__new__` runs no code of that class.
+    return tuple.__new__(_named_tuple(*described), values)
+
+
+def _permuted(order: Sequence[int], value: Any) -> Any:
+    if not isinstance(value, (torch.Tensor, np.ndarray)):
+        raise CodecError("a record holds permuted dimensions of what has none")
+    return value.permute(*order) if isinstance(value, torch.Tensor) else value.transpose(order)
+
+
+def _image_of(mode: str, pixels: Any, info: Any) -> Any:
+    """Return the image, with memory of its own. Raises `CodecError` for what no image was made of."""
+    from PIL import Image
+
+    shape = np.shape(pixels)
+    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or not isinstance(info, dict):
+        raise CodecError("a record holds an image without pixels")
+    if (shape[2] if len(shape) == 3 else 1) != BANDS[mode] or len(shape) != (2 if BANDS[mode] == 1 else 3):
+        raise CodecError(f"a record holds an image of mode {mode} with pixels of shape {shape}")
+    image = Image.frombytes(mode, (shape[1], shape[0]), np.ascontiguousarray(pixels).data)
+    image.info = info
+    return image
+
+
+def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
+    """Return the named tuple class of that name, if it is imported and has these fields.
+
+    The name may come from a forged record. Therefore nothing is imported, and names are looked up only in the
+    dictionaries of modules and classes: no descriptor and no `__getattr__` runs.
+    """
+    owner: Any = sys.modules.get(module)
+    names = _MODULE_DICT(owner) if issubclass(type(owner), ModuleType) else {}
+    for name in qualname.split("."):
+        owner = names.get(name)
+        if not issubclass(type(owner), type):
+            break
+        names = _CLASS_DICT(owner)
+    else:
+        bodies = [_CLASS_DICT(base) for base in _MRO(owner)]
+        known = next((body["_fields"] for body in bodies if "_fields" in body), None)
+        if tuple in _MRO(owner) and type(known) is tuple and known == fields:
+            return owner  # type: ignore[no-any-return]
+    raise MissingClassError(
+        f"a record holds a named tuple {module}.{qualname} with the fields {', '.join(map(str, fields))}, whose class "
+        f"is not here: import {module} where the data set is defined, or remove the cache if the class has changed",
+        module,
+    )
+
+
+_MODULE_DICT: Callable[[Any], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
+_CLASS_DICT: Callable[[Any], dict[str, Any]] = vars(type)["__dict__"].__get__
+_MRO: Callable[[Any], tuple[type, ...]] = vars(type)["__mro__"].__get__
+
+
+_NODES: dict[str, Any] = {
+    "__builtins__": {},
+    "dict_of": lambda keys, *values: dict(zip(keys, values, strict=True)),
+    "ordered_of": lambda keys, *values: OrderedDict(zip(keys, values, strict=True)),
+    "image_of": _image_of,
+    "named_of": _named_of,
+    "permuted": _permuted,
+}
+"""The functions that an expression of `_expression` calls."""
 
 
 # --- encoding a value -----------------------------------------------------------------------------------------------
@@ -89,6 +448,7 @@ _OTHER = (
     "cannot be stored without pickle; make it a plain tensor, array, bytes, str, number, None, or a plain dict, list "
     "or tuple of these"
 )
+_EMPTY = np.empty(0, U8)
 
 
 def encode(value: Any, *, allow_pickle: bool = False) -> tuple[Structure, list[Bytes]]:
@@ -109,7 +469,7 @@ def encode_own(value: Any) -> tuple[Structure, list[Bytes]]:
 
 
 def _encode(value: Any, mode: int) -> tuple[Structure, list[Bytes]]:
-    lines: list[str] = []
+    lines: list[_Line] = []
     arrays: list[Bytes] = []
     try:
         _walk(value, lines, arrays, 0, mode)
@@ -120,18 +480,47 @@ def _encode(value: Any, mode: int) -> tuple[Structure, list[Bytes]]:
             place = next((keystr(path) for path, part in pairs if part is bad), "")
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise value_unstorable(f"sample{place}: {name}: {problem.reason}") from problem.__cause__
-    if len(lines) > _MANY_LINES:
-        return structure_of("\n".join(lines).encode("utf-8", "surrogatepass")), arrays
-    return _structure_of_lines(tuple(lines)), arrays
+    return (_structure_of_lines if len(lines) <= _MANY_LINES else _parsed)(tuple(lines)), arrays
 
 
-def _walk(value: Any, lines: list[str], arrays: list[Bytes], depth: int, mode: int) -> None:
+def _parsed(lines: tuple[_Line, ...]) -> Structure:
+    texts = [line if type(line) is str else _leaf_line(*line) for line in lines]
+    return structure_of("\n".join(texts).encode("utf-8", "surrogatepass"))
+
+
+_structure_of_lines = lru_cache(4096)(_parsed)
+
+
+def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode: int) -> None:
+    """Append the lines of `value` to `lines`, and the bytes of its leaves to `arrays`."""
     kind = type(value)
-    take = _TAKE.get(kind)
-    if take is not None:
-        return take(value, lines, arrays, mode)
-    if depth >= DEPTH:
-        raise _Unstorable(value, f"is nested more than {DEPTH} levels deep, or contains itself")
+    if kind is torch.Tensor:
+        dtype = value.dtype
+        try:
+            array = value.numpy() if dtype not in CARRIERS else _carried(value)
+            dtype_name = TORCH_NAMES[dtype]
+        except (KeyError, TypeError, RuntimeError):
+            return _add_unusual(value, lines, arrays, depth, mode)
+        return _add_array("tensor", array, dtype_name, lines, arrays, mode)
+    packs = _PACKS.get(kind)
+    if packs is not None:
+        name, pack = packs
+        try:
+            data = pack(value)
+        except struct.error:
+            return _add_pickle(value, "is beyond 64 bits; make it a text", lines, arrays, mode)
+        lines.append(name)
+        return arrays.append(np.frombuffer(data, U8) if data else _EMPTY)
+    if kind is np.ndarray:
+        text = dtype_text(value.dtype)
+        if text:
+            return _add_array("array", value, text, lines, arrays, mode)
+        reason = f"has the dtype {value.dtype!r}, which has no portable description; convert it"
+        return _add_pickle(value, reason, lines, arrays, mode)
+    if value is None:
+        return lines.append("-")
+    if depth >= _DEPTH:
+        raise _Unstorable(value, f"is nested more than {_DEPTH} levels deep, or contains itself")
     children = value
     if kind is tuple:
         line = f"t {len(value)}"
@@ -143,24 +532,65 @@ def _walk(value: Any, lines: list[str], arrays: list[Bytes], depth: int, mode: i
         line = _OTHER if getattr(value, "__dict__", None) else _named_tuple_line(kind)
     elif is_image(value):
         line, children = f"p {value.mode}", (np.asarray(value), value.info)
-    elif issubclass(kind, np.generic):
-        return _take_scalar(value, lines, arrays, mode)
-    else:
+    elif issubclass(kind, np.generic) and (text := dtype_text(value.dtype)) and kind is dtype_of(text).type:
+        return _add_array("scalar", np.array(value), text, lines, arrays, mode)
+    else:  # also a subclass of a scalar, and one of two types of the same width
         line = _OTHER
     if line[1] != " ":
-        return _take_other(value, line, lines, arrays, mode)
-    if mode == _OWN and kind in (tuple, list, dict) and len(value) > _MANY and _PLAIN.issuperset(map(type, children)):
-        return _add(lines, arrays, "pickle", pickle.dumps(value, 5))
+        return _add_pickle(value, line, lines, arrays, mode)
+    if mode == _OWN and kind in (tuple, list, dict) and len(value) > _MANY and _SIMPLE.issuperset(map(type, children)):
+        lines.append("pickle")
+        return arrays.append(np.frombuffer(pickle.dumps(value, 5), U8))
     lines.append(line)
     depth += 1
     for child in children:
         _walk(child, lines, arrays, depth, mode)
 
 
+_SIMPLE = frozenset({*_KEY_TYPES, float, complex, bytes})
+
+
+def _add_array(kind: str, array: Any, dtype: str, lines: list[_Line], arrays: list[Bytes], mode: int) -> None:
+    if mode == _OWN and not array.flags.c_contiguous:
+        array, order = in_order(array)
+        if order:
+            lines.append(f"s {json.dumps(order)}")
+    lines.append((kind, array.shape, dtype))
+    arrays.append(array.ravel().view(U8))
+
+
+def _add_pickle(value: Any, reason: str, lines: list[_Line], arrays: list[Bytes], mode: int) -> None:
+    """Append a pickle of a value that cannot be stored otherwise for a `reason`."""
+    if mode == _REFUSE:
+        raise _Unstorable(value, f"{reason}, or pass allow_pickle=True")
+    try:
+        data = pickled(value)
+    except Exception as error:
+        raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
+    lines.append("pickle")
+    arrays.append(np.frombuffer(data, U8))
+
+
+def _carried(value: torch.Tensor) -> Any:
+    if value.requires_grad:  # the view would hide it
+        raise TypeError
+    return value.resolve_conj().resolve_neg().view(CARRIERS[value.dtype]).numpy()
+
+
+def _add_unusual(value: torch.Tensor, lines: list[_Line], arrays: list[Bytes], depth: int, mode: int) -> None:
+    """Append a tensor that NumPy does not take as it is."""
+    usable = not value.requires_grad and value.device.type == "cpu" and value.dtype in TORCH_NAMES
+    if usable and (value.is_conj() or value.is_neg()):
+        return _walk(value.resolve_conj().resolve_neg(), lines, arrays, depth, mode)
+    what = f"{value.layout}{', nested' * value.is_nested}, {value.dtype}, on {value.device}"
+    reason = f"is {what}{', and requires grad' * value.requires_grad}; make it dense, on the CPU and detached"
+    _add_pickle(value, reason, lines, arrays, mode)
+
+
 @lru_cache(4096)
 def _dict_line(kind: type, keys: tuple[Any, ...], types: tuple[type, ...]) -> str:
     """Return the line of a dict with these keys, or why it has none."""
-    bad = next((each for each in types if each not in KEY_TYPES), None)
+    bad = next((each for each in types if each not in _KEY_TYPES), None)
     if bad is not None:
         return f"has a key of type {bad.__qualname__}; use str, int, bool or None"
     return f"{'d' if kind is dict else 'o'} {json.dumps(keys, ensure_ascii=False)}"
@@ -171,121 +601,26 @@ def _named_tuple_line(kind: type) -> str:
     """Return the line of a named tuple, or why it has none."""
     described = kind.__module__, kind.__qualname__, kind._fields  # type: ignore[attr-defined]
     try:
-        if named_tuple(*described) is kind:
+        if _named_tuple(*described) is kind:
             return f"n {json.dumps(described)}"
     except CodecError:
         return "is not found under its name; define the named tuple at the top level of a module"
     return "another class has its name in its module"
 
 
-def _add(lines: list[str], arrays: list[Bytes], kind: str, data: bytes) -> None:
-    lines.append(kind)
-    arrays.append(np.frombuffer(data, U8) if data else np.empty(0, U8))
-
-
-def _add_array(kind: str, array: Any, dtype: str, lines: list[str], arrays: list[Bytes], mode: int) -> None:
-    if mode == _OWN and not array.flags.c_contiguous:
-        array, order = in_order(array)
-        if order:
-            lines.append(f"s {json.dumps(order)}")
-    lines.append(leaf_line(kind, array.shape, dtype))
-    arrays.append(array.ravel().view(U8))
-
-
-def _take_tensor(value: torch.Tensor, lines: list[str], arrays: list[Bytes], mode: int) -> None:
-    dtype = value.dtype
-    try:
-        name = TORCH_NAMES[dtype]
-        if dtype not in CARRIERS:
-            array = value.numpy()
-        elif value.requires_grad:  # the view would hide it
-            raise TypeError
-        else:
-            array = value.resolve_conj().resolve_neg().view(CARRIERS[dtype]).numpy()
-    except (KeyError, TypeError, RuntimeError):
-        usable = not value.requires_grad and value.device.type == "cpu" and dtype in TORCH_NAMES
-        if usable and (value.is_conj() or value.is_neg()):
-            return _take_tensor(value.resolve_conj().resolve_neg(), lines, arrays, mode)
-        what = f"{value.layout}{', nested' * value.is_nested}, {dtype}, on {value.device}"
-        reason = f"is {what}{', and requires grad' * value.requires_grad}; make it dense, on the CPU and detached"
-        return _take_other(value, reason, lines, arrays, mode)
-    _add_array("tensor", array, name, lines, arrays, mode)
-
-
-def _take_array(value: npt.NDArray[Any], lines: list[str], arrays: list[Bytes], mode: int) -> None:
-    text = dtype_text(value.dtype)
-    if not text:
-        reason = f"has the dtype {value.dtype!r}, which has no portable description; convert it"
-        return _take_other(value, reason, lines, arrays, mode)
-    _add_array("array", value, text, lines, arrays, mode)
-
-
-def _take_scalar(value: np.generic, lines: list[str], arrays: list[Bytes], mode: int) -> None:
-    text = dtype_text(value.dtype)
-    if not text or type(value) is not dtype_of(text).type:  # a subclass, or one of two types of the same width
-        return _take_other(value, _OTHER, lines, arrays, mode)
-    _add_array("scalar", np.array(value), text, lines, arrays, _REFUSE)
-
-
-def _take_int(value: int, lines: list[str], arrays: list[Bytes], mode: int) -> None:
-    try:
-        data = INT.pack(value)
-    except struct.error:
-        return _take_other(value, "is beyond 64 bits; make it a text", lines, arrays, mode)
-    lines.append("int")
-    arrays.append(np.frombuffer(data, U8))
-
-
-_Take = Callable[[Any, list[str], list[Bytes], int], None]
-
-
-def _taker(kind: str, to_bytes: Callable[[Any], bytes]) -> _Take:
-    return lambda value, lines, arrays, mode: _add(lines, arrays, kind, to_bytes(value))
-
-
-_TAKE: dict[type, _Take] = {
-    torch.Tensor: _take_tensor,
-    np.ndarray: _take_array,
-    int: _take_int,
-    float: _taker("float", FLOAT.pack),
-    bool: _taker("bool", lambda value: b"\1" if value else b"\0"),
-    complex: _taker("complex", lambda value: FLOAT.pack(value.real) + FLOAT.pack(value.imag)),
-    type(None): lambda value, lines, arrays, mode: lines.append("-"),
-    bytes: _taker("bytes", bytes),
-    str: _taker("str", lambda value: value.encode("utf-8", "surrogatepass")),
-    np.str_: _taker("npstr", lambda value: str.encode(value, "utf-8", "surrogatepass")),
-    np.bytes_: _taker("npbytes", bytes),
-}
-
-
-def _take_other(value: Any, reason: str, lines: list[str], arrays: list[Bytes], mode: int) -> None:
-    if mode == _REFUSE:
-        raise _Unstorable(value, f"{reason}, or pass allow_pickle=True")
-    try:
-        data = pickled(value)
-    except Exception as error:
-        raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
-    _add(lines, arrays, "pickle", data)
-
-
-@lru_cache(4096)
-def _structure_of_lines(lines: tuple[str, ...]) -> Structure:
-    return structure_of("\n".join(lines).encode("utf-8", "surrogatepass"))
-
-
 # --- records --------------------------------------------------------------------------------------------------------
+
+
+def _layout(structure: Structure, nbytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
+    """Return the start of each leaf of these sizes in a record, and the end of the record."""
+    if structure.fixed:
+        return structure.starts, structure.head.size + structure.size
+    return _lay_out(nbytes, structure.head.size + 8 * structure.nbytes.count(-1) + 63 & ~63)
 
 
 def record_size(structure: Structure, arrays: Sequence[Bytes]) -> int:
     """Return the size in bytes of the record of these leaves."""
-    if structure.fixed:
-        return structure.head.size + structure.size
-    return _variable_layout(structure, [array.size for array in arrays])[1]
-
-
-def _variable_layout(structure: Structure, nbytes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    start = structure.head.size + 8 * structure.nbytes.count(-1)
-    return lay_out(nbytes, start + 63 & ~63)
+    return _layout(structure, [array.size for array in arrays])[1]
 
 
 def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> int:
@@ -293,21 +628,17 @@ def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> i
 
     Bytes between leaves keep the contents of `out`.
     """
-    head = structure.head
+    head, nbytes = structure.head, [array.size for array in arrays]
     used = head.size
-    if structure.fixed:
-        starts, end = structure.starts, used + structure.size
-    else:
-        nbytes = [array.size for array in arrays]
-        starts, end = _variable_layout(structure, nbytes)
+    starts, end = _layout(structure, nbytes)
     if end > out.size or len(arrays) != len(starts):
         raise CodecError(f"a record of {end} bytes and {len(starts)} leaves: {len(arrays)} leaves for {out.size} bytes")
     out[:used] = head
     if not structure.fixed:
         lengths = [size for size, fixed in zip(nbytes, structure.nbytes, strict=True) if fixed < 0]
         out[used : used + 8 * len(lengths)] = np.array(lengths, np.uint64).view(U8)
-    for start, array in zip(starts, arrays, strict=True):
-        out[start : start + array.size] = array
+    for start, size, array in zip(starts, nbytes, arrays, strict=True):
+        out[start : start + size] = array
     return end
 
 
@@ -339,26 +670,26 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
         return _read_record(buffer, copy, allow_pickle)
     except CodecError:
         raise
-    except MALFORMED as error:
+    except _MALFORMED as error:
         raise CodecError(f"malformed record: {error}") from error
 
 
 def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
     available = buffer.size
-    if available < HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
+    if available < _HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
         raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
-    magic, key_size, variable, _ = HEAD.unpack(buffer[: HEAD.size].tobytes())
-    if magic != MAGIC or HEAD.size + key_size > available:
+    magic, key_size, variable, _ = _HEAD.unpack_from(buffer)  # type: ignore[arg-type]
+    if magic != MAGIC or _HEAD.size + key_size > available:
         raise CodecError("malformed record: wrong magic number or truncated")
-    structure = structure_of(buffer[HEAD.size : HEAD.size + key_size].tobytes())
-    if variable != structure.nbytes.count(-1):
-        raise CodecError("malformed record: wrong number of variable leaves")
+    structure = structure_of(buffer[_HEAD.size : _HEAD.size + key_size].tobytes())
     base, nbytes, starts = structure.head.size, structure.nbytes, structure.starts
     end = base + structure.size
-    if not structure.fixed:
+    if variable or not structure.fixed:
+        if variable != nbytes.count(-1):
+            raise CodecError("malformed record: wrong number of variable leaves")
         lengths = iter(np.frombuffer(buffer, np.uint64, variable, base).tolist())
         nbytes = tuple([next(lengths) if size < 0 else size for size in nbytes])
-        starts, end = _variable_layout(structure, nbytes)
+        starts, end = _layout(structure, nbytes)
     if end > available:
         raise CodecError(f"malformed record: {available} bytes of {end}")
     if structure.pickled and not allow_pickle:
@@ -398,26 +729,20 @@ def stack_build(structure: Structure, columns: Sequence[Bytes], count: int) -> l
     if not structure.fixed or len(columns) != len(structure.leaves):
         raise CodecError("stack_build needs a fixed structure and one column per leaf")
     lists = [_rows(leaf, column, count) for leaf, column in zip(structure.leaves, columns, strict=True)]
-    make = structure.make
-    if not lists:
-        return [make(()) for _ in range(count)]
-    if make is only:
-        return list(lists[0])
-    if make is tuple:
-        return list(zip(*lists, strict=True))
-    return [make(parts) for parts in zip(*lists, strict=True)]
+    rows = zip(*lists, strict=True) if lists else [()] * count
+    return list(rows) if structure.make is tuple else list(map(structure.make, rows))
 
 
 def _rows(leaf: Leaf, column: Bytes, count: int) -> Sequence[Any]:
     """Return the value of a leaf in each row of its column."""
-    kind, dtype, shape, nbytes = leaf
+    kind, text, shape, nbytes, _ = leaf
     if column.shape != (count, nbytes) or column.dtype != U8:
         raise CodecError(f"a column of {column.dtype}{column.shape} was given, uint8{(count, nbytes)} expected")
-    if kind in NUMBERS:
-        numbers: list[Any] = column.view(NUMBERS[kind]).ravel().tolist()
+    if kind in _PLAIN:
+        numbers: list[Any] = column.view(_PLAIN[kind].dtype).ravel().tolist()  # type: ignore[arg-type]
         return numbers
-    numpy_dtype, seen_as = leaf_dtypes(kind, dtype)
-    typed = column.view(numpy_dtype).reshape(count, *shape)
+    dtype, seen_as = leaf_dtypes(kind, text)
+    typed = column.view(dtype).reshape(count, *shape)
     if kind == "tensor":
         stacked = aligned_tensor(typed)
         return (stacked.view(seen_as) if seen_as else stacked).unbind(0)

@@ -66,7 +66,7 @@ class Compose:
         return value
 
     def into(self, value: Any, out: Any) -> Any:
-        """Like a call, with steps that all take `out=`: see in_place.py."""
+        """Like a call, with steps that all take `out=`."""
         for step in self.transforms:
             value = step(value, out=out)  # type: ignore[call-arg]
         return value
@@ -228,11 +228,8 @@ def _sequence_in(transform: Any) -> tuple[Transform, ...] | None:
         return None
     if cls is nn.Sequential:
         return tuple(transform)
-    if cls.__name__ == "Compose" and comes_from(cls, "torchvision.transforms"):
-        return tuple(transform.transforms)
-    if cls.__name__ == "Sequential" and comes_from(cls, "torchvision.transforms.v2"):
-        return tuple(transform.transforms)
-    return None
+    sequence = cls.__name__ in ("Compose", "Sequential") and comes_from(cls, "torchvision.transforms")
+    return tuple(transform.transforms) if sequence else None
 
 
 def _flatten_monai(compose: Any) -> tuple[Transform, ...]:
@@ -248,14 +245,11 @@ def _flatten_monai(compose: Any) -> tuple[Transform, ...]:
     steps: list[Transform] = []
     for part in compose.transforms:
         inner = flatten(part) if is_monai_compose(part) else (part,)
-        if is_monai_compose(part) and inner != (part,):
-            steps += inner
-        elif len(compose.transforms) == 1:
-            steps.append(compose)
-        else:
+        if inner == (part,):
             single = copy.copy(compose)  # the constructor would reseed the step
             single.transforms = (part,)
-            steps.append(single)
+            inner = (compose if len(compose.transforms) == 1 else single,)
+        steps += inner
     return tuple(steps)
 
 

@@ -16,7 +16,7 @@ import pickle
 import reprlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -27,7 +27,8 @@ import numpy.typing as npt
 import torch
 import xxhash
 
-from stallfree.errors import InputError, StallfreeError
+from stallfree.errors import CodecError, InputError, StallfreeError
+from stallfree.pipeline.codec import encode
 from stallfree.pipeline.compose import DREW, mark_of
 from stallfree.pipeline.objects import (
     attribute,
@@ -39,6 +40,7 @@ from stallfree.pipeline.objects import (
     named_values,
 )
 from stallfree.pipeline.reached import GENERATOR_TYPES, label_of
+from stallfree.pipeline.values import private
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
 """State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
@@ -50,7 +52,6 @@ _LARGE = 1 << 30
 """Bytes from which an array in memory is represented by a sample of them, as each array in a mapped file is."""
 _PIECES, _PIECE = 64, 4096
 """Number of the pieces of such a sample, and bytes of each."""
-_MOST_SEARCHED = 10_000
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
 _VALUES = (set, frozenset, np.ndarray, np.generic, np.dtype, torch.Tensor, enum.Enum, functools.partial, PurePath)
 """Types of which equal values count alike, whether they are one object or two."""
@@ -82,7 +83,7 @@ def fingerprint(*objects: Any) -> str:
                 f"{what} cannot be fingerprinted, as it is nested too deeply: give it a method fingerprint()"
             ) from error
         unknown.append(f"{what}, which is nested too deeply,")
-        return _digest([f"{type(thing).__module__}.{type(thing).__qualname__}" for thing in objects], {}).hex()
+        return _digest([*map(_name, objects)], {}).hex()
 
 
 class NoFingerprintError(InputError):
@@ -103,6 +104,19 @@ def tolerant() -> Iterator[list[str]]:
         yield found
     finally:
         _unknown.reset(token)
+
+
+def same(a: Any, b: Any) -> bool | None:
+    """Return whether `a` and `b` have the same type and value, bit for bit; None if that is undecidable."""
+    with suppress(CodecError, RecursionError):  # equal records prove it; equal values may have different pickles
+        (structure, arrays), (other, others) = encode(a, allow_pickle=True), encode(b, allow_pickle=True)
+        if structure is other and all(map(np.array_equal, arrays, others)):
+            return True
+        if not structure.pickled and not other.pickled:
+            return False
+    with tolerant() as unknown:
+        equal = _digest((private(a),), {}) == _digest((private(b),), {})
+    return None if unknown else equal
 
 
 def key_of(**parts: Any) -> str:
@@ -180,36 +194,40 @@ class _Walker(pickle.Pickler):
         return (kind.__name__, form, mark_of(thing)) if marked else (kind.__name__, form)
 
     def form_of(self, form: Callable[[Any, _Walker], Any], thing: Any) -> Any:
-        """Return `form(thing, self)`, or handle an object without a fingerprint."""
+        """Return `form(thing, self)`, or `"unknown"` and a type within `tolerant`. Else raise `NoFingerprintError`."""
         try:
             return form(thing, self)
         except (RecursionError, StallfreeError):
             raise
         except Exception as error:  # it cannot be copied, or code of the user's raised it
-            return self._give_up(thing, error)
+            kind, unknown = _name(thing), _unknown.get()
+            label = "" if unknown else label_of(thing, (*self.root, *self.pending))
+            if unknown is None:
+                what = f"{reprlib.repr(thing)} of type {kind}"
+                raise NoFingerprintError(
+                    f"{f'{label} ({what})' if label else what} cannot be fingerprinted ({type(error).__name__}: "
+                    f"{error}). Give it, or the transform that holds it, a method fingerprint() that returns a text "
+                    "which changes when its parameters change"
+                ) from error
+            unknown.append(f"{label or 'an object'} of type {kind}")
+            return "unknown", kind
 
-    def _give_up(self, thing: Any, error: Exception) -> Any:
-        """Raise `NoFingerprintError`, or within `tolerant` return the type of `thing`."""
-        kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
-        unknown = _unknown.get()
-        name = "" if unknown else label_of(thing, (*self.root, *self.pending))
-        if unknown is None:
-            what = f"{name} ({reprlib.repr(thing)} of type {kind})" if name else f"{reprlib.repr(thing)} of type {kind}"
-            raise NoFingerprintError(
-                f"{what} cannot be fingerprinted ({type(error).__name__}: {error}). Give it, or the transform that "
-                "holds it, a method fingerprint() that returns a text which changes when its parameters change"
-            ) from error
-        unknown.append(f"{name or 'an object'} of type {kind}")
-        return "unknown", kind
+
+def _name(thing: object) -> str:
+    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+
+
+_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @functools.singledispatch
 def _form(thing: Any, walker: _Walker) -> Any:
     """Return what stands for `thing`: by default its class and state, as `copy` and `pickle` see it."""
     own = attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
-    if inspect.ismethod(own) and _needs_nothing(own):
+    required = inspect.signature(own).parameters.values() if inspect.ismethod(own) else [None]
+    if all(part is not None and (part.default is not part.empty or part.kind in _REST) for part in required):
         pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
-        return own(), pipeline if callable(pipeline) else None
+        return own(), pipeline if callable(pipeline) else None  # type: ignore[misc]
     if isinstance(attribute(thing, "__wrapped__"), FunctionType):
         return thing.__wrapped__
     reducer = copyreg.dispatch_table.get(type(thing))
@@ -328,10 +346,10 @@ def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
         raise TypeError("it has no plain bytes")
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     array = plain.cpu().resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy()
-    return str(tensor.dtype), tuple(tensor.shape), _bytes(array, None), _state(vars(tensor), torch.Tensor)
+    return str(tensor.dtype), tuple(tensor.shape), _bytes(array), _state(vars(tensor), torch.Tensor)
 
 
-def _bytes(array: npt.NDArray[Any], file: str | None) -> Any:
+def _bytes(array: npt.NDArray[Any], file: str | None = None) -> Any:
     """Return a digest of `array`; of a sample if it is large or mapped from `file`. Takes no memory."""
     hashed = xxhash.xxh3_128()
     if file is not None or array.nbytes > _LARGE:
@@ -362,14 +380,6 @@ def _file_of(array: Any) -> str | None:
     except OSError:  # removed
         return f"{root.filename} {place} {array.strides}"
     return f"{root.filename} {status.st_size} {status.st_mtime_ns} {place} {array.strides}"
-
-
-def _needs_nothing(method: Any) -> bool:
-    try:
-        inspect.signature(method).bind()
-    except TypeError:
-        return False
-    return True
 
 
 _FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [

@@ -20,8 +20,6 @@ from stallfree.pipeline.reached import generators_of
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
-_NUMPY = 5
-"""Items of the state of NumPy's global generator."""
 _thread = threading.local()
 
 
@@ -59,12 +57,8 @@ def _set_bits(bits: Any, state: Any) -> None:
 
 
 def _globals() -> tuple[object, ...]:
+    """Return Python's, NumPy's legacy and torch's default CPU generator."""
     return random.seed.__self__, np.random.mtrand._rand, torch.default_generator  # type: ignore[attr-defined]
-
-
-def global_generators() -> list[Handle]:
-    """Return handles of Python's, NumPy's legacy and torch's default CPU generator, in this order."""
-    return [handle_of(generator) for generator in _globals()]
 
 
 def find_generators(transform: object) -> list[Handle]:
@@ -72,17 +66,6 @@ def find_generators(transform: object) -> list[Handle]:
     shared = [id(generator) for generator in _globals()]
     owned = (each for each in generators_of(transform) if not isinstance(each, random.SystemRandom))
     return [handle_of(generator) for generator in owned if id(generator) not in shared]
-
-
-@contextlib.contextmanager
-def preserved(handles: list[Handle]) -> Iterator[None]:
-    """Restore the generators of `handles` to their initial states at the end of the block."""
-    states = [handle.get() for handle in handles]
-    try:
-        yield
-    finally:
-        for handle, state in zip(handles, states, strict=True):
-            handle.set(state)
 
 
 class States:
@@ -102,14 +85,17 @@ class States:
         return [_comparable(read()) for read in self._reads]
 
 
+_FEW = 10
+"""Items of the largest tuple in a state that may hold arrays; the numbers of Python's generator are 625."""
+
+
 def _comparable(state: Any) -> Any:
     """Return a state as a value that is compared fast."""
+    if isinstance(state, torch.Tensor | np.ndarray):
+        return np.asarray(state).tobytes()
     if isinstance(state, dict):
-        return [_comparable(part) for part in state.values()]
-    if isinstance(state, tuple) and len(state) == _NUMPY:
-        return [_comparable(part) for part in state]
-    array = state.numpy() if isinstance(state, torch.Tensor) else state
-    return array.tobytes() if isinstance(array, np.ndarray) else array
+        state = tuple(state.values())
+    return [*map(_comparable, state)] if isinstance(state, tuple) and len(state) < _FEW else state
 
 
 # --- seeds -----------------------------------------------------------------------------------------------------------
@@ -210,7 +196,7 @@ class Randomness:
     ) -> None:
         steps = flatten(transform)
         self._arguments = transform, None if pipeline is None else tuple(pipeline), lazy
-        shared = global_generators() if steps else []
+        shared = [handle_of(generator) for generator in _globals()] if steps else []
         owned = find_generators(steps) if steps else []
         whole = steps if self._arguments[1] is None else self._arguments[1]
         places = _places(whole, owned) if owned else []

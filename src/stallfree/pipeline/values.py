@@ -1,20 +1,16 @@
-"""Values of samples, which are nested containers of tensors and arrays: copies, comparison, pickles, and sizes."""
+"""Values of samples, which are nested containers of tensors and arrays: copies, pickles, and sizes."""
 
 from __future__ import annotations
 
 import copy
-import enum
 import io
 import pickle
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-
-from stallfree.pipeline.objects import attributes
 
 U8 = np.dtype(np.uint8)
 _INTEGERS = ("uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64")
@@ -42,18 +38,27 @@ def is_image(value: Any) -> bool:
     return kind.__name__ == "Image" and kind.__module__ == "PIL.Image" and value.mode in BANDS
 
 
-def private(value: Any) -> Any:
-    """Return a copy of `value` without shared memory; `value` itself if it is immutable or cannot be copied."""
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return tuples, lists and dicts anew, with `change` applied to everything else in them but plain values."""
     kind = type(value)
     if kind in _PLAIN:
         return value
     if kind is tuple:
-        return tuple([private(item) for item in value])
+        return tuple([_mapped(item, change) for item in value])
     if kind is list:
-        return [private(item) for item in value]
+        return [_mapped(item, change) for item in value]
     if kind is dict:
-        return {key: private(item) for key, item in value.items()}
-    if kind is torch.Tensor:  # deepcopy would copy the whole storage of a view
+        return {key: _mapped(item, change) for key, item in value.items()}
+    return change(value)
+
+
+def private(value: Any) -> Any:
+    """Return a copy of `value` without shared memory; `value` itself if it is immutable or cannot be copied."""
+    return _mapped(value, _copied)
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is torch.Tensor:  # deepcopy would copy the whole storage of a view
         return _cloned(value).requires_grad_(value.requires_grad) if value.is_leaf else value.clone()
     if is_image(value):
         return value.copy()
@@ -79,17 +84,14 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_cached(value: Any) -> Any:
     """Return `value` with the strides that a cache restores: a step's draws for a tensor may depend on its strides."""
-    kind = type(value)
-    if kind is torch.Tensor:
+    return _mapped(value, _contiguous)
+
+
+def _contiguous(value: Any) -> Any:
+    if type(value) is torch.Tensor:
         plain = value.layout is torch.strided and not value.is_nested
         return value.contiguous() if plain and not value.is_contiguous() else value
-    if kind is np.ndarray:
-        return value if value.flags.c_contiguous else np.ascontiguousarray(value)
-    if kind is tuple or kind is list:
-        return kind([as_cached(item) for item in value])
-    if kind is dict:
-        return {key: as_cached(item) for key, item in value.items()}
-    return value
+    return value if type(value) is not np.ndarray or value.flags.c_contiguous else np.ascontiguousarray(value)
 
 
 def payload_bytes(record: Any) -> int:
@@ -111,73 +113,6 @@ def payload_bytes(record: Any) -> int:
             return 0
     items = record.values() if isinstance(record, Mapping) else record if isinstance(record, (list, tuple)) else ()
     return sum([payload_bytes(value) for value in items])
-
-
-# --- comparison ------------------------------------------------------------------------------------------------------
-
-
-def same(a: Any, b: Any) -> bool | None:
-    """Return whether `a` and `b` have the same type and value, with NaN equal to NaN; None if that is undecidable."""
-    equal = _same(a, b)
-    if equal is None:
-        with suppress(Exception):  # equal pickles prove it; equal values may have different ones
-            return True if pickled(a) == pickled(b) else None
-    return equal
-
-
-def _same(a: Any, b: Any) -> bool | None:
-    if a is b:
-        return True
-    if type(a) is not type(b):
-        return False
-    if isinstance(a, torch.Tensor):
-        return _same_tensor(a, b)
-    if isinstance(a, (np.ndarray, np.generic)):
-        left, right = np.asarray(a), np.asarray(b)
-        if left.dtype != right.dtype or left.shape != right.shape:
-            return False
-        if left.dtype.hasobject:
-            return _same(left.ravel().tolist(), right.ravel().tolist())
-        masked = isinstance(a, np.ma.MaskedArray)
-        equal_masks = not masked or np.array_equal(np.ma.getmaskarray(a), np.ma.getmaskarray(b))
-        return left.tobytes() == right.tobytes() and equal_masks
-    if isinstance(a, (float, complex)):
-        kind = float if isinstance(a, float) else complex
-        return kind.__repr__(a) == kind.__repr__(b)  # 0.0 and -0.0 are equal, NaN is not equal to itself
-    if isinstance(a, (str, bytes, bytearray, int, enum.Enum, set, frozenset, range, torch.dtype)):
-        return bool(a == b)
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and _all(_same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        kinds = list(map(type, a))
-        if (_PLAIN - {float, complex}).issuperset(kinds) and kinds == list(map(type, b)):  # such as tokens
-            return list(a) == list(b)
-        return len(a) == len(b) and _all(map(_same, a, b))
-    if is_image(a):
-        return (a.mode, a.size, a.tobytes()) == (b.mode, b.size, b.tobytes())
-    if any("__eq__" in vars(cls) for cls in type(a).__mro__[:-1]):
-        try:
-            return bool(a == b)
-        except Exception:  # `__eq__` returns no truth value
-            return None
-    own = attributes(a)
-    return _same(own, attributes(b)) if own else None
-
-
-def _same_tensor(a: torch.Tensor, b: torch.Tensor) -> bool | None:
-    if a.is_nested and b.is_nested:  # they have no shapes that can be compared, but equal pickles if they are equal
-        return None
-    if a.is_nested or b.is_nested or (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
-        return False
-    left, right = plain_bytes(a), plain_bytes(b)
-    if left is None or right is None:
-        return None
-    return _all((torch.equal(left, right), _same(vars(a), vars(b))))
-
-
-def _all(verdicts: Iterable[bool | None]) -> bool | None:
-    known = list(verdicts)
-    return False if False in known else None if None in known else True
 
 
 # --- pickles and bytes -----------------------------------------------------------------------------------------------
@@ -241,11 +176,3 @@ def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]
 def aligned_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
     """Return a tensor of `array`, copied if misaligned: torch faults on complex128 that is not aligned to 16 bytes."""
     return torch.from_numpy(array if array.__array_interface__["data"][0] % 16 == 0 else array.copy())
-
-
-def plain_bytes(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the flat bytes of `tensor` on the CPU; None for sparse, nested and quantized ones, which have none."""
-    if tensor.is_quantized or tensor.is_nested or tensor.layout is not torch.strided:
-        return None  # to view a quantized tensor as another dtype would crash the process
-    plain = tensor.detach().as_subclass(torch.Tensor).cpu().resolve_conj().resolve_neg()
-    return plain.contiguous().reshape(-1).view(torch.uint8)

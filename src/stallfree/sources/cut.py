@@ -12,11 +12,11 @@ from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused,
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Transform, mark_of
+from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import attribute, comes_from
 from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.pipeline.reached import random_name
-from stallfree.pipeline.values import same
 from stallfree.sources.base import is_same, normalize_id, require_samples, value_at
 from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder
 from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style, samples_of
