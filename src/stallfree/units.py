@@ -29,7 +29,8 @@ def parse_size(value: int | str, name: str = "size") -> int:
         size = operator.index(value)
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
         factor = _BYTES_FOLDED.get(match[2].lower())
-        size = None if factor is None else float(match[1]) * factor
+        if factor is not None:
+            size = int(match[1]) * factor if match[1].lstrip("+-").isdigit() else float(match[1]) * factor
     if size is None:
         raise CapacityError(f"{name}={value!r} is no size: give bytes as an int, or a string such as '4GiB' or '500MB'")
     if size < 0:

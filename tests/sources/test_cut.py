@@ -296,7 +296,7 @@ USES: dict[str, tuple[Callable[[Any], Any], str] | tuple[Callable[[Any], Any], s
     "set": (lambda output: output.__setitem__(0, 1), "__setitem__"),
     "length": (len, "without the output"),
     "type": (lambda output: isinstance(output, torch.Tensor), "differs if the transform runs after"),
-    "hidden": (lambda output: SimpleNamespace(inner=SimpleNamespace(output=output)), "differs|cannot be compared"),
+    "hidden": (lambda output: SimpleNamespace(inner=SimpleNamespace(output=output)), "differs|compared|was copied"),
 }
 
 

@@ -283,8 +283,8 @@ class SampleCache:
         self._record_use(batch)
         return values
 
-    def find(self, ids: Any, accept: Callable[[Any], bool]) -> Any:
-        """Return the first value of `ids` that is accepted, as a hit; else `MISS`."""
+    def find(self, ids: Any, accept: Callable[[Any], bool], *, count: bool = True) -> Any:
+        """Return the first value of `ids` that is accepted, or `MISS`; with `count`, as a hit or a miss."""
         for id in checked_ids(ids, self.num_ids):
             value = self._records.read_one(int(id))
             if value is None:
@@ -295,9 +295,9 @@ class SampleCache:
                     return values[0]
             elif value is not MISS and accept(value):
                 self._space.used(id[None])
-                self._count((Count.HITS, 1))
+                self._count((Count.HITS, int(count)))
                 return value
-        self._count((Count.MISSES, 1))
+        self._count((Count.MISSES, int(count)))
         return MISS
 
     def borrow(self, ids: Any) -> Borrowed | None:

@@ -95,6 +95,9 @@ class DevicePrefetcher(Generic[BatchT_co]):
     def __reduce__(self) -> Any:
         return partial(type(self), transform_on_device=self.transform_on_device), (self.loader, self.device, self.depth)
 
+    def __repr__(self) -> str:
+        return f"DevicePrefetcher({self.loader!r:.200}, {str(self.device)!r}, depth={self.depth})"
+
     def __len__(self) -> int:
         """Number of batches per epoch, as reported by the loader."""
         return len(self.loader)  # type: ignore[arg-type]

@@ -334,7 +334,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Read by `Accelerator.prepare`, before it prepares this loader."""
         from stallfree.integrations.accelerate import is_prepared
 
-        return is_prepared(partitioned=self._epochs.source.knows_ranks)
+        return is_prepared(DataLoader, partitioned=self._epochs.source.knows_ranks)
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:

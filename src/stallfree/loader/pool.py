@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -222,6 +223,7 @@ class WorkerPool:
         self._end()
 
 
+@cache
 def _warn_of_workers(workers: int) -> None:
     warnings.warn(
         f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "

@@ -87,8 +87,8 @@ class FileTable:
             self.verified.array[free[0]] = _mark(head)
 
     def drop(self, key: bytes) -> None:
-        """Drop the content of a file."""
-        record = self._find(key)
+        """Drop the content of a file. This counts neither as a hit nor as a miss."""
+        record = self._find(key, count=False)
         if record is not None:
             self._drop(_id_in(record[0]))
 
@@ -97,8 +97,8 @@ class FileTable:
         with contextlib.suppress(TimeoutError):  # another process writes: it is compared again at the next open
             self.cache.drop([id])
 
-    def _find(self, key: bytes) -> tuple[bytes, bytes] | None:
-        record = self.cache.find(self._ids(key), lambda record: record[0].partition(b"\0")[2] == key)
+    def _find(self, key: bytes, *, count: bool = True) -> tuple[bytes, bytes] | None:
+        record = self.cache.find(self._ids(key), lambda record: record[0].partition(b"\0")[2] == key, count=count)
         return record if isinstance(record, tuple) else None
 
     def _ids(self, key: bytes) -> list[int]:
