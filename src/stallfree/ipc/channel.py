@@ -26,7 +26,7 @@ from stallfree.ipc.remote import unpack_error
 from stallfree.platform import at_fork
 
 _LENGTH = struct.Struct("<Q")
-_FIELDS = struct.Struct("<4q")
+_FIELDS = struct.Struct("<3q")
 _PIECE = 4096
 """Bytes read at once: several small messages, or the beginning of a large one."""
 
@@ -155,22 +155,20 @@ class Message(NamedTuple):
 
     Attributes:
         kind: kind of the message.
-        serial: serial of the request or epoch that it belongs to.
         number: number of a batch or a process.
         value: another number.
         body: bytes.
     """
 
     kind: int
-    serial: int = 0
     number: int = 0
     value: int = 0
     body: bytes | memoryview = b""
 
 
-def pack(kind: int, serial: int = 0, number: int = 0, value: int = 0, body: bytes = b"") -> bytes:
+def pack(kind: int, number: int = 0, value: int = 0, body: bytes = b"") -> bytes:
     """Return a message as bytes."""
-    return _FIELDS.pack(kind, serial, number, value) + body
+    return _FIELDS.pack(kind, number, value) + body
 
 
 def unpack(data: bytearray) -> Message:

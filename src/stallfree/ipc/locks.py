@@ -127,16 +127,9 @@ class FileLock:
 
     def claimed_elsewhere(self) -> bool:
         """Return whether another process has claimed any byte."""
-        return self._is_claimed(1, 0)
-
-    def count_claims(self) -> int:
-        """Return how many of the bytes 1 to `CLAIMS` other processes have claimed."""
-        return sum(self._is_claimed(byte, 1) for byte in range(1, CLAIMS + 1))
-
-    def _is_claimed(self, start: int, length: int) -> bool:
         if self._file is None:
             return False
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 1, 0, 0)
         return bool(_FLOCK.unpack(fcntl.fcntl(self._file.fd, fcntl.F_GETLK, asked))[0] != fcntl.F_UNLCK)
 
     def close(self) -> None:

@@ -148,7 +148,7 @@ class Coordinator:
     # -- members ------------------------------------------------------------------------------------------------------
 
     def _serve(self, peer: Connection, message: Message) -> None:
-        kind, _, number, value, _ = message
+        kind, number, value, _ = message
         if kind == Kind.REQUEST:
             if self._schedule.request(peer, number):
                 self._send(peer, number)
