@@ -274,7 +274,7 @@ def test_a_file_system_that_fills_up_meanwhile(tmpfs: Path, policy: str, left: i
 def test_no_room_even_for_the_index(tmpfs: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with pytest.raises(CapacityError, match=r"holds no record: the index of 100,000,000 samples"):
+        with pytest.raises(CapacityError, match=r"of 2\.0 GiB has no space: .* which is less than its index"):
             SampleCache(100_000_000, capacity="2GiB", fingerprint="x")
     assert list(tmpfs.iterdir()) == []
 
@@ -286,3 +286,12 @@ def test_a_cache_that_is_there_with_another_capacity_warns() -> None:
             second = SampleCache(10, capacity="8MiB", **arguments)
         assert second.meta.capacity == first.meta.capacity
         second.close()
+
+
+def test_a_file_system_without_space_for_the_index_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "free_space", lambda folder: 64 << 10)
+    with (
+        pytest.warns(RuntimeWarning, match="has only 64.0 KiB free"),
+        pytest.raises(CapacityError, match=r"of 60\.0 MiB has no space: .* can hold 60\.0 KiB, .*--shm-size"),
+    ):
+        SampleCache(300, capacity="60MiB", fingerprint="f", example=np.zeros(80_000, np.uint8))

@@ -176,3 +176,18 @@ def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
         with pytest.raises(sf.InputError, match=r"CachedDataset\(.*\) is closed: make a new one"):
             use()
     assert not list(store_root.iterdir())
+
+
+class Cyclic:
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, id: int) -> list[Any]:
+        sample: list[Any] = [id]
+        sample.append(sample)
+        return sample
+
+
+def test_a_sample_that_contains_itself_is_refused_by_name() -> None:
+    with pytest.raises(sf.CodecError, match="contains itself"):
+        sf.CachedDataset(Cyclic(), capacity="1MiB")

@@ -266,7 +266,7 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
         advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
     if not starting:
         return f"Next: {advice}"
-    loops, seconds = ", ".join(row["where"] for row in starting), sum(map(_start_seconds, starting))
+    loops, seconds = ", ".join(dict.fromkeys(row["where"] for row in starting)), sum(map(_start_seconds, starting))
     return (
         f"Next: the workers of {loops} are started again in each pass, which took {seconds:.1f} s in all: give the "
         f"loader persistent_workers=True.{f' Then {advice}' if total['waited_seconds'] >= SMALL * loop else ''}"

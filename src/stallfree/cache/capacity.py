@@ -9,7 +9,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from stallfree.errors import capacity_too_large
+from stallfree.errors import CapacityError, capacity_too_large
 from stallfree.frames import users_level
 from stallfree.units import format_size
 
@@ -62,6 +62,14 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
         stacklevel=2,
     )
     return room
+
+
+def no_space_left(size: int, allowed: int, folder: Path, name: str) -> CapacityError:
+    """Return the error for a cache of `size` bytes that does not even fit as one of the `allowed` bytes."""
+    return capacity_too_large(
+        f"the cache {name!r} of {format_size(size)} has no space: {folder.parent} can hold {format_size(allowed)}, "
+        "which is less than its index. Free some space there, or make it larger (/dev/shm with docker: --shm-size)"
+    )
 
 
 def warn_of_other_capacity(name: str, capacity: int, requested: int) -> None:

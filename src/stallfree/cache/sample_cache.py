@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
-from stallfree.cache.capacity import allowed_capacity, warn_of_other_capacity
+from stallfree.cache.capacity import allowed_capacity, no_space_left, warn_of_other_capacity
 from stallfree.cache.layout import Count, DamagedError, Field, Index, Meta, plan_layout
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import (
@@ -35,6 +35,7 @@ from stallfree.cache.records import (
 )
 from stallfree.cache.space import Space
 from stallfree.errors import (
+    CapacityError,
     FingerprintError,
     WaitError,
     cache_ids,
@@ -136,17 +137,19 @@ class SampleCache:
             typical = record_size(structure, arrays)
 
         def plan(folder: Path) -> Meta:
-            return plan_layout(
-                num_ids,
-                allowed_capacity(size, folder, on_disk, name),
-                fingerprint=fingerprint,
-                policy=policy.name,
-                scored=policy.scored,
-                on_disk=on_disk,
-                structure=structure,
-                typical=typical,
-                empty=size == 0,
-            )
+            allowed = allowed_capacity(size, folder, on_disk, name)
+            kind: dict[str, Any] = {
+                "fingerprint": fingerprint,
+                "policy": policy.name,
+                "scored": policy.scored,
+                "on_disk": on_disk,
+            }
+            try:
+                return plan_layout(num_ids, allowed, **kind, structure=structure, typical=typical, empty=size == 0)
+            except CapacityError as error:
+                if allowed < size:
+                    raise no_space_left(size, allowed, folder, name) from error
+                raise
 
         root = prepare_root(user_root(store) if on_disk else default_root())
         sweep(root)

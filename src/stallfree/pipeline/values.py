@@ -28,6 +28,7 @@ BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "HSV": 3}
 
 _NUMBERS = frozenset({str, int, float, bool, complex, type(None)})
 _PLAIN = _NUMBERS | {bytes}
+_DEEPEST = 100
 _CLONED_ALONE = 32768
 """Number of elements from which torch copies with several threads."""
 
@@ -38,17 +39,21 @@ def is_image(value: Any) -> bool:
     return kind.__name__ == "Image" and kind.__module__ == "PIL.Image" and value.mode in BANDS
 
 
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return tuples, lists and dicts anew, with `change` applied to everything else in them but plain values."""
+def _mapped(value: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
+    """Return tuples, lists and dicts anew, with `change` applied to everything else in them but plain values.
+
+    Containers that are nested deeply, such as one that contains itself, count as something else.
+    """
     kind = type(value)
     if kind in _PLAIN:
         return value
-    if kind is tuple:
-        return tuple([_mapped(item, change) for item in value])
-    if kind is list:
-        return [_mapped(item, change) for item in value]
-    if kind is dict:
-        return {key: _mapped(item, change) for key, item in value.items()}
+    if depth < _DEEPEST:
+        if kind is tuple:
+            return tuple([_mapped(item, change, depth + 1) for item in value])
+        if kind is list:
+            return [_mapped(item, change, depth + 1) for item in value]
+        if kind is dict:
+            return {key: _mapped(item, change, depth + 1) for key, item in value.items()}
     return change(value)
 
 
