@@ -101,7 +101,7 @@ class MemoryArena(Arena):
         """Writable views of the blocks."""
         self._written = np.full(self.num_blocks, not hasattr(os, "pwrite"))
         self._tensor = torch.from_numpy(self._bytes)
-        self._words = self._tensor.view(torch.int64)
+        self._leaves: dict[tuple[int, int, bool], torch.Tensor] = {}
         self._stop = threading.Event()
         self._populating: threading.Thread | None = None
         self._populated = 0
@@ -143,13 +143,17 @@ class MemoryArena(Arena):
     def _aim(self, offset: int, out: Array) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the bytes of all blocks from `offset` on, and `out`: as words of 8 bytes if `out` is aligned."""
         width = out.shape[1]
-        if width % 8 or not out.flags.c_contiguous or out.ctypes.data % 8:
-            leaf = self._tensor.as_strided((self.num_blocks, width), (self.block, 1), offset)
-            return leaf, torch.from_numpy(out)
-        words = torch.from_numpy(out.view(np.int64))
-        if width == 8:
-            return self._words.as_strided((self.num_blocks,), (self.block // 8,), offset // 8), words[:, 0]
-        return self._words.as_strided((self.num_blocks, width // 8), (self.block // 8, 1), offset // 8), words
+        words = width % 8 == 0 and out.flags.c_contiguous and out.ctypes.data % 8 == 0
+        source = self._leaves.get((offset, width, words))
+        if source is None:
+            memory, size = (self._tensor.view(torch.int64), 8) if words else (self._tensor, 1)
+            shape, strides = (self.num_blocks, width // size), (self.block // size, 1)
+            source = memory.as_strided(shape, strides, offset // size)
+            if words and width == 8:
+                source = source[:, 0]
+            self._leaves[offset, width, words] = source
+        target = torch.from_numpy(out.view(np.int64) if words else out)
+        return source, target[:, 0] if source.dim() == 1 else target
 
     def populate(self, blocks: int) -> None:
         """Map the first `blocks` blocks in the background, so that reads cause no page faults."""

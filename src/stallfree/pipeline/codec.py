@@ -729,6 +729,8 @@ def stack_build(structure: Structure, columns: Sequence[Bytes], count: int) -> l
     if not structure.fixed or len(columns) != len(structure.leaves):
         raise CodecError("stack_build needs a fixed structure and one column per leaf")
     lists = [_rows(leaf, column, count) for leaf, column in zip(structure.leaves, columns, strict=True)]
+    if len(lists) == 1 and b"\n" not in structure.key:  # the value is a leaf
+        return list(lists[0])
     rows = zip(*lists, strict=True) if lists else [()] * count
     return list(rows) if structure.make is tuple else list(map(structure.make, rows))
 
