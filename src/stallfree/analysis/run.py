@@ -259,10 +259,11 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
     if total["stall_share"] < SMALL:
         return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
     loop = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
-    starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
     advice = "`stallfree analyze` shows what limits."
     used = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
+    starting = []
     if not any(kind.__module__.startswith("stallfree") for kind in getattr(used, "__mro__", ())):  # see `use_cache`
+        starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
         advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
     if not starting:
         return f"Next: {advice}"

@@ -45,9 +45,9 @@ class Reader:
         source: source of the records.
         cache: cache of the outputs of `deterministic`, with its tier; or None.
         deterministic: steps applied to a record before it is cached.
-        rest: steps applied to a cached value each time it is read.
+        later_steps: steps applied to a cached value each time it is read.
         steps: all steps in the order that the user gave, which determines the seeds of their generators;
-            `deterministic` and `rest` if None.
+            `deterministic` and `later_steps` if None.
 
     Attributes:
         split: the steps before and after the cache. It changes when a step turns out to be random.
@@ -69,7 +69,7 @@ class Reader:
         source: Source,
         cache: SampleCache | None,
         deterministic: Compose,
-        rest: Compose,
+        later_steps: Compose,
         *,
         steps: Compose | None = None,
     ) -> None:
@@ -77,10 +77,12 @@ class Reader:
         self.io_threads = IO_THREADS
         plain = plain_beneath(source)
         self._dataset = None if plain is None else plain.dataset
-        self.split = TransformSplit(source, cache, source if plain is None else self._dataset, deterministic, rest)
+        self.split = TransformSplit(
+            source, cache, source if plain is None else self._dataset, deterministic, later_steps
+        )
         watched = cache is not None or type(source) is not MapSource
-        self.settings = Settings(source, *deterministic, *rest) if watched else Settings()
-        self._pipeline = deterministic.transforms + rest.transforms if steps is None else steps.transforms
+        self.settings = Settings(source, *deterministic, *later_steps) if watched else Settings()
+        self._pipeline = deterministic.transforms + later_steps.transforms if steps is None else steps.transforms
         self._pool: Executor | None = None
         self._pid = -1
         self._ended = ""
@@ -89,8 +91,8 @@ class Reader:
     def _adopt_split(self) -> None:
         """Determine what follows from the split: what is cached, seeded, and fetched by threads."""
         split = self.split
-        self._uncached, self.deterministic, self.rest = split.uncached, split.deterministic, split.rest
-        steps = self.rest.transforms
+        self._uncached, self.deterministic, self.later_steps = split.uncached, split.deterministic, split.later_steps
+        steps = self.later_steps.transforms
         self.caches = self.cache is not None and split.caches
         self.plain = self.caches and not steps
         self.in_place = bool(steps) and all(map(works_in_place, steps))
@@ -102,9 +104,9 @@ class Reader:
         self.seeds_fetch = dataset is not None and not self.caches
         self.threads = threads and not self.seeds_fetch
         self.direct = not self.caches and not self.threads
-        drawing: Callable[[Any], Any] | None = self.rest if steps else None
+        drawing: Callable[[Any], Any] | None = self.later_steps if steps else None
         if self.seeds_fetch:
-            drawing = _Drawing(dataset, self.rest)
+            drawing = _Drawing(dataset, self.later_steps)
         self.seeds = drawing is not None
         self._drawing = drawing
         self._randomness: Randomness | None = None

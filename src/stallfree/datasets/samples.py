@@ -275,7 +275,7 @@ class SampleBatch:
 
     def _prepare(self) -> None:
         """Apply the remaining steps to all values."""
-        reader, samples, steps = self.reader, self.samples, self.reader.rest
+        reader, samples, steps = self.reader, self.samples, self.reader.later_steps
         if not steps.transforms and not samples.skipped:
             samples.ids, samples.values = self.ids, self._values
             return
@@ -312,7 +312,7 @@ class SampleBatch:
         try:
             if reader.seeds:
                 reader.randomness.seed(self.seed, self.epochs[at], id)
-            sample = reader.rest.into(value, buffer.row())
+            sample = reader.later_steps.into(value, buffer.row())
             written = buffer.put(sample)
             if not written:
                 sample = private(sample)
@@ -339,7 +339,7 @@ class SampleBatch:
         are made one by one: then they are a function of each id.
         """
         source, samples = self.reader.source, None
-        if type(source) is MapSource and not self.skip and not self.reader.rest.transforms:
+        if type(source) is MapSource and not self.skip and not self.reader.later_steps.transforms:
             samples = self._index_all(source)
         if samples is None:
             self._index_each()
@@ -372,7 +372,12 @@ class SampleBatch:
         return None if randomness.moved() else Samples(ids, values)
 
     def _index_each(self) -> None:
-        reader, source, steps, randomness = self.reader, self.reader.source, self.reader.rest, self.reader.randomness
+        reader, source, steps, randomness = (
+            self.reader,
+            self.reader.source,
+            self.reader.later_steps,
+            self.reader.randomness,
+        )
         get = partial(operator.getitem, source.dataset) if type(source) is MapSource else source.fetch
         for id, epoch in zip(self.ids, self.epochs, strict=True):
             doing = "fetching"

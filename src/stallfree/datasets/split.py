@@ -45,7 +45,7 @@ class TransformSplit:
         cache: cache of the outputs of `deterministic`; None if nothing is cached.
         origin: object whose random draws count as draws of the fetch: the user's data set, or `source`.
         deterministic: steps applied to a record before it is cached.
-        rest: steps applied to a cached value each time it is read.
+        later_steps: steps applied to a cached value each time it is read.
 
     Attributes:
         uncached: number of steps moved behind the cache, from the last cached one backwards. If it exceeds the number
@@ -55,19 +55,22 @@ class TransformSplit:
     """
 
     def __init__(
-        self, source: Source, cache: SampleCache | None, origin: Any, deterministic: Compose, rest: Compose
+        self, source: Source, cache: SampleCache | None, origin: Any, deterministic: Compose, later_steps: Compose
     ) -> None:
         self.source, self.origin, self._cache = source, origin, cache
-        self._steps, self._cached_steps = deterministic.transforms + rest.transforms, len(deterministic.transforms)
+        self._steps, self._cached_steps = (
+            deterministic.transforms + later_steps.transforms,
+            len(deterministic.transforms),
+        )
         self.quiet, self._home = False, os.getpid()
         self._looks = self._first = self._false_alarms = 0
         self._divide(0)
-        self.deterministic, self.rest = deterministic, rest
+        self.deterministic, self.later_steps = deterministic, later_steps
 
     def _divide(self, uncached: int) -> None:
         """Leave the last `uncached` cached steps behind the cache, and determine which looks the others need."""
         kept = max(0, self._cached_steps - uncached)
-        self.deterministic, self.rest = Compose(self._steps[:kept]), Compose(self._steps[kept:])
+        self.deterministic, self.later_steps = Compose(self._steps[:kept]), Compose(self._steps[kept:])
         self._trust = [] if self._cache is None else [Trust.of(self.origin), *map(Trust.of, self.deterministic)]
         self.fetches_twice = bool(self._trust) and self.origin is not self.source and not self._trust[0].outputs
         self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
@@ -155,7 +158,7 @@ class TransformSplit:
     def _warn(self, why: str) -> None:
         what, mark, then = f"the data set {type(self.origin).__name__}", "dataset", "nothing is cached"
         if self.caches:
-            what, mark = f"the transform {describe_step(self.rest.transforms[0])}", "transform"
+            what, mark = f"the transform {describe_step(self.later_steps.transforms[0])}", "transform"
             then = "its output is not cached, but the samples before this transform"
         warnings.warn(
             f"{what} is random: {why}, though the first look showed nothing. From now on {then}. To classify it from "

@@ -88,7 +88,7 @@ class BatchBuilder:
         started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot)
         cache, split = self.reader.cache, self.reader.split
         uncached = split.uncached  # read first: another thread may be changing the split
-        if cache is None or not self.reader.plain or split.rest.transforms:
+        if cache is None or not self.reader.plain or split.later_steps.transforms:
             return result
         destination = _Destination(self.slots, task.slot)
         try:

@@ -288,7 +288,7 @@ class WorkerSetup:
         """What may be impossible to pickle, with its description for a message."""
         reader = self.builder.reader
         return [
-            *((f"the transform {step!r}", step) for step in (*reader.deterministic, *reader.rest)),
+            *((f"the transform {step!r}", step) for step in (*reader.deterministic, *reader.later_steps)),
             ("collate_fn", self.builder.collate),
             ("worker_init_fn", self.worker_init),
             ("the data set", self.dataset),

@@ -339,7 +339,7 @@ class _Prepared:
         self._reader = reader
 
     def __getitem__(self, id: int) -> Any:
-        return self._reader.rest(self._reader.source.fetch(id))
+        return self._reader.later_steps(self._reader.source.fetch(id))
 
 
 class Pass(EpochPass):

@@ -40,7 +40,7 @@ def is_image(value: Any) -> bool:
 
 
 def _mapped(value: Any, change: Callable[[Any], Any], depth: int = 0) -> Any:
-    """Return tuples, lists and dicts anew, with `change` applied to everything else in them but plain values.
+    """Return copies of tuples, lists and dicts, with `change` applied to their items; plain values are kept.
 
     Containers that are nested deeply, such as one that contains itself, count as something else.
     """

@@ -237,8 +237,8 @@ def check_value(memory: Array, key: bytes, id: int) -> Array | None:
     size = memory.size - HEAD_SIZE
     if size < 0:
         return None
-    checksum, *rest = _HEAD.unpack_from(memory.data)
-    if rest != [_MAGIC, 0, key, id, size, _ZEROS]:
+    checksum, *fields = _HEAD.unpack_from(memory.data)
+    if fields != [_MAGIC, 0, key, id, size, _ZEROS]:
         return None
     record = memory[HEAD_SIZE:]
     return record if _digest(record, id) == checksum else None
