@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from stallfree.analysis.predict import Prediction
     from stallfree.analysis.replay import Replay, replay
     from stallfree.analysis.report import Report
-    from stallfree.cache.disk_tier import DiskTier
     from stallfree.cache.redis.store import RedisStore
+    from stallfree.cache.store import DiskTier
     from stallfree.datasets.cache_loader import CacheLoader
     from stallfree.datasets.cached_dataset import CachedDataset, LocalSampler
     from stallfree.datasets.smart_cache import SmartCacheDataset
@@ -55,7 +55,7 @@ _PLACES = {
     "analysis.predict": "Prediction",
     "analysis.replay": "Replay replay",
     "analysis.report": "Report",
-    "cache.disk_tier": "DiskTier",
+    "cache.store": "DiskTier",
     "cache.redis.store": "RedisStore",
     "datasets.cache_loader": "CacheLoader",
     "datasets.cached_dataset": "CachedDataset LocalSampler",

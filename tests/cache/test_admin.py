@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from children import Holder
-from stallfree.cache.admin import caches_root, collect_garbage, list_caches, remove
 from stallfree.cache.sample_cache import SampleCache
+from stallfree.cache.store import caches_root, list_caches, remove
 from stallfree.errors import InputError
-from stallfree.ipc.folders import default_root, user_root
+from stallfree.ipc.folders import default_root, sweep, user_root
 
 
 def cache_of(store: Path, name: str, persist: bool = False) -> SampleCache:
@@ -21,7 +21,7 @@ def test_where_caches_lie(tmp_path: Path) -> None:
     assert caches_root() == default_root()
     assert caches_root(tmp_path) == user_root(tmp_path)
     assert list_caches(tmp_path / "nothing") == []
-    assert collect_garbage(tmp_path / "nothing") == []
+    assert sweep(tmp_path / "nothing") == []
 
 
 def test_a_cache_is_described(tmp_path: Path) -> None:
@@ -71,7 +71,7 @@ def test_what_is_no_cache_is_not_removed(tmp_path: Path, name: str) -> None:
     (root / "link").symlink_to(root / "photos")
     with pytest.raises(InputError):
         remove(root, name)
-    assert collect_garbage(root) == []
+    assert sweep(root) == []
     assert (root / "photos" / "cat.jpg").exists()
     assert (root / "notes.txt").exists()
 
@@ -83,5 +83,5 @@ def test_garbage_is_what_killed_processes_left(tmp_path: Path) -> None:
     lost = Holder(lambda: cache_of(tmp_path, "lost").close)
     with cache_of(tmp_path, "used"):
         lost.kill()
-        assert collect_garbage(root) == ["lost"]
+        assert sweep(root) == ["lost"]
         assert [info.name for info in list_caches(root)] == ["kept", "persistent", "used"]

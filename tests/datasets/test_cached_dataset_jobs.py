@@ -11,7 +11,7 @@ from typing import Any
 import stallfree as sf
 from cached_data import Numbers, doubled, tripled, with_draws
 from children import Child, Holder
-from stallfree.cache.admin import collect_garbage
+from stallfree.ipc.folders import sweep as collect_garbage
 from stallfree.testing import ThrottledSource
 from unseen import unseen_ids
 

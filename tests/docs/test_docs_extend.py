@@ -64,7 +64,7 @@ assert sorted(epochs[1]) == np.flatnonzero(losses > 50).tolist() and epochs[1] !
 TIER = """
 import torch
 import stallfree as sf
-from stallfree.cache.disk_tier import CompressedDiskTier
+from stallfree.cache.store import CompressedDiskTier
 
 class Flat:
     made = 0

@@ -18,9 +18,8 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from children import Child, Holder
-from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, unpack
+from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error, unpack
 from stallfree.ipc.folders import SharedFolder
-from stallfree.ipc.remote import pack_error
 
 PATIENCE = 60.0
 DATA = 7

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import stallfree as sf
 from stallfree.errors import lock_held
-from stallfree.ipc.remote import pack_error, unpack_error
+from stallfree.ipc.channel import pack_error, unpack_error
 
 WHY = "(an error of a class that cannot be sent from one process to another)"
 

@@ -10,8 +10,7 @@ import redis
 
 from redis_servers import Server
 from stallfree.cache.records import MISS
-from stallfree.cache.redis.store import RedisStore
-from stallfree.cache.redis.tier import RedisTier
+from stallfree.cache.redis.store import RedisStore, RedisTier
 from stallfree.pipeline.codec import encode, record_size, write_record
 
 COUNT = 200

@@ -1,7 +1,5 @@
 """Reusable receive buffers: the page faults of newly mapped memory cost more than the copy."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import threading

@@ -1,7 +1,5 @@
 """Free memory and disk space, and the capacity that they allow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -27,19 +25,20 @@ def free_space(folder: Path) -> int:
     return shutil.disk_usage(folder).free
 
 
-def grantable_memory(root: Path) -> int:
-    """Bytes of free memory, minus the bytes that caches below `root` may still allocate."""
+def granted(capacity: int | float, root: Path) -> int:
+    """Return the bytes of a `capacity` in bytes, or as a share of the free memory.
+
+    Bytes that caches below `root` may still allocate do not count as free.
+    """
+    if isinstance(capacity, int):
+        return capacity
     promised = 0
     for file in root.glob("*/data"):
         with contextlib.suppress(OSError):
             status = file.stat()
             promised += max(0, status.st_size - 512 * status.st_blocks)
-    return max(0, min(free_memory(), free_space(root if root.exists() else root.parent)) - promised)
-
-
-def granted(capacity: int | float, root: Path) -> int:
-    """Bytes of a `capacity` given in bytes, or as a share of `grantable_memory`."""
-    return capacity if isinstance(capacity, int) else int(capacity * grantable_memory(root))
+    free = min(free_memory(), free_space(root if root.exists() else root.parent))
+    return int(capacity * max(0, free - promised))
 
 
 def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:

@@ -16,8 +16,6 @@ This takes 12 bytes per id and 4 per block, 20 with scores, 24 on a disk, all of
 are in the file `data` (arena.py), and `lock` is the lock of writers.
 """
 
-from __future__ import annotations
-
 import enum
 import json
 import mmap
@@ -130,7 +128,7 @@ class Meta:
         (folder / META).write_text(json.dumps({**fields, "check": _check(fields)}, indent=1))
 
     @staticmethod
-    def load(folder: Path) -> Meta:
+    def load(folder: Path) -> "Meta":
         """Read `meta.json`.
 
         Raises `StorageError` if it has another version, `DamagedError` if it is missing or damaged.

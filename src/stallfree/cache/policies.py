@@ -12,8 +12,6 @@ The resident with the lowest score is evicted; of equal scores, the one with the
 victims by one scan of all scores, so that the cost of an eviction does not depend on the number of residents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ A reader loads the generation, then the location, copies the record, and loads t
 implies a complete record. If blocks were reused during the copy, the generation differs and the read is a miss.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -96,7 +94,7 @@ class Located:
     good: Array
     damaged: list[int]
 
-    def subset(self, at: Array) -> Located:
+    def subset(self, at: Array) -> "Located":
         """Return the same for the positions `at`."""
         sums = None if self.checksum is None else self.checksum[at]
         return Located(self.ids[at], self.generation[at], self.first[at], self.length[at], sums, self.good[at], [])

@@ -6,54 +6,30 @@ repairs the incomplete changes of a killed process. The blocks that it had reser
 recovery, at the latest when a first process attaches again (space.py). Readers hold no lock (records.py).
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
+from stallfree import errors
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
 from stallfree.cache.capacity import allowed_capacity, no_space_left, warn_of_other_capacity
 from stallfree.cache.layout import Count, DamagedError, Field, Index, Meta, plan_layout
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.records import (
-    MISS,
-    Aim,
-    Borrowed,
-    Located,
-    Record,
-    Records,
-    checked_ids,
-    checked_scores,
-)
+from stallfree.cache.records import MISS, Aim, Borrowed, Located, Record, Records, checked_ids, checked_scores
 from stallfree.cache.space import Space
-from stallfree.errors import (
-    CapacityError,
-    FingerprintError,
-    WaitError,
-    cache_ids,
-    cache_required,
-    dataset_empty,
-    folder_gone,
-    object_closed,
-    text_of,
-)
 from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
-
-if TYPE_CHECKING:
-    from typing import Self
 
 Array = npt.NDArray[Any]
 
@@ -126,7 +102,7 @@ class SampleCache:
         allow_pickle: bool = True,
     ) -> None:
         if num_ids < 1:
-            raise dataset_empty(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
+            raise errors.dataset_empty(f"num_ids={num_ids}: a cache needs a data set of at least one sample")
         size = parse_size(capacity, "capacity")
         policy = make_policy(policy)
         on_disk = str(store) != "memory"
@@ -146,7 +122,7 @@ class SampleCache:
             }
             try:
                 return plan_layout(num_ids, allowed, **kind, structure=structure, typical=typical, empty=size == 0)
-            except CapacityError as error:
+            except errors.CapacityError as error:
                 if allowed < size:
                     raise no_space_left(size, allowed, folder, name) from error
                 raise
@@ -160,14 +136,14 @@ class SampleCache:
             if not remove_unused(root / name):
                 raise
             warnings.warn(
-                f"{text_of(error)}. No process uses this cache, so an empty one replaces it",
+                f"{errors.text_of(error)}. No process uses this cache, so an empty one replaces it",
                 RuntimeWarning,
                 stacklevel=2,
             )
             attach()
         try:
             self.meta.check_same(self.path, fingerprint=fingerprint, num_ids=num_ids, policy=policy.name)
-        except FingerprintError:
+        except errors.FingerprintError:
             self.close()
             raise
         if size and not self._created:
@@ -280,11 +256,7 @@ class SampleCache:
         The caller owns the values: changing them affects neither the cache nor the values of other calls, and equal
         ids have separate values. Values of one call may share one memory block.
         """
-        batch = self._locate(ids)
-        values: list[Any] = [MISS] * len(batch.ids)
-        self._records.read(batch, values)
-        self._record_use(batch)
-        return values
+        return self._read(ids)[1]
 
     def find(self, ids: Any, accept: Callable[[Any], bool], *, count: bool = True) -> Any:
         """Return the first value of `ids` that is accepted, or `MISS`; with `count`, as a hit or a miss."""
@@ -311,11 +283,7 @@ class SampleCache:
         """
         if not isinstance(self._arena, MemoryArena):
             return None
-        batch = self._locate(ids)
-        values: list[Any] = [MISS] * len(batch.ids)
-        self._records.read(batch, values, lend=True)
-        self._record_use(batch)
-        return self._records.borrowed(batch, values)
+        return self._records.borrowed(*self._read(ids, lend=True))
 
     def count_changed(self, samples: int) -> None:
         """Count `samples` borrowed samples that have changed as misses."""
@@ -346,6 +314,13 @@ class SampleCache:
         self._counters.follow_fork()
         return self._records.locate(checked_ids(ids, self.num_ids))
 
+    def _read(self, ids: Any, *, lend: bool = False) -> tuple[Located, list[Any]]:
+        batch = self._locate(ids)
+        values: list[Any] = [MISS] * len(batch.ids)
+        self._records.read(batch, values, lend=lend)
+        self._record_use(batch)
+        return batch, values
+
     def _record_use(self, batch: Located) -> None:
         """Count the reads, pass the hits to the policy, and drop damaged records."""
         hits = batch.ids if batch.good.all() else batch.ids[batch.good]
@@ -355,7 +330,7 @@ class SampleCache:
             ids, at = np.unique(batch.ids[batch.damaged], return_index=True)
             self._counters.add((Count.DAMAGED, len(ids)))
             generations = batch.generation[batch.damaged][at]
-            with contextlib.suppress(WaitError), self._changing("dropping damaged records from"):
+            with contextlib.suppress(errors.WaitError), self._changing("dropping damaged records from"):
                 self._space.drop(ids[self._index.generation[ids] == generations])
 
     # -- storing ------------------------------------------------------------------------------------------------------
@@ -376,7 +351,7 @@ class SampleCache:
         self._counters.follow_fork()
         wanted = checked_ids(ids, self.num_ids)
         if len(wanted) != len(values):
-            raise cache_ids(f"put_many: {len(wanted)} ids and {len(values)} values: give one value for each id")
+            raise errors.cache_ids(f"put_many: {len(wanted)} ids and {len(values)} values: give one value for each id")
         _, unique = np.unique(wanted, return_index=True)
         at = unique[self._index.first[wanted[unique]] == 0]
         at.sort()
@@ -415,9 +390,10 @@ class SampleCache:
                         self._space.publish(ids, lengths, new, sums)
                         stored += len(new.at)
             self._patience = LOCK_SECONDS
-        except WaitError as error:
+        except errors.WaitError as error:
             if self._patience == LOCK_SECONDS:
-                warnings.warn(f"{text_of(error)}. Samples are not stored meanwhile", RuntimeWarning, stacklevel=4)
+                text = f"{errors.text_of(error)}. Samples are not stored meanwhile"
+                warnings.warn(text, RuntimeWarning, stacklevel=4)
             self._patience = _SHORT  # a process that is stopped costs hits, but no time
         return stored
 
@@ -465,7 +441,7 @@ class SampleCache:
         wanted = checked_ids(ids, self.num_ids)
         numbers = checked_scores(scores, len(wanted))
         if not self.policy.given:
-            raise cache_required(
+            raise errors.cache_required(
                 f"the cache {self.name!r} has the policy {self.policy.name!r}, which computes its own scores: "
                 "set_scores requires policy='importance' or 'oracle'"
             )
@@ -511,7 +487,7 @@ class SampleCache:
 
     def __getattr__(self, name: str) -> Any:
         if name in _PARTS:  # deleted by `close`, so that their memory is freed
-            raise object_closed(f"the cache {self.name!r} is closed: make a new one")
+            raise errors.object_closed(f"the cache {self.name!r} is closed: make a new one")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def __enter__(self) -> Self:
@@ -543,7 +519,7 @@ def attach_or_create(
 
     def plan(folder: Path) -> Meta:
         if meta is None:
-            raise folder_gone(
+            raise errors.folder_gone(
                 f"the cache {name!r} in {root} does not exist any more: the process that created it has closed it. "
                 "Create a new one"
             )

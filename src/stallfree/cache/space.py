@@ -9,8 +9,6 @@ order of stores:
 other data (free blocks, counts, victims) is rebuilt from it after a writer died at any instant, or a disk damaged it.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

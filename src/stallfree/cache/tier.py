@@ -4,8 +4,6 @@ A tier is not a cache: threads that fetch ask it first and the source for the re
 if admitted there. New samples are written to it in the background.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -16,7 +14,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, Protocol
 
 import numpy as np
@@ -353,7 +350,7 @@ def _finish_writes(owner: int, pool: FetchThreads, last: deque[Future[None]]) ->
         with contextlib.suppress(CancelledError):
             try:
                 write.result(CLOSE_SECONDS)
-            except FutureTimeout:
+            except TimeoutError:
                 log.warning("samples are not written to a tier that does not answer within %g s", CLOSE_SECONDS)
     pool.shutdown()
 

@@ -43,7 +43,7 @@ def ls(
 
     Example: stallfree cache ls --watch
     """
-    from stallfree.cache.admin import list_caches
+    from stallfree.cache.store import list_caches
 
     root, out = _root(store), console()
     if json:
@@ -59,8 +59,8 @@ def ls(
 
 def _listing(root: Path) -> RenderableType:
     """Return a table of the caches and one of the servers."""
-    from stallfree.cache.admin import list_caches
     from stallfree.cache.redis.servers import running_servers
+    from stallfree.cache.store import list_caches
 
     figures = ("used", "capacity")
     caches = _table(None, ("name", "policy", "state"), ("hits", "misses", "resident", "samples", *figures))
@@ -115,7 +115,7 @@ def rm(
 
     Example: stallfree cache rm train
     """
-    from stallfree.cache.admin import remove
+    from stallfree.cache.store import remove
 
     root = _root(store)
     for name in names:
@@ -134,9 +134,9 @@ def gc(store: Store = "memory", json: JsonFlag = False) -> None:
 
     Example: stallfree cache gc
     """
-    from stallfree.cache.admin import collect_garbage
+    from stallfree.ipc.folders import sweep
 
-    removed = collect_garbage(_root(store))
+    removed = sweep(_root(store))
     if json:
         print_json({"removed": removed})
     else:
@@ -144,7 +144,7 @@ def gc(store: Store = "memory", json: JsonFlag = False) -> None:
 
 
 def _root(store: str) -> Path:
-    from stallfree.cache.admin import caches_root
+    from stallfree.cache.store import caches_root
 
     root = caches_root(store)
     if store != "memory" and not Path(store).expanduser().is_dir():

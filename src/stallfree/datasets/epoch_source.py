@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from stallfree.cache.serial import one_thread
+from stallfree.cache.arena import one_thread
 from stallfree.errors import state_format
 from stallfree.pipeline.randomness import sample_seed
 

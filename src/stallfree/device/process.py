@@ -29,9 +29,9 @@ import torch.multiprocessing  # registers how tensors are sent
 from stallfree import errors
 from stallfree.device.copies import Cuda, Device, Event, Stream, find_device, is_plain
 from stallfree.device.prefetcher import DevicePrefetcher
+from stallfree.ipc.channel import pack_error, unpack_error
 from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent, end_all
-from stallfree.ipc.remote import pack_error, unpack_error
 from stallfree.notes import raisable
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux

@@ -1,7 +1,5 @@
 """Threads for calls that wait for storage, which may never answer."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import queue

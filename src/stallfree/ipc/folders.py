@@ -12,8 +12,6 @@ stay valid. A folder is created under a temporary name and renamed when complete
 Folders without the file `attached` do not belong to stallfree and are never touched.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -3,8 +3,6 @@
 A call in a forked process leaves nothing behind in this one: what it opened, started or changed ends with the process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import logging
@@ -23,8 +21,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 
 from stallfree.errors import WorkerError
-from stallfree.ipc.channel import Channel
-from stallfree.ipc.remote import pack_error, unpack_error
+from stallfree.ipc.channel import Channel, pack_error, unpack_error
 from stallfree.platform import at_fork, begin_child, how_it_ended, interrupts_later, shares_memory
 
 T = TypeVar("T")

@@ -5,8 +5,6 @@ A process loses *all* its locks on a file when it closes *any* descriptor of tha
 in a process therefore share one descriptor, and one thread lock.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import struct

@@ -12,8 +12,6 @@ A process that is not forked imports the main script first. If the script starts
 lack of a main guard, such a process ends at once and without a word (`start_method`), and its parent raises the error.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle
@@ -45,7 +43,7 @@ _SERVER_GONE = 255
 
 _NAME = "stallfree-"
 
-_leaders: weakref.WeakSet[Child] = weakref.WeakSet()
+_leaders: weakref.WeakSet["Child"] = weakref.WeakSet()
 at_fork(after_in_child=_leaders.clear)
 
 

@@ -1,7 +1,5 @@
 """Arrays in memory that processes of a host share: by a file, or by starting one another."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import weakref

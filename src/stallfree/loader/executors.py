@@ -29,7 +29,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils import worker as torch_worker
 
-from stallfree.cache.serial import stay_alone
+from stallfree.cache.arena import stay_alone
 from stallfree.datasets.samples import Pending
 from stallfree.errors import WorkerError, batch_timeout
 from stallfree.ipc.process import Child, Parent, end_all, start_method

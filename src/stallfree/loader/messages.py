@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from stallfree.ipc.remote import pack_error, unpack_error
+from stallfree.ipc.channel import pack_error, unpack_error
 
 Ids = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]

@@ -19,10 +19,9 @@ from pathlib import Path
 
 import torch
 
-from stallfree.ipc.channel import ERROR, Connection, Message, Server, pack
+from stallfree.ipc.channel import ERROR, Connection, Message, Server, pack, pack_error
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.process import Parent
-from stallfree.ipc.remote import pack_error
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
 from stallfree.loader.pool import Options, WorkerPool, new_counts

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from stallfree.errors import InputError, StorageError, WorkerError, collate_output, group_mismatch, name_invalid
+from stallfree.ipc.channel import unpack_error
 from stallfree.ipc.folders import SharedFolder, check_name, sweep
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
-from stallfree.ipc.remote import unpack_error
 from stallfree.shared.coordinator import GroupSetup, coordinate
 from stallfree.shared.link import Link
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch.nn.functional import interpolate
 
-from stallfree.cache.serial import one_thread
+from stallfree.cache.arena import one_thread
 from stallfree.pipeline.compose import Out, empty
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]

@@ -15,8 +15,7 @@ import redis
 
 from redis_servers import Cluster, Server, needs_server, until
 from redis_tiers import ALL, PATIENT, held, put, record, tier_of
-from stallfree.cache.redis.store import RedisStore
-from stallfree.cache.redis.tier import RedisTier
+from stallfree.cache.redis.store import RedisStore, RedisTier
 from stallfree.errors import InputError, StorageError
 
 RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"

@@ -10,7 +10,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.cache.redis.tier import HEAD_SIZE, check_value, data_key, owners, pack_head
+from stallfree.cache.redis.store import HEAD_SIZE, check_value, data_key, owners, pack_head
 
 KEY = data_key("train", "fingerprint")
 WORD = 2**64 - 1

@@ -18,8 +18,7 @@ from children import Child
 from redis_servers import Cluster, FakeServer, Server, free_port, needs_server, until
 from redis_tiers import ALL, COUNT, PATIENT, admin, given, held, key_of, put, record, sample, tier_of
 from stallfree.cache.records import MISS
-from stallfree.cache.redis.store import RedisStore
-from stallfree.cache.redis.tier import RedisTier
+from stallfree.cache.redis.store import RedisStore, RedisTier
 from stallfree.errors import InputError, StorageError
 
 pytestmark = needs_server

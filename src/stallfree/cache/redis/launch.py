@@ -14,8 +14,6 @@ While its server runs, a node publishes its record again twice a second, with a 
 that goes on after other nodes have lost the server, its port still belongs to it, and they may connect again.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

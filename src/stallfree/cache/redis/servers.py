@@ -11,8 +11,6 @@ The state of a server is three numbers in a file of the store's folder, without 
 dead process may leave a wrong number, which the next ping or confirmation corrects.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import logging
