@@ -1,11 +1,13 @@
-"""A cache on a disk survives restarts and distrusts what it finds: damage gives misses, never a wrong value."""
-
-from __future__ import annotations
+"""A cache on a disk survives restarts, distrusts what it finds, and is written without holding up others."""
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from cache_tools import is_signed, problems, signed
+from cache_tools import is_signed, make, problems, signed
 from children import Child
+from stallfree.cache import layout
+from stallfree.cache.arena import DiskArena
 from stallfree.cache.layout import Field, Index, Meta
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
@@ -26,26 +30,43 @@ SIZES = {"uniform": (1000,), "varied": (50, 1000, 9000)}
 both = pytest.mark.parametrize("kind", ["uniform", "varied"])
 
 
-def open_cache(store: Path, kind: str, **arguments: Any) -> SampleCache:
-    given: dict[str, Any] = {"policy": "lru", "persist": True, "name": "disk", "capacity": "400KB", **arguments}
+def open_cache(store: Path, kind: str) -> SampleCache:
     example = signed(0, 0, 1000) if kind == "uniform" else b"x" * 1000
-    return SampleCache(NUM_IDS, fingerprint="data", store=str(store), example=example, **given)
+    options: dict[str, Any] = {"policy": "lru", "persist": True, "name": "disk", "capacity": "400KB"}
+    return SampleCache(NUM_IDS, fingerprint="data", store=store, example=example, **options)
 
 
 def value(id: int, kind: str) -> Any:
     return signed(id, 0, SIZES[kind][id % len(SIZES[kind])])
 
 
-def make_disk(store: Path, kind: str, ids: range = range(30)) -> Path:
-    """A cache with some records that no process is attached to; its folder."""
-    with open_cache(store, kind) as cache:
-        assert cache.put_many(ids, [value(id, kind) for id in ids]).all()
-        cache.drop([3, 4])
-    return cache.path
+@pytest.fixture(scope="module")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Caches of 28 records that no process is attached to."""
+    made = {}
+    for kind in SIZES:
+        with open_cache(tmp_path_factory.mktemp(kind), kind) as cache:
+            assert cache.put_many(range(30), [value(id, kind) for id in range(30)]).all()
+            cache.drop([3, 4])
+        made[kind] = cache.path
+    return made
+
+
+@pytest.fixture
+def disk(kind: str, templates: dict[str, Path], tmp_path: Path) -> Path:
+    return copy_of(templates[kind], tmp_path)
+
+
+def copy_of(template: Path, store: Path) -> Path:
+    path = store / template.parent.name / template.name
+    shutil.rmtree(path, ignore_errors=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    shutil.copytree(template, path)
+    return path
 
 
 def right_or_missing(cache: SampleCache) -> int:
-    """Reads everything, twice; a hit must be right. The number of hits."""
+    """Read everything, twice; a hit must be right. The number of hits."""
     hits = 0
     for id, found in enumerate(cache.get_many(range(NUM_IDS))):
         assert found is MISS or is_signed(id, found), f"id {id}"
@@ -68,103 +89,64 @@ def usable(cache: SampleCache, kind: str) -> None:
     assert problems(cache) == []
 
 
+def reopen(store: Path, kind: str) -> None:
+    with open_cache(store, kind) as cache:
+        right_or_missing(cache)
+        usable(cache, kind)
+
+
 @both
-def test_it_survives_a_restart(tmp_path: Path, kind: str) -> None:
-    make_disk(tmp_path, kind)
+def test_it_survives_a_restart_and_only_the_first_to_attach_checks(disk: Path, tmp_path: Path, kind: str) -> None:
     with open_cache(tmp_path, kind) as cache:
-        assert right_or_missing(cache) == 28
-        assert cache.stats().resident_items == 28
+        assert right_or_missing(cache) == cache.stats().resident_items == 28
         assert cache.stats().damaged == 0
+        assert Child(lambda: open_cache(tmp_path, kind).close()).wait() == 0
+        assert Index(disk, Meta.load(disk)).header[Field.RECOVERIES] == 1
         usable(cache, kind)
 
 
-def test_only_the_first_to_attach_checks(tmp_path: Path) -> None:
-    """Checking takes time and the lock: a worker that joins must not do it again."""
-
-    def recoveries(cache: SampleCache) -> int:
-        meta = Meta.load(cache.path)
-        index = Index(cache.path, meta)
-        return int(index.header[Field.RECOVERIES])
-
-    make_disk(tmp_path, "uniform")
-    with open_cache(tmp_path, "uniform") as cache:
-        before = recoveries(cache)
-        assert before == 1
-
-        def join() -> None:
-            open_cache(tmp_path, "uniform").close()
-
-        assert Child(join).wait() == 0
-        assert recoveries(cache) == before
-
-
-# --- damage ----------------------------------------------------------------------------------------------------------
+# -- damage -----------------------------------------------------------------------------------------------------------
 
 
 @both
-def test_every_damaged_record_is_a_miss_is_counted_and_dropped(tmp_path: Path, kind: str) -> None:
-    path = make_disk(tmp_path, kind)
-    (path / "data").write_bytes(b"\x5a" * (path / "data").stat().st_size)
+def test_every_damaged_record_is_a_miss_is_counted_and_dropped(disk: Path, tmp_path: Path, kind: str) -> None:
+    (disk / "data").write_bytes(b"\x5a" * (disk / "data").stat().st_size)
     with open_cache(tmp_path, kind) as cache:
+        if cache.structure is not None:
+            outs = [np.zeros((3, leaf.nbytes), np.uint8) for leaf in cache.structure.leaves]
+            assert not cache.gather([7, 8, 7], outs).any()
+            assert (cache.stats().damaged, cache.resident([7, 8]).any()) == (2, False)
+        before = cache.stats().misses
         assert cache.get_many(range(NUM_IDS)) == [MISS] * NUM_IDS
-        assert cache.stats().damaged == 28
-        assert cache.stats().resident_items == 0
-        assert (cache.stats().hits, cache.stats().misses) == (0, NUM_IDS)
+        stats = cache.stats()
+        assert (stats.damaged, stats.resident_items, stats.hits, stats.misses - before) == (28, 0, 0, NUM_IDS)
         usable(cache, kind)
 
 
-def test_gather_finds_damage_too(tmp_path: Path) -> None:
-    path = make_disk(tmp_path, "uniform")
-    (path / "data").write_bytes(bytes((path / "data").stat().st_size))
-    with open_cache(tmp_path, "uniform") as cache:
-        outs = [np.zeros((3, leaf.nbytes), np.uint8) for leaf in cache.structure.leaves]  # type: ignore[union-attr]
-        assert not cache.gather([7, 8, 7], outs).any()
-        assert cache.stats().damaged == 2
-        assert not cache.resident([7, 8]).any()
-
-
 @both
-def test_damage_while_it_is_open(tmp_path: Path, kind: str) -> None:
-    path = make_disk(tmp_path, kind)
+def test_a_data_file_of_another_length(templates: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    for size in (0, 4096, 100_000, 10_000_000):
+        os.truncate(copy_of(templates[kind], tmp_path) / "data", size)
+        reopen(tmp_path, kind)
+    path = copy_of(templates[kind], tmp_path)
     with open_cache(tmp_path, kind) as cache:
-        assert right_or_missing(cache) == 28
-        os.truncate(path / "data", 5000)
+        os.truncate(path / "data", 5000)  # while it is open
         right_or_missing(cache)
         assert cache.stats().damaged > 10
         usable(cache, kind)
 
 
-def test_a_record_in_the_place_of_another_is_no_hit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["uniform"])
+def test_a_record_in_the_place_of_another_is_no_hit(disk: Path, tmp_path: Path, kind: str) -> None:
     """The checksum says whose record it is."""
-    path = make_disk(tmp_path, "uniform")
-    meta = Meta.load(path)
-    index = Index(path, meta)
-    index.first[[10, 11]] = index.first[[11, 10]]
+    index = Index(disk, Meta.load(disk))
     assert index.checksum is not None
+    index.first[[10, 11]] = index.first[[11, 10]]
     index.checksum[[10, 11]] = index.checksum[[11, 10]]
     del index
-    with open_cache(tmp_path, "uniform") as cache:
+    with open_cache(tmp_path, kind) as cache:
         assert cache.get_many([10, 11]) == [MISS, MISS]
         assert cache.stats().damaged == 2
-
-
-@pytest.fixture(scope="module")
-def templates(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    return {kind: make_disk(tmp_path_factory.mktemp(kind), kind) for kind in SIZES}
-
-
-def damaged_copy(template: Path, tmp_path: Path) -> Path:
-    shutil.rmtree(tmp_path / "store", ignore_errors=True)
-    path = tmp_path / "store" / template.parent.name / template.name
-    path.parent.mkdir(mode=0o700, parents=True)
-    shutil.copytree(template, path)
-    return path
-
-
-def reopen(tmp_path: Path, kind: str) -> None:
-    with open_cache(tmp_path / "store", kind) as cache:
-        right_or_missing(cache)
-        usable(cache, kind)
 
 
 ARRAYS = ["header", "first", "length", "generation", "checksum", "next", "free", "victims", "score"]
@@ -173,32 +155,23 @@ garbage = st.lists(st.tuples(st.integers(0, 1 << 20), numbers), min_size=1, max_
 
 
 @pytest.mark.filterwarnings("ignore:.*an empty one replaces it")
-@settings(max_examples=30, suppress_health_check=list(HealthCheck))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(kind=st.sampled_from(sorted(SIZES)), where=st.sampled_from(["index", "data", *ARRAYS]), garbage=garbage)
 @example(kind="varied", where="first", garbage=[(4, (1 << 32) - 1)])  # the mark of a free block, in a chain
 @example(kind="varied", where="next", garbage=[(4, (1 << 32) - 1)])
 def test_garbage_in_the_files(templates: dict[str, Path], tmp_path: Path, kind: str, where: str, garbage: list) -> None:
     """Changes bytes of a file, or numbers in an array of the index."""
-    path = damaged_copy(templates[kind], tmp_path)
+    path = copy_of(templates[kind], tmp_path)
     if where in ("index", "data"):
         data = np.memmap(path / where, np.uint8)
-        for place, number in garbage:
-            data[place % len(data)] ^= number % 255 + 1
+        for position, number in garbage:
+            data[position % len(data)] ^= number % 255 + 1
     else:
-        index = Index(path, Meta.load(path))
-        data = getattr(index, where).view(np.uint32)
-        for place, number in garbage:
-            data[place % len(data)] = number
-        del index
+        data = getattr(Index(path, Meta.load(path)), where).view(np.uint32)
+        for position, number in garbage:
+            data[position % len(data)] = number
     del data
     reopen(tmp_path, kind)
-
-
-@both
-def test_a_data_file_of_another_length(templates: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    for size in (0, 4096, 100_000, 10_000_000):
-        os.truncate(damaged_copy(templates[kind], tmp_path) / "data", size)
-        reopen(tmp_path, kind)
 
 
 def cut(path: Path) -> None:
@@ -223,39 +196,152 @@ DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
 ]
 
 
+@pytest.mark.parametrize("kind", ["varied"])
 @pytest.mark.parametrize(("file", "damage"), DAMAGE)
 def test_a_cache_beyond_repair_is_made_anew_with_a_warning(
-    templates: dict[str, Path], tmp_path: Path, file: str, damage: Callable[[Path], Any]
+    file: str, damage: Callable[[Path], Any], kind: str, disk: Path, tmp_path: Path
 ) -> None:
-    path = damaged_copy(templates["varied"], tmp_path)
-    (path.parent / "photos").mkdir()
-    (path.parent / "photos" / "cat.jpg").write_text("meow")
-    damage(path / file)
+    (disk.parent / "cat.jpg").write_text("meow")
+    damage(disk / file)
     with pytest.warns(RuntimeWarning, match="No process uses this cache, so an empty one replaces it") as caught:
-        cache = open_cache(tmp_path / "store", "varied")
-    assert len(caught) == 1
-    assert cache.stats().resident_items == 0
-    usable(cache, "varied")
+        cache = open_cache(tmp_path, kind)
+    assert (len(caught), cache.stats().resident_items) == (1, 0)
+    usable(cache, kind)
     cache.close()
-    assert (path.parent / "photos" / "cat.jpg").read_text() == "meow"
+    assert (disk.parent / "cat.jpg").read_text() == "meow"
 
 
-def test_a_cache_beyond_repair_that_someone_uses_is_an_error(tmp_path: Path) -> None:
-    make_disk(tmp_path, "varied")
-    with open_cache(tmp_path, "varied") as cache:
-        (cache.path / "meta.json").write_text("{")
-        with pytest.raises(
-            StorageError, match=r"the cache in .* cannot be read .*remove it with `stallfree cache rm disk`"
-        ):
-            open_cache(tmp_path, "varied")
+@pytest.mark.parametrize("kind", ["varied"])
+def test_one_that_others_use_or_of_another_version_is_an_error(
+    kind: str, disk: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "VERSION", 99)
+        with pytest.raises(StorageError, match=r"by another version .*its format is \d+, this version's is 99\)"):
+            open_cache(tmp_path, kind)
+    with open_cache(tmp_path, kind) as cache:
+        (disk / "meta.json").write_text("{")
+        with pytest.raises(StorageError, match=r"cannot be read .*remove it with `stallfree cache rm disk`"):
+            open_cache(tmp_path, kind)
         assert right_or_missing(cache) == 28
 
 
-def test_a_cache_of_another_version_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from stallfree.cache import layout
+# -- a slow disk ------------------------------------------------------------------------------------------------------
 
-    path = make_disk(tmp_path, "varied")
-    monkeypatch.setattr(layout, "VERSION", 99)
-    with pytest.raises(StorageError, match=r"created by another version .*its format is \d+, this version's is 99\)"):
-        open_cache(tmp_path, "varied")
-    assert path.is_dir()
+SECONDS = 60
+
+
+def slow_cache(folder: Path, blocks: int = NUM_IDS, **options: Any) -> SampleCache:
+    return make(NUM_IDS, blocks, example=signed(0, 0), store=folder, name="slow", **options)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Iterator[SampleCache]:
+    with slow_cache(tmp_path) as cache:
+        yield cache
+
+
+def put(cache: SampleCache, *ids: int, nonce: int = 0) -> Any:
+    return cache.put_many(ids, [signed(id, nonce) for id in ids])
+
+
+def stored(cache: SampleCache) -> set[int]:
+    """The ids of the stored samples, after checking all."""
+    values = cache.get_many(range(NUM_IDS))
+    assert all(value is MISS or is_signed(id, value) for id, value in enumerate(values))
+    return {id for id, value in enumerate(values) if value is not MISS}
+
+
+@pytest.fixture
+def writing(cache: SampleCache, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Callable[[], None], Future[Any]]]:
+    """A thread that stores the samples 0 to 3, and that waits in its first write until the first item is called."""
+    write, begun, go = DiskArena.write, threading.Event(), threading.Event()
+
+    def slowly(arena: DiskArena, *arguments: Any) -> None:
+        if threading.current_thread() is not threading.main_thread() and not begun.is_set():
+            begun.set()
+            assert go.wait(SECONDS)
+        write(arena, *arguments)
+
+    monkeypatch.setattr(DiskArena, "write", slowly)
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(put, cache, 0, 1, 2, 3)
+        assert begun.wait(SECONDS)
+        try:
+            yield go.set, future
+        finally:
+            go.set()
+
+
+def test_others_read_store_and_drop_while_one_writes(cache: SampleCache, writing: Any) -> None:
+    go, future = writing
+    assert put(cache, 2, 10, nonce=1).all()
+    assert stored(cache) == {2, 10}
+    cache.drop([10])
+    go()
+    assert future.result(SECONDS).all()
+    assert stored(cache) == {0, 1, 2, 3}
+    assert cache.get_many([2])[0][1] == 1, "the first that is published stays"
+    assert (cache.stats().rejected, problems(cache)) == (0, [])
+
+
+def test_nothing_is_stored_after_a_step_proved_random_meanwhile(cache: SampleCache, writing: Any) -> None:
+    go, future = writing
+    assert cache.uncache_steps(1)
+    go()
+    assert not future.result(SECONDS).any()
+    assert (stored(cache), cache.stats().rejected, problems(cache)) == (set(), 4, [])
+
+
+def test_a_recovery_meanwhile_costs_another_write(cache: SampleCache, writing: Any) -> None:
+    """It frees the blocks, and others may have got them."""
+    go, future = writing
+    with cache._changing("recovering"):
+        cache._space.recover()
+    assert put(cache, 20).all()
+    go()
+    assert future.result(SECONDS).all()
+    assert stored(cache) in ({0, 1, 2, 3}, {0, 1, 2, 3, 20}), "a late write into the block of 20 is found"
+    assert problems(cache) == []
+
+
+def test_a_disk_that_fails(cache: SampleCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DiskArena, "write", fail)
+        assert not put(cache, 1, 2).any()
+    assert (cache.stats().rejected, problems(cache)) == (2, [])
+    assert put(cache, 1).all()
+
+
+@pytest.mark.parametrize(("blocks", "policy"), [(NUM_IDS, "minio"), (25, "minio"), (25, "lru")])
+def test_eight_processes_at_once(blocks: int, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 20 ms a write, which is 0.8 s in all under one lock. What is not stored was rejected because of no space."""
+    write = DiskArena.write
+    monkeypatch.setattr(DiskArena, "write", lambda *arguments: (time.sleep(0.02), write(*arguments)))
+    with slow_cache(tmp_path, blocks, policy=policy) as cache:
+        writers = [Child(put, cache, *ids) for ids in np.arange(NUM_IDS).reshape(8, -1).tolist()]
+        assert [writer.wait() for writer in writers] == [0] * 8
+        stats = cache.stats()
+        assert len(stored(cache)) == stats.resident_items == min(NUM_IDS, cache.meta.num_blocks)
+        assert stats.resident_items + stats.rejected + stats.evictions == NUM_IDS
+        assert problems(cache) == []
+
+
+def test_blocks_of_a_killed_writer_are_free_again_when_the_next_process_attaches(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with slow_cache(tmp_path, persist=True) as cache:
+        put(cache, 30)
+
+        def put_and_die() -> None:
+            monkeypatch.setattr(DiskArena, "write", lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            put(cache, 0, 1, 2, 3)
+
+        assert Child(put_and_die).wait() == -signal.SIGKILL
+        assert stored(cache) == {30}
+        assert [problem for problem in problems(cache) if "lost" not in problem] == []
+    with slow_cache(tmp_path) as cache:
+        assert (stored(cache), problems(cache)) == ({30}, [])

@@ -1,7 +1,5 @@
 """SIGKILL at any instant: records read afterwards are correct, no block is lost, no process hangs."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal
@@ -22,22 +20,29 @@ from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 
 NUM_IDS = 64
-EXAMPLE = signed(0, 0)
 WRITING = {module.__file__ for module in (sample_cache, records, space, policies)}
+UNIFORM, VARIED = (4064,), (4064, 700, 20_000)
+
+slow = pytest.mark.slow
+kinds = pytest.mark.parametrize("sizes", [UNIFORM, VARIED], ids=["uniform", "varied"])
+
+
+def cache_of(place: str, policy: str, sizes: tuple[int, ...], tmp_path: Path) -> SampleCache:
+    blocks, example = (12, signed(0, 0)) if sizes == UNIFORM else (200, b"x" * 300)
+    return make(NUM_IDS, blocks, policy=policy, example=example, store="memory" if place == "memory" else tmp_path)
+
+
+def read_all(cache: SampleCache) -> None:
+    for id, value in enumerate(cache.get_many(np.arange(NUM_IDS))):
+        assert value is MISS or is_signed(id, value)
 
 
 def verify(cache: SampleCache) -> None:
     """Everything that is resident is right, and every block is either free or used once."""
     assert problems(cache, killed=cache.meta.on_disk) == []
-    resident = np.flatnonzero(cache.resident(np.arange(NUM_IDS)))
-    for id, value in zip(resident.tolist(), cache.get_many(resident), strict=True):
-        assert value is not MISS
-        assert is_signed(id, value)
+    assert MISS not in cache.get_many(np.flatnonzero(cache.resident(np.arange(NUM_IDS))))
+    read_all(cache)
     assert cache.stats().damaged == 0
-
-
-def in_child(work: Callable[..., Any], *arguments: Any) -> None:
-    assert Child(work, *arguments).wait() == 0
 
 
 def fill(cache: SampleCache, seed: int, sizes: tuple[int, ...], rounds: int) -> None:
@@ -54,7 +59,7 @@ def fill_for_ever(cache: SampleCache, seed: int, sizes: tuple[int, ...]) -> None
         fill(cache, seed, sizes, 100)
 
 
-# -- at every line ---------------------------------------------------------------------------------------------------
+# -- at every line ----------------------------------------------------------------------------------------------------
 
 
 def killed_at_line(number: int, files: set[str | None], function: str, work: Callable[..., Any], *args: Any) -> None:
@@ -83,67 +88,63 @@ def killed_at_line(number: int, files: set[str | None], function: str, work: Cal
 
 def one_of_each(cache: SampleCache, nonce: int, sizes: tuple[int, ...]) -> None:
     """A put that has to evict, and a drop. A put on a disk reserves blocks, writes, and publishes."""
-    there = cache.resident(np.arange(NUM_IDS))
-    ids = np.flatnonzero(~there)[nonce % 7 :][:3].tolist()
+    resident = cache.resident(np.arange(NUM_IDS))
+    ids = np.flatnonzero(~resident)[nonce % 7 :][:3].tolist()
     cache.put_many(ids, [signed(id, nonce, size) for id, size in zip(ids, sizes * 3, strict=False)])
-    cache.drop(np.flatnonzero(there)[:2])
+    cache.drop(np.flatnonzero(resident)[:2])
 
 
-UNIFORM, VARIED = (4064,), (4064, 700, 20_000)
+def kill_at_lines(every: int, cache: SampleCache, before: Callable[[int], None], *work: Any) -> None:
+    """Kill a process that does `work` at every one of its lines, or at some, and look at what it leaves."""
+    for line in range(1, 2000, every):
+        before(line)
+        if (code := Child(killed_at_line, line, *work[:3], cache, line, *work[3:]).wait()) == 0:
+            break
+        assert code == -signal.SIGKILL
+        verify(cache)
+    assert line > 25
+    verify(cache)
 
 
-def kill_at_lines(every: int, place: str, policy: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
-    store = "memory" if place == "memory" else str(tmp_path)
-    example = EXAMPLE if sizes == UNIFORM else b"x" * 300
-    with make(NUM_IDS, 12 if sizes == UNIFORM else 200, policy=policy, example=example, store=store) as cache:
-        for line in range(1, 2000, every):
+@kinds
+@pytest.mark.parametrize(
+    ("place", "policy", "every"),
+    [("memory", "lru", 31), ("disk", "lru", 47), *(pytest.param(*kind, 1, marks=slow) for kind in
+     [("memory", "lru"), ("disk", "lru"), ("memory", "minio")])],
+)  # fmt: skip
+def test_a_writer_killed_at_every_line(
+    place: str, policy: str, every: int, sizes: tuple[int, ...], tmp_path: Path
+) -> None:
+    with cache_of(place, policy, sizes, tmp_path) as cache:
+
+        def before(line: int) -> None:
             if policy != "minio" or line % 3 == 1:  # one that evicts nothing is not full all the time
                 fill(cache, line, sizes, 2)
-            child = Child(killed_at_line, line, WRITING, "", one_of_each, cache, line, sizes)
-            if (code := child.wait()) == 0:
-                break
-            assert code == -signal.SIGKILL
-            verify(cache)
-        assert line > 25
-        verify(cache)
+
+        kill_at_lines(every, cache, before, WRITING, "", one_of_each, sizes)
 
 
-@pytest.mark.parametrize(("place", "sizes", "every"), [("memory", UNIFORM, 23), ("disk", VARIED, 37)])
-def test_a_writer_killed_at_some_lines(place: str, sizes: tuple[int, ...], every: int, tmp_path: Path) -> None:
-    kill_at_lines(every, place, "lru", sizes, tmp_path)
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=slow)])
+def test_recovery_killed_at_every_line(every: int, tmp_path: Path) -> None:
+    with cache_of("memory", "lru", VARIED, tmp_path) as cache:
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [UNIFORM, VARIED], ids=["uniform", "varied"])
-@pytest.mark.parametrize(("place", "policy"), [("memory", "lru"), ("disk", "lru"), ("memory", "minio")])
-def test_a_writer_killed_at_every_line(place: str, policy: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
-    kill_at_lines(1, place, policy, sizes, tmp_path)
-
-
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
-def test_recovery_killed_at_lines(every: int) -> None:
-    with make(NUM_IDS, 200, policy="lru", example=b"x" * 300) as cache:
-        for line in range(1, 2000, every):
+        def before(line: int) -> None:
             fill(cache, line, VARIED, 3)
             lost = Child(killed_at_line, 8, {space.__file__}, "_free", one_of_each, cache, line, VARIED)
             assert lost.wait() == -signal.SIGKILL
-            child = Child(killed_at_line, line, {space.__file__}, "recover", fill, cache, line, VARIED, 1)
-            if (code := child.wait()) == 0:
-                break
-            assert code == -signal.SIGKILL
-            verify(cache)
-        assert line > 25
-        verify(cache)
+
+        kill_at_lines(every, cache, before, {space.__file__}, "recover", fill, VARIED, 1)
 
 
-# -- at random points ------------------------------------------------------------------------------------------------
+# -- at random points -------------------------------------------------------------------------------------------------
 
 
-def kill_at_random(times: int, place: str, tmp_path: Path, sizes: tuple[int, ...]) -> None:
+@kinds
+@pytest.mark.parametrize(("place", "times"), [("memory", 6), ("disk", 6), *(
+    pytest.param(place, 300, marks=slow) for place in ("memory", "disk"))])  # fmt: skip
+def test_kills_at_random(place: str, times: int, sizes: tuple[int, ...], tmp_path: Path) -> None:
     rng = random.Random(times)
-    store = "memory" if place == "memory" else str(tmp_path)
-    example = EXAMPLE if sizes == UNIFORM else b"x" * 300
-    with make(NUM_IDS, 12 if sizes == UNIFORM else 200, policy="lru", example=example, store=store) as cache:
+    with cache_of(place, "lru", sizes, tmp_path) as cache:
         fill(cache, 0, sizes, 5)
         other = Child(fill_for_ever, cache, 1, sizes)  # goes on all the while
         for number in range(times):
@@ -151,27 +152,8 @@ def kill_at_random(times: int, place: str, tmp_path: Path, sizes: tuple[int, ...
             time.sleep(rng.uniform(0, 0.03))  # the instant of death
             child.kill()
             if number % 4 == 0:
-                in_child(read_all, cache)
+                assert Child(read_all, cache).wait() == 0
         other.kill()
-        in_child(verify, cache)
+        assert Child(verify, cache).wait() == 0
         verify(cache)
         assert cache.stats().evictions > 0
-
-
-def read_all(cache: SampleCache) -> None:
-    for id, value in enumerate(cache.get_many(np.arange(NUM_IDS))):
-        assert value is MISS or is_signed(id, value)
-
-
-@pytest.mark.parametrize(
-    ("place", "sizes"), [("memory", VARIED), ("disk", UNIFORM)], ids=["memory-varied", "disk-uniform"]
-)
-def test_some_kills(place: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
-    kill_at_random(8, place, tmp_path, sizes)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sizes", [UNIFORM, VARIED], ids=["uniform", "varied"])
-@pytest.mark.parametrize("place", ["memory", "disk"])
-def test_hundreds_of_kills(place: str, sizes: tuple[int, ...], tmp_path: Path) -> None:
-    kill_at_random(300, place, tmp_path, sizes)

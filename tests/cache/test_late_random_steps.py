@@ -1,7 +1,7 @@
 """A step that proves random late, and a mark that says it is not, wherever the samples are cached."""
 
-from __future__ import annotations
-
+import json
+import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from children import Child
 from redis_servers import Server, needs_server
 from stallfree.errors import StallfreeWarning
 from stallfree.ipc.folders import default_root, remove_unused
@@ -19,36 +20,18 @@ from unseen import fraction, unseen_ids
 
 COUNT = 64
 LATE = unseen_ids(COUNT)[-20]
+CALLS: list[int] = []
+"""What `Doubled` was called with in this process."""
 
 
 class Records(torch.utils.data.Dataset[Any]):
-    """Deterministic, and counts its fetches."""
-
-    def __init__(self) -> None:
-        self.fetched: list[int] = []
+    """Deterministic."""
 
     def __len__(self) -> int:
         return COUNT
 
     def __getitem__(self, id: int) -> Any:
-        self.fetched.append(id)
         return np.full(1000, id, np.float32)
-
-    def fingerprint(self) -> str:
-        return "records"
-
-
-class Calls:
-    """What a step was called with, which does not change what the step is."""
-
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-
-    def fingerprint(self) -> str:
-        return "calls"
-
-
-CALLS = Calls()
 
 
 class Shifted:
@@ -62,95 +45,131 @@ class Doubled:
     """Draws for one sample, and always gives the same output."""
 
     def __call__(self, record: Any) -> Any:
-        CALLS.ids.append(int(record[0]))
+        CALLS.append(int(record[0]))
         if record[0] == LATE:
             fraction()
         return 2 * record
 
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    (tmp_path / "server").mkdir()
-    with Server(tmp_path / "server") as server:
-        yield server
-
-
-Stores = dict[str, Any]
+    def fingerprint(self) -> str:
+        return "doubled"
 
 
 @pytest.fixture
-def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Stores]]:
-    """Makes the arguments of a cache that a later job finds again."""
-    kind = request.param
+def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], dict[str, Any]]]:
+    """Makes the arguments of a cache, the same for each process and for a later job."""
+    kind, _, persist = request.param.partition(" ")
+    server = None
+    if kind == "redis":
+        (tmp_path / "server").mkdir()
+        server = Server(tmp_path / "server")
 
-    def make() -> Stores:
-        if kind == "memory":
-            return {"persist": True}
-        if kind == "disk":
-            return {"persist": True, "store": tmp_path / "disk"}
+    def make() -> dict[str, Any]:
         if kind == "tier":
-            return {"store": sf.DiskTier(tmp_path / "tier", capacity="4MiB", persist=True)}
-        port = request.getfixturevalue("server").port
-        return {"store": sf.RedisStore(hosts=[{"host": "127.0.0.1", "port": port}])}
+            store = sf.DiskTier(tmp_path / "tier", capacity="4MiB", persist=bool(persist))
+            return {"store": store, "capacity": "128KiB"}
+        if server is not None:
+            return {"store": sf.RedisStore(hosts=[server.host]), "capacity": "128KiB"}
+        place = {"store": tmp_path / "disk"} if kind == "disk" else {}
+        return {**place, "capacity": "1MiB", "persist": bool(persist)}
 
     yield make
     for folder in default_root().iterdir():
         remove_unused(folder)
+    if server is not None:
+        server.close()
 
 
-STORES = ["memory", "disk", "tier", pytest.param("redis", marks=needs_server)]
+PERSISTENT = ["memory persists", "disk persists", "tier persists", pytest.param("redis", marks=needs_server)]
+processes = pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 
 
-def epoch(cached: sf.CachedDataset) -> Any:
-    """The samples of an epoch, by id."""
-    assert cached.cache is not None
-    samples = np.concatenate([np.asarray(batch) for batch in sf.DataLoader(cached, batch_size=8)])
-    if cached.cache.tier is not None:
-        cached.cache.tier.flush()
-    return samples
+class Job:
+    """One of some processes that use a cache at the same time."""
+
+    def __init__(self, number: int, count: int, meet: Any) -> None:
+        self.number, self.count, self._meet, self._seed = number, count, meet, 100 * number
+
+    def epochs(self, cached: sf.CachedDataset, count: int) -> list[Any]:
+        """The samples of some epochs, by id. Each ends when all processes have stored theirs."""
+        epochs = []
+        for _ in range(count):
+            self._seed += 1
+            epochs.append(np.concatenate([np.asarray(batch) for batch in sf.DataLoader(cached, 8, seed=self._seed)]))
+            assert cached.cache is not None
+            if cached.cache.tier is not None:
+                cached.cache.tier.flush()
+            self._meet.wait(60)
+        return epochs
 
 
-@pytest.mark.parametrize("options", STORES, indirect=True)
-@pytest.mark.parametrize("small", [False, True])
-def test_a_step_that_proves_random_late_moves_behind_the_cache(options: Callable[[], Stores], small: bool) -> None:
+def in_processes(count: int, work: Callable[[Job], Any], folder: Path) -> list[Any]:
+    """The results of `work`, and the warnings of this library, in some processes at once."""
+    meet = multiprocessing.Barrier(count)
+
+    def run(number: int) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            result = work(Job(number, count, meet))
+        said = [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
+        (folder / f"{number}.json").write_text(json.dumps([result, said]))
+
+    children = [Child(run, number) for number in range(count)]
+    assert [child.wait() for child in children] == [0] * count
+    return [json.loads((folder / f"{number}.json").read_text()) for number in range(count)]
+
+
+@processes
+@pytest.mark.parametrize(
+    "options",
+    ["memory", "disk", "tier", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PERSISTENT[:3]), PERSISTENT[3]],
+    indirect=True,
+)
+def test_a_step_that_proves_random_late_moves_behind_the_cache(
+    options: Callable[[], dict[str, Any]], processes: int, tmp_path: Path
+) -> None:
     """The data set stays what it was: its samples are cached, and it may be cached again."""
-    data, stores = Records(), options()
-    capacity = "128KiB" if small and hasattr(stores.get("store"), "attach") else "1MiB"
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with sf.CachedDataset(data, transform=Shifted(), capacity=capacity, **stores) as cached:
-            late = [float(epoch(cached)[LATE, 0]) for _ in range(4)]
-            before, hits = len(data.fetched), cached.stats().hits
-            late.append(float(epoch(cached)[LATE, 0]))
-            assert len(data.fetched) == before, "nothing is fetched any more"
-            assert cached.stats().hits - hits == COUNT
-    assert len(set(late)) == 5, "it draws anew in every epoch"
-    said = [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
-    assert len(said) == 1
-    assert "Shifted" in said[0]
-    assert "Records" not in said[0]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        sf.CachedDataset(data, capacity="1MiB", name="again").close()
+
+    def work(job: Job) -> list[float]:
+        data = Records()
+        with sf.CachedDataset(data, transform=Shifted(), **options()) as cached:
+            late = [float(epoch[LATE, 0]) for epoch in job.epochs(cached, 4)]
+            before = cached.stats()
+            late += [float(epoch[LATE, 0]) for epoch in job.epochs(cached, 1)]
+            after = cached.stats()
+            assert after.storage_reads == before.storage_reads, "nothing is fetched any more"
+            assert COUNT <= after.hits - before.hits <= job.count * COUNT
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            sf.CachedDataset(data, capacity="1MiB", name=f"again{job.number}").close()
+        return late
+
+    ran = in_processes(processes, work, tmp_path)
+    drawn = [value for late, _ in ran for value in late]
+    assert len(set(drawn)) == len(drawn) == 5 * processes, "it draws anew in every epoch"
+    for _, said in ran:
+        (message,) = said
+        assert "Shifted" in message
+        assert "Records" not in message
 
 
-@pytest.mark.parametrize("options", STORES, indirect=True)
-def test_a_mark_after_the_warning_is_heeded_by_the_next_job(options: Callable[[], Stores]) -> None:
+@processes
+@pytest.mark.parametrize("options", PERSISTENT, indirect=True)
+def test_a_mark_after_the_warning_is_heeded_by_the_next_job(
+    options: Callable[[], dict[str, Any]], processes: int, tmp_path: Path
+) -> None:
     """The mark gives a new cache, without the old verdict: the output is cached, as the warning promised."""
 
-    def job(*, mark: bool) -> list[str]:
+    def work(job: Job, mark: bool) -> list[int]:
         step = sf.mark_deterministic(Doubled()) if mark else Doubled()
-        with (
-            warnings.catch_warnings(record=True) as caught,
-            sf.CachedDataset(Records(), transform=step, capacity="1MiB", **options()) as cached,
-        ):
-            warnings.simplefilter("always")
+        with sf.CachedDataset(Records(), transform=step, **options()) as cached:
             for _ in range(3):
-                CALLS.ids.clear()
-                assert (epoch(cached)[:, 0] == 2 * np.arange(COUNT)).all()
-        return [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
+                CALLS.clear()
+                (epoch,) = job.epochs(cached, 1)
+                assert (epoch[:, 0] == 2 * np.arange(COUNT)).all()
+        return sorted(CALLS)
 
-    assert any("mark_deterministic" in said for said in job(mark=False))
-    assert sorted(CALLS.ids) == list(range(COUNT)), "it runs again for every sample"
-    assert job(mark=True) == []
-    assert CALLS.ids == [], "its output is cached"
+    for calls, said in in_processes(processes, lambda job: work(job, False), tmp_path):
+        assert calls == list(range(COUNT)), "it runs again for every sample"
+        assert any("mark_deterministic" in message for message in said)
+    ran = in_processes(processes, lambda job: work(job, True), tmp_path)
+    assert ran == [[[], []]] * processes, "its output is cached"

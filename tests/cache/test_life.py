@@ -1,20 +1,24 @@
-"""The life of a cache: attach by name, leave, persist, be swept, be refused; what may be stored and under which id."""
-
-from __future__ import annotations
+"""The life of a cache: attach by name, leave, persist, be listed and removed; counts are exact over all processes."""
 
 import gc
+import os
 import pickle
-import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from children import Child, Holder
+from cache_tools import make
+from children import Child, Holder, run_threads
+from stallfree.cache.layout import Count, Counters
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
+from stallfree.cache.store import caches_root, list_caches, remove
 from stallfree.errors import FingerprintError, InputError, StorageError
-from warm import Interpreter
+from stallfree.ipc.folders import default_root, sweep, user_root
+from stallfree.ipc.locks import FileLock
 
 
 def cache_of(name: str | None = "life", **arguments: Any) -> SampleCache:
@@ -22,51 +26,19 @@ def cache_of(name: str | None = "life", **arguments: Any) -> SampleCache:
     return SampleCache(given.pop("num_ids", 100), **given)
 
 
-def test_the_last_one_out_removes_it() -> None:
-    first, second = cache_of(), cache_of()
-    first.put_many([3], ["three"])
-    first.close()
-    first.close()
-    assert second.get_many([3])[0] == "three"
-    second.close()
-    assert not second.path.exists()
-    with cache_of() as third:
-        assert third.get_many([3])[0] is MISS
-
-
-def test_a_cache_that_was_not_closed_goes_with_its_last_object() -> None:
-    cache = cache_of()
-    path = cache.path
-    del cache
-    gc.collect()
-    assert not path.exists()
-
-
-def test_a_cache_that_was_not_closed_goes_with_the_process(store_root: Path, interpreter: Interpreter) -> None:
-    code = "from stallfree.cache import SampleCache; c = SampleCache(9, capacity='1MiB', fingerprint='x', name='exit')"
-    assert interpreter.run(code).code == 0
-    assert not (store_root / "exit").exists()
-
-
-def test_persistent_caches_stay_whoever_leaves_last() -> None:
-    first = cache_of(persist=True)
-    first.put_many([3], ["three"])
-    path = first.path
-    with cache_of() as second:
+def test_the_last_one_out_removes_it_unless_it_persists(store_root: Path) -> None:
+    for persist in (False, True):
+        first, second = cache_of(persist=persist), cache_of()
+        first.put_many([3], ["three"])
         first.close()
-        assert second.get_many([3])[0] == "three"
-    with cache_of() as third:
-        assert third.get_many([3])[0] == "three"
-    shutil.rmtree(path)
-
-
-def test_what_a_killed_process_leaves_is_swept_by_the_next_cache(store_root: Path) -> None:
-    other = Holder(lambda: cache_of("killed").close)
-    assert (store_root / "killed").is_dir()
-    other.kill()
-    assert (store_root / "killed").is_dir()
-    with cache_of("next"):
-        assert not (store_root / "killed").exists()
+        first.close()
+        assert second.get_many([3]) == ["three"]
+        del second
+        gc.collect()
+        assert (store_root / "life").exists() == persist
+        with cache_of() as third:
+            assert third.get_many([3]) == (["three"] if persist else [MISS])
+    remove(store_root, "life")
 
 
 def test_a_forked_child_that_closes_does_not_remove_its_parents_cache() -> None:
@@ -74,51 +46,149 @@ def test_a_forked_child_that_closes_does_not_remove_its_parents_cache() -> None:
         cache.put_many([3], ["three"])
 
         def child() -> None:
-            assert cache.get_many([3])[0] == "three"
+            assert cache.get_many([3]) == ["three"]
             assert cache.put_many([4], ["four"]).all()
             cache.close()
             with pytest.raises(InputError, match="is closed"):
-                cache.get_many([3])[0]
+                cache.get_many([3])
 
         assert Child(child).wait() == 0
-        assert cache.path.is_dir()
-        assert cache.get_many([4])[0] == "four"
+        assert cache.get_many([3, 4]) == ["three", "four"]
 
 
 def test_a_pickled_cache_is_attached_to() -> None:
     with cache_of() as cache:
         cache.put_many([3], ["three"])
-        with pickle.loads(pickle.dumps(cache)) as other:
-            assert other.get_many([3])[0] == "three"
-            assert other.policy.name == cache.policy.name
-        data = pickle.dumps(cache)
+        with pickle.loads(data := pickle.dumps(cache)) as other:
+            assert (other.get_many([3]), other.policy.name) == (["three"], cache.policy.name)
     with pytest.raises(StorageError, match="does not exist any more: the process that created it has closed it"):
         pickle.loads(data)
     assert pickle.loads(pickle.dumps(MISS)) is MISS
     assert repr(MISS) == "MISS"
 
 
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        ({"fingerprint": "elsewhere"}, r"holds other data: its fingerprint is data, yours is elsewhere.*cache rm life"),
-        ({"num_ids": 99}, "its number of samples is 100, yours is 99"),
-        ({"policy": "lru"}, "its policy is minio, yours is lru"),
-    ],
-)
-def test_a_name_that_belongs_to_other_data(other: dict[str, Any], message: str) -> None:
+def test_a_name_belongs_to_one_data_set_and_equal_data_have_one_name() -> None:
     with cache_of() as cache:
         cache.put_many([3], ["three"])
-        with pytest.raises(FingerprintError, match=message):
-            cache_of(**other)
-        assert cache.get_many([3])[0] == "three"
-
-
-def test_without_a_name_jobs_with_the_same_data_meet() -> None:
+        for other, message in (
+            ({"fingerprint": "elsewhere"}, r"its fingerprint is data, yours is elsewhere.*`stallfree cache rm life`"),
+            ({"num_ids": 99}, "its number of samples is 100, yours is 99"),
+            ({"policy": "lru"}, "its policy is minio, yours is lru"),
+        ):
+            with pytest.raises(FingerprintError, match=message):
+                cache_of(**other)
+        assert cache.get_many([3]) == ["three"]
     with cache_of(None) as first, cache_of(None) as second, cache_of(None, capacity="3MiB") as third:
         assert first.path == second.path != third.path
-
-
-def test_a_data_set_without_samples() -> None:
     with pytest.raises(InputError, match="at least one sample"):
         cache_of(num_ids=0)
+
+
+# -- administration ---------------------------------------------------------------------------------------------------
+
+
+def on_disk(store: Path, name: str, persist: bool = False) -> SampleCache:
+    return cache_of(name, store=store, persist=persist)
+
+
+def test_caches_are_listed_by_name_and_damaged_ones_too(tmp_path: Path) -> None:
+    root = caches_root(tmp_path)
+    assert (caches_root(), root) == (default_root(), user_root(tmp_path))
+    assert (list_caches(tmp_path / "nothing"), sweep(tmp_path / "nothing")) == ([], [])
+    on_disk(tmp_path, "b", persist=True).close()
+    (root / "b" / "meta.json").unlink()
+    (root / "photos").mkdir()
+    (root / ".new-1-a").mkdir()
+    (root / "notes.txt").touch()
+    with on_disk(tmp_path, "a") as cache:
+        cache.put_many([1, 2], ["a", "b"])
+        info, damaged = list_caches(root)
+        stats = cache.stats()
+    assert (info.name, info.path, info.in_use, info.persist) == ("a", cache.path, True, False)
+    assert (info.samples, info.resident_items, info.policy, info.fingerprint) == (100, 2, "minio", "data")
+    assert (info.used_bytes, info.capacity_bytes) == (stats.used_bytes, 2 << 20)
+    assert (damaged.name, damaged.fingerprint, damaged.persist, damaged.in_use) == ("b", "", True, False)
+    remove(root, "b")
+    assert list_caches(root) == []
+
+
+def test_only_unused_caches_and_nothing_else_is_removed(tmp_path: Path) -> None:
+    root, cache = caches_root(tmp_path), on_disk(tmp_path, "one", persist=True)
+    with pytest.raises(InputError, match=r"'one' in .* is in use: end the processes"):
+        remove(root, "one")
+    cache.close()
+    for folder in (root / "photos", tmp_path / "photos"):
+        folder.mkdir()
+        (folder / "cat.jpg").write_text("meow")
+    (root / "notes.txt").write_text("mine")
+    (root / "link").symlink_to(root / "photos")
+    for name in ("photos", "../photos", "notes.txt", ".hidden", "link"):
+        with pytest.raises(InputError):
+            remove(root, name)
+    assert sweep(root) == []
+    remove(root, "one")
+    with pytest.raises(InputError, match=r"no cache 'one' in .*: give one of the existing caches"):
+        remove(root, "one")
+    assert (root / "photos" / "cat.jpg").exists()
+    assert (root / "notes.txt").exists()
+
+
+def test_garbage_is_what_killed_processes_left(tmp_path: Path) -> None:
+    root = caches_root(tmp_path)
+    Holder(lambda: on_disk(tmp_path, "persistent", persist=True).close).kill()
+    lost, left = (Holder(lambda name=name: on_disk(tmp_path, name).close) for name in ("lost", "left"))
+    with on_disk(tmp_path, "used"):
+        lost.kill()
+        assert sweep(root) == ["lost"]
+        left.kill()
+        assert [info.name for info in list_caches(root)] == ["left", "persistent", "used"]
+    with on_disk(tmp_path, "next"):
+        assert [info.name for info in list_caches(root)] == ["next", "persistent"], "a new cache sweeps as well"
+
+
+# -- counts -----------------------------------------------------------------------------------------------------------
+
+ROUNDS = 10
+
+
+def work(cache: SampleCache) -> None:
+    """Each round: two hits, one miss, one fetch of ten bytes, one sample that is too large and rejected."""
+    for _ in range(ROUNDS):
+        cache.get_many([0, 9, 1])
+        cache.count_fetch(1, 10)
+        cache.put_many([9], [bytes(1 << 20)])
+
+
+def test_processes_living_and_dead_and_threads_are_all_counted() -> None:
+    with make(10, 4, example=b"x" * 300, name="counts") as cache, make(10, 4, example=b"x", name="counts") as other:
+        cache.put_many([0, 1], [b"zero", b"one"])
+        assert cache.stats().hit_ratio == 0
+        sent = pickle.dumps(cache)
+
+        def attach(how: int, dies: bool) -> None:
+            mine = [lambda: cache, lambda: cache_of("counts", capacity=0, num_ids=10), lambda: pickle.loads(sent)][
+                how
+            ]()
+            work(mine)
+            if dies:
+                os.kill(os.getpid(), signal.SIGKILL)
+            mine.close()
+
+        children = [Child(attach, how, dies) for how in range(3) for dies in (False, True)]
+        run_threads(*(lambda one=one: work(one) for one in (cache, other, cache)))
+        assert [child.wait() for child in children] == [0, -signal.SIGKILL] * 3
+        for stats in (cache.stats(), other.stats()):
+            counted = stats.hits, stats.misses, stats.storage_reads, stats.storage_bytes, stats.rejected
+            assert counted == tuple(9 * ROUNDS * each for each in (2, 1, 1, 10, 1))
+            assert stats.hit_ratio == pytest.approx(2 / 3)
+
+
+def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
+    rows = np.zeros((3, 16), np.int64)
+    lock = FileLock(tmp_path / "lock")
+    counters = [Counters(rows) for _ in range(4)]
+    for one in counters:
+        one.claim(lock)
+        one.add((Count.HITS, 1), (Count.MISSES, 2))
+    assert counters[0].totals()[:3] == [4, 8, 0]
+    lock.close()

@@ -1,7 +1,5 @@
 """Forks: what a child leaves to its parent, and calls in a forked process that ends with what they opened."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal
@@ -18,18 +16,20 @@ from children import Child
 from stallfree.ipc.forked import Owner, call_in_child, prepare_for_forks
 
 
-def test_the_result_and_what_the_call_changed() -> None:
+def test_the_result_and_what_the_call_changed(capfd: pytest.CaptureFixture[str]) -> None:
     changed: list[int] = []
 
     def call() -> Any:
         changed.append(1)
+        print("inside", end=" ")
         return os.getpid(), np.arange(3_000_000), torch.arange(5)
 
+    print("before", end=" ")
     pid, array, tensor = call_in_child(call, "the call")
+    print("after")
     assert pid != os.getpid()
-    assert array[-1] == 2_999_999
-    assert tensor.tolist() == [0, 1, 2, 3, 4]
-    assert changed == []
+    assert (array[-1], tensor.tolist(), changed) == (2_999_999, [0, 1, 2, 3, 4], [])
+    assert capfd.readouterr().out == "before inside after\n"
 
 
 @pytest.mark.parametrize("error", [ValueError("no", 3), KeyError("a"), KeyboardInterrupt(), SystemExit(3)])
@@ -48,21 +48,19 @@ def test_a_result_that_cannot_be_pickled() -> None:
         call_in_child(lambda: threading.Lock(), "the call")
 
 
-@pytest.mark.parametrize(
-    ("end", "how"),
-    [(lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL"), (lambda: os._exit(3), "exited with code 3")],
-)
-def test_a_process_that_ends(end: Any, how: str) -> None:
-    with pytest.raises(sf.WorkerError, match=f"the call was not finished: .*{how}"):
-        call_in_child(end, "the call")
-
-
-def test_a_process_of_a_program_that_ignores_its_children() -> None:
-    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_process_that_ends(ignored: bool) -> None:
+    """Also in a program that ignores how its children end."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN if ignored else signal.SIG_DFL)
     try:
         assert call_in_child(lambda: 5, "the call") == 5
-        with pytest.raises(sf.WorkerError, match="how it ended is not known"):
-            call_in_child(lambda: os._exit(3), "the call")
+        for end, how in (
+            (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL"),
+            (lambda: os._exit(3), "exited with code 3"),
+        ):
+            how = "how it ended is not known" if ignored else how
+            with pytest.raises(sf.WorkerError, match=f"the call was not finished: .*{how}"):
+                call_in_child(end, "the call")
     finally:
         signal.signal(signal.SIGCHLD, before)
 
@@ -102,13 +100,6 @@ def test_with_many_open_files(tmp_path: Path) -> None:
         for file in files:
             file.close()
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_what_was_printed_is_printed_once(capfd: pytest.CaptureFixture[str]) -> None:
-    print("before", end=" ")
-    call_in_child(lambda: print("inside", end=" "), "the call")
-    print("after")
-    assert capfd.readouterr().out == "before inside after\n"
 
 
 def test_what_a_child_leaves_to_its_parent() -> None:

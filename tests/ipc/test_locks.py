@@ -1,165 +1,138 @@
 """The lock between processes: exclusive, released by death, and kept when another object is closed."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from children import Child, Holder
+from children import Child, Holder, run_threads
 from stallfree.errors import WaitError
 from stallfree.ipc.locks import CLAIMS, FileLock
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lock"
+
+
+@pytest.fixture
+def locks(path: Path) -> Iterator[tuple[FileLock, FileLock]]:
+    """Two objects for one file."""
+    made = FileLock(path), FileLock(path)
+    yield made
+    for lock in made:
+        lock.close()
+        lock.close()
+
+
 def holder(path: Path) -> Holder:
-    """Another process that holds the lock and has claimed byte 7."""
+    """Another process that holds the lock, and has claimed the bytes 1, 2 and 7."""
 
     def begin() -> Callable[[], None]:
         lock = FileLock(path)
         held = lock.hold(30, "holding")
         held.__enter__()
-        assert lock.claim(7)
+        assert [lock.claim(7), lock.claim_any(), lock.claim_any()] == [True, 1, 2]
         return lambda: held.__exit__(None, None, None)
 
     return Holder(begin)
 
 
-def claimer(path: Path, count: int) -> Holder:
-    """Another process that has claimed the given number of bytes."""
-
-    def begin() -> Callable[[], None]:
-        lock = FileLock(path)
-        for _ in range(count):
-            lock.claim_any()
-        return lock.close
-
-    return Holder(begin)
-
-
-def counted_elsewhere(path: Path) -> int:
-    """Return the claims that a forked child sees, which include those of this process."""
+def taken_elsewhere(path: Path, *numbers: int) -> int:
+    """How many of some bytes a forked child, which inherits no claim, finds claimed."""
 
     def count() -> None:
         lock = FileLock(path)
-        os._exit(sum(not lock.claim(byte) for byte in range(1, CLAIMS + 1)))
+        os._exit(sum(not lock.claim(number) for number in numbers))
 
     return Child(count).wait()
 
 
-def is_free_elsewhere(path: Path, byte: int) -> bool:
-    """Return whether a forked child, which inherits no lock, can claim `byte`."""
-
-    def claim() -> None:
-        os._exit(0 if FileLock(path).claim(byte) else 3)
-
-    return Child(claim).wait() == 0
-
-
-def test_one_at_a_time_over_processes_and_threads(tmp_path: Path) -> None:
-    lock_file, file = tmp_path / "lock", tmp_path / "count"
+def test_one_at_a_time_over_processes_and_threads(path: Path, tmp_path: Path) -> None:
+    file = tmp_path / "count"
     file.write_text("0")
 
     def count() -> None:
-        lock = FileLock(lock_file)
+        lock = FileLock(path)
         for _ in range(75):
             with lock.hold(30, "counting"):
                 file.write_text(str(int(file.read_text()) + 1))
         lock.close()
 
     children = [Child(count) for _ in range(2)]
-    threads = [threading.Thread(target=count) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(count, count)
     assert [child.wait() for child in children] == [0, 0]
     assert file.read_text() == "300"
 
 
-def test_a_wait_has_a_limit_and_says_for_what(tmp_path: Path) -> None:
-    process = holder(tmp_path / "lock")
-    lock = FileLock(tmp_path / "lock")
+def test_a_wait_has_a_limit_and_death_frees_the_lock_and_the_claims(
+    path: Path, locks: tuple[FileLock, FileLock]
+) -> None:
+    process, (lock, other) = holder(path), locks
     with (
         pytest.raises(WaitError, match=r"storing: another process \(stopped\?\) held .*lock for 0.02 s"),
         lock.hold(0.02, "storing"),
     ):
         pass
-    process.end()
-    with lock.hold(30, "storing"):
-        pass
-    lock.close()
-
-
-def test_death_frees_the_lock_and_the_claims(tmp_path: Path) -> None:
-    process = holder(tmp_path / "lock")
-    lock = FileLock(tmp_path / "lock")
     assert not lock.claim(7)
     assert lock.claimed_elsewhere()
+    assert [lock.claim_any(), other.claim_any(), lock.claim_any()] == [3, 4, 5]
+    other.release(4)
+    assert lock.claim_any() == 4
     process.kill()
-    assert not lock.claimed_elsewhere()
-    assert lock.claim(7)
     with lock.hold(0, "storing"):
+        assert not lock.claimed_elsewhere(), "its own claims and holding do not count"
+    assert [lock.claim(7), lock.claim_any(), other.claim_any(), lock.claim_any()] == [True, 1, 2, 6]
+
+
+def test_threads_exclude_each_other_and_an_exception_frees_the_lock(locks: tuple[FileLock, FileLock]) -> None:
+    lock, other = locks
+    with lock.hold(1, "one"), pytest.raises(WaitError, match="two: another thread"), other.hold(0.02, "two"):
+        pass
+    with pytest.raises(KeyError), lock.hold(1, "one"):
+        raise KeyError
+    with other.hold(0, "two"):
         pass
     lock.close()
-
-
-def test_threads_of_one_process_exclude_each_other(tmp_path: Path) -> None:
-    first, second = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
-    with first.hold(1, "one"), pytest.raises(WaitError, match="two: another thread"), second.hold(0.02, "two"):
+    with pytest.raises(ValueError, match="is closed"), lock.hold(0, "three"):
         pass
-    first.close()
-    second.close()
 
 
-def test_closing_one_object_keeps_the_locks_of_another(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    first, second = FileLock(path), FileLock(path)
-    assert first.claim(3)
-    assert not second.claim(3)
-    assert second.claim(4)
-    second.close()
-    second.close()
-    assert not is_free_elsewhere(path, 3)
-    assert is_free_elsewhere(path, 4)  # what the closed object had claimed
-    first.release(3)
-    assert is_free_elsewhere(path, 3)
-    first.close()
-    assert not first.claim(3)
+def test_only_the_claimer_releases_and_closing_keeps_the_claims_of_others(
+    path: Path, locks: tuple[FileLock, FileLock]
+) -> None:
+    lock, other = locks
+    assert [lock.claim(3), other.claim(3), other.claim(4)] == [True, False, True]
+    other.release(3)
+    assert taken_elsewhere(path, 3, 4) == 2
+    other.close()
+    assert (taken_elsewhere(path, 3), taken_elsewhere(path, 4)) == (1, 0)
+    lock.release(3)
+    assert taken_elsewhere(path, 3) == 0
+    lock.close()
+    assert not lock.claim(3)
+    assert not lock.claimed_elsewhere()
 
 
-def test_only_the_claimer_releases(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    first, second = FileLock(path), FileLock(path)
-    assert first.claim(3)
-    second.release(3)
-    assert not is_free_elsewhere(path, 3)
-    first.close()
-    second.close()
-
-
-def test_a_forked_child_has_no_claims_and_takes_none_away(tmp_path: Path) -> None:
-    lock = FileLock(tmp_path / "lock")
+def test_a_forked_child_has_no_claims_and_takes_none_away(path: Path, locks: tuple[FileLock, FileLock]) -> None:
+    lock, _ = locks
     assert lock.claim(3)
 
     def child() -> None:
-        assert not lock.claim(3)
-        assert lock.claim(4)
-        assert lock.claimed_elsewhere()
+        assert [lock.claim(3), lock.claim(4), lock.claimed_elsewhere()] == [False, True, True]
         lock.release(3)
         lock.close()
 
     assert Child(child).wait() == 0
-    assert not is_free_elsewhere(tmp_path / "lock", 3)
-    lock.close()
+    assert taken_elsewhere(path, 3) == 1
 
 
-def test_a_fork_while_a_thread_holds_the_lock(tmp_path: Path) -> None:
-    lock = FileLock(tmp_path / "lock")
+def test_a_fork_while_a_thread_holds_the_lock(locks: tuple[FileLock, FileLock]) -> None:
+    lock, _ = locks
     held, done = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -170,62 +143,24 @@ def test_a_fork_while_a_thread_holds_the_lock(tmp_path: Path) -> None:
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
-
-    def child() -> None:
-        with lock.hold(30, "in the child"):  # waits for the parent's thread, not for its copy of it
-            pass
-
-    waiting = Child(child)
+    waiting = Child(lambda: lock.hold(30, "in the child").__enter__())  # waits for the thread, not for a copy of it
     done.set()
     thread.join()
     assert waiting.wait() == 0
-    lock.close()
 
 
-def test_the_lowest_free_byte_is_claimed(tmp_path: Path) -> None:
-    lock, other = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
-    process = claimer(tmp_path / "lock", 2)
-    assert [lock.claim_any(), other.claim_any(), lock.claim_any()] == [3, 4, 5]
-    other.release(4)
-    assert lock.claim_any() == 4
-    process.kill()
-    assert [lock.claim_any(), other.claim_any(), lock.claim_any()] == [1, 2, 6]
-    lock.close()
-    assert other.claim_any() == 1
-    other.close()
-
-
-def test_claims_of_others_are_seen(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    lock = FileLock(path)
-    assert lock.claim_any() == 1
-    assert not lock.claimed_elsewhere()  # its own do not count
-    process = claimer(path, 3)
-    assert lock.claimed_elsewhere()
-    process.kill()
-    with lock.hold(1, "looking"):  # which is not a claim
-        assert not lock.claimed_elsewhere()
-    lock.close()
-    assert not lock.claimed_elsewhere()
-
-
-def test_there_are_so_many_claims(tmp_path: Path) -> None:
-    path = tmp_path / "lock"
-    lock, other = FileLock(path), FileLock(path)
+def test_there_are_so_many_claims(path: Path, locks: tuple[FileLock, FileLock]) -> None:
+    lock, other = locks
     assert [lock.claim_any() for _ in range(CLAIMS)] == list(range(1, CLAIMS + 1))
     with pytest.raises(WaitError, match=rf"^all {CLAIMS} places in .*lock are taken by running processes: use fewer"):
         other.claim_any()
-    assert counted_elsewhere(path) == CLAIMS
+    assert taken_elsewhere(path, *range(1, CLAIMS + 1)) == CLAIMS
     lock.release(CLAIMS)
     assert other.claim_any() == CLAIMS
-    lock.close()
-    other.close()
 
 
-def test_threads_get_claims_of_their_own(tmp_path: Path) -> None:
+def test_threads_get_claims_of_their_own(path: Path, locks: tuple[FileLock, FileLock]) -> None:
     """No claim is lost when another byte is released at the same time."""
-    path = tmp_path / "lock"
-    locks = [FileLock(path) for _ in range(4)]
     kept: list[int] = []
 
     def claim(lock: FileLock) -> None:
@@ -233,59 +168,41 @@ def test_threads_get_claims_of_their_own(tmp_path: Path) -> None:
             lock.release(lock.claim_any())
         kept.append(lock.claim_any())
 
-    threads = [threading.Thread(target=claim, args=(lock,)) for lock in locks]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_threads(*(lambda lock=lock: claim(lock) for lock in (*locks, *locks)))
     assert len(set(kept)) == 4
-    assert counted_elsewhere(path) == 4
-    for lock in locks:
-        lock.close()
+    assert taken_elsewhere(path, *kept) == 4
 
 
-def test_a_claim_while_another_thread_gives_it_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_claim_while_another_thread_gives_it_back(
+    path: Path, locks: tuple[FileLock, FileLock], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A claim waits until the byte is unlocked: unlocking it later would lose the claim."""
-    path = tmp_path / "lock"
-    first, second = FileLock(path), FileLock(path)
-    assert first.claim_any() == 1
+    lock, other = locks
+    assert lock.claim_any() == 1
     got: list[int] = []
-    thread = threading.Thread(target=lambda: got.append(second.claim_any()))
-    plain = fcntl.lockf
+    thread = threading.Thread(target=lambda: got.append(other.claim_any()))
+    unpatched = fcntl.lockf
 
     def unlock(fd: int, how: int, *rest: int) -> None:
         if how == fcntl.LOCK_UN:
             thread.start()
             thread.join(0.1)  # long enough to come to its claim, if nothing keeps it back
-        plain(fd, how, *rest)
+        unpatched(fd, how, *rest)
 
     monkeypatch.setattr(fcntl, "lockf", unlock)
-    first.release(1)
+    lock.release(1)
     monkeypatch.undo()
     thread.join()
     assert got == [1]
-    assert counted_elsewhere(path) == 1
-    first.close()
-    second.close()
+    assert taken_elsewhere(path, 1) == 1
 
 
-def test_an_exception_frees_the_lock(tmp_path: Path) -> None:
-    lock = FileLock(tmp_path / "lock")
-    with pytest.raises(KeyError), lock.hold(1, "one"):
-        raise KeyError
-    with lock.hold(0, "two"):
-        pass
-    lock.close()
-    with pytest.raises(ValueError, match="is closed"), lock.hold(0, "three"):
-        pass
-
-
-def test_a_finalizer_may_close_one_while_another_is_opened(tmp_path: Path) -> None:
+def test_a_finalizer_may_close_one_while_another_is_opened(path: Path) -> None:
     """Garbage collection may run at any allocation, also while a lock of the same file is opened."""
 
     class Owner:
         def __init__(self) -> None:
-            self.lock = FileLock(tmp_path / "lock")
+            self.lock = FileLock(path)
             self.myself = self  # only the collector frees it
 
         def __del__(self) -> None:
@@ -296,7 +213,7 @@ def test_a_finalizer_may_close_one_while_another_is_opened(tmp_path: Path) -> No
     try:
         for _ in range(50):
             Owner()
-            lock = FileLock(tmp_path / "lock")
+            lock = FileLock(path)
             with lock.hold(1, "one"):
                 pass
             lock.close()

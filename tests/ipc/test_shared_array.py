@@ -1,7 +1,5 @@
 """Arrays that processes share, by a file or by starting one another, and what happens without room for them."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import pickle
@@ -15,49 +13,34 @@ from children import Child
 from stallfree.ipc.shared_array import SharedCounts, shared_array
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("full", [False, True])
+def test_two_with_one_file_share_if_there_is_room(full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def allocate(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
-    monkeypatch.setattr("stallfree.ipc.shared_array.allocate", allocate)
-
-
-def test_two_with_one_file_share(tmp_path: Path) -> None:
+    if full:
+        monkeypatch.setattr("stallfree.ipc.shared_array.allocate", allocate)
+        with pytest.raises(OSError, match="no space left"):
+            shared_array(tmp_path / "file", np.int64, 3, required=True)
     one, other = (shared_array(tmp_path / "file", np.int64, 3) for _ in range(2))
     one[1] = 7
-    assert other.tolist() == [0, 7, 0]
-
-
-@pytest.mark.usefixtures("full")
-def test_without_room_it_is_private_unless_it_is_required(tmp_path: Path) -> None:
-    one, other = (shared_array(tmp_path / "file", np.int64, 1) for _ in range(2))
-    one[0] = 7
-    assert other.tolist() == [0]
-    with pytest.raises(OSError, match="no space left"):
-        shared_array(tmp_path / "file", np.int64, 1, required=True)
-
-
-# -- counts -----------------------------------------------------------------------------------------------------------
+    assert other.tolist() == ([0, 0, 0] if full else [0, 7, 0])
 
 
 def count_up(counts: SharedCounts) -> None:
     counts.array[2] += 5
 
 
-def test_a_forked_process_shares_counts() -> None:
-    counts = SharedCounts(4)
-    assert Child(count_up, counts).wait() == 0
-    assert counts.array.tolist() == [0, 0, 5, 0]
-
-
-@pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_process_that_is_sent_counts_when_it_starts_shares_them(method: str) -> None:
     counts = SharedCounts(4)
-    process = multiprocessing.get_context(method).Process(target=count_up, args=(counts,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    if method == "fork":
+        assert Child(count_up, counts).wait() == 0
+    else:
+        process = multiprocessing.get_context(method).Process(target=count_up, args=(counts,))
+        process.start()
+        process.join()
+        assert process.exitcode == 0
     assert counts.array.tolist() == [0, 0, 5, 0]
 
 

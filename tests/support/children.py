@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -99,3 +100,22 @@ class Holder:
         """End it at once, and wait until it is gone."""
         self._child.kill()
         os.close(self._tell)
+
+
+def run_threads(*calls: Callable[[], object]) -> None:
+    """Make calls at the same time; raises the first error."""
+    errors: list[BaseException] = []
+
+    def run(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for error in errors:
+        raise error

@@ -221,3 +221,7 @@ def open_rows(here: Here, count: int, options: dict[str, Any]) -> None:
     """Make the data set, with no memory in front unless `options` say so."""
     options = {"capacity": 0, "store": here["store"], "name": "rows", **options}
     here["cached"] = sf.CachedDataset(Rows(here["folder"], count), **options)
+
+
+def stats_of(here: Here) -> Any:
+    return here["cached"].stats()

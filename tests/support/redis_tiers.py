@@ -61,10 +61,3 @@ def tier_of(store: RedisStore, name: str = "train", fingerprint: str = "f", coun
 def admin(server: Server) -> redis.Redis:
     """A client of redis-py for a test's own commands."""
     return redis.Redis.from_url(f"unix://{server.path}")
-
-
-def key_of(server: Server, id: int) -> bytes:
-    """The key of a sample on its server."""
-    with admin(server) as client:
-        (key,) = client.keys(f"stallfree:*:{id}")
-    return bytes(key)

@@ -1,7 +1,5 @@
 """Given servers that use TLS and ACL users."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import subprocess
@@ -31,29 +29,34 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates")
     for name, host in (("server", "localhost"), ("other", "localhost"), ("elsewhere", "elsewhere")):
         numbers = ",IP:127.0.0.1" if host == "localhost" else ""
-        subprocess.run(
-            ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-             "-subj", f"/CN={host}", "-days", "2",
-             "-addext", f"subjectAltName=DNS:{host}{numbers}",
-             "-keyout", folder / f"{name}.key", "-out", folder / f"{name}.pem"],
-            check=True, capture_output=True,
-        )  # fmt: skip
+        command = [
+            "openssl",
+            "req",
+            "-x509",
+            "-newkey",
+            "ec",
+            "-pkeyopt",
+            "ec_paramgen_curve:prime256v1",
+            "-nodes",
+            "-days",
+            "2",
+        ]
+        command += ["-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}{numbers}"]
+        command += ["-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem"]
+        subprocess.run(command, check=True, capture_output=True)
     return folder
 
 
 def lines(files: Path, name: str = "server") -> list[str]:
     """What a server's configuration needs for TLS."""
-    return [
-        f"tls-cert-file {files / name}.pem",
-        f"tls-key-file {files / name}.key",
-        f"tls-ca-cert-file {files / name}.pem",
-    ]
+    pem = files / f"{name}.pem"
+    return [f"tls-cert-file {pem}", f"tls-key-file {files / name}.key", f"tls-ca-cert-file {pem}"]
 
 
 @pytest.fixture
 def server(files: Path, tmp_path: Path) -> Iterator[Server]:
-    with Server(tmp_path, *lines(files)) as there:
-        yield there
+    with Server(tmp_path, *lines(files)) as server:
+        yield server
 
 
 def trusted(files: Path, server: Server, **options: Any) -> dict[str, Any]:
@@ -68,8 +71,7 @@ def test_values_of_all_sizes_by_tls(server: Server, files: Path) -> None:
     """A record of TLS has 16 KiB at most, and what was decrypted may wait where no poll sees it."""
     sizes = [1, 40, *(16384 + step for step in range(-70, 10, 3)), 65_536, 110_000, 600_000, 3_000_000]
     with RedisStore([trusted(files, server)], timeout=PATIENT) as store:
-        tier = tier_of(store)
-        ids = ALL[: len(sizes)]
+        tier, ids = tier_of(store), ALL[: len(sizes)]
         values = [np.random.default_rng(at).integers(0, 256, size, np.uint8) for at, size in enumerate(sizes)]
         assert tier.put_many(ids, list(map(record, values))).all()
         for _ in range(3):
@@ -93,15 +95,15 @@ def test_servers_that_are_not_who_they_should_be(server: Server, files: Path, tm
                 RedisStore([host])
 
 
-def use(tier: RedisTier) -> bool:
+def works(tier: RedisTier) -> bool:
     """Use all of a tier; whether all of it worked."""
-    if not put(tier, ALL).all() or held(tier) != ALL.tolist() or tier.status()[0].used_bytes == 0:
-        return False
-    tier.drop(ALL[:5])
-    if held(tier) != ALL[5:].tolist():
-        return False
-    tier.clear()
-    return held(tier) == [] and not tier.status()[0].lost
+    with contextlib.suppress(StorageError):
+        stored = put(tier, ALL).all() and held(tier) == ALL.tolist() and tier.status()[0].used_bytes > 0
+        tier.drop(ALL[:5])
+        left = held(tier) == ALL[5:].tolist()
+        tier.clear()
+        return bool(stored and left and held(tier) == [] and not tier.status()[0].lost)
+    return False
 
 
 def test_what_a_user_needs(tmp_path: Path) -> None:
@@ -113,7 +115,7 @@ def test_what_a_user_needs(tmp_path: Path) -> None:
         mine = {**server.host, "password": "word"}
         for user, db in (("worker", None), ("other", 3)):
             with RedisStore([{**mine, "username": user, "db": db}], timeout=PATIENT) as store:
-                assert use(tier_of(store))
+                assert works(tier_of(store))
         with pytest.raises(InputError, match="refuses access"):
             RedisStore([{**mine, "username": "worker", "db": 3}])
         for right in RIGHTS.split()[1:]:
@@ -123,10 +125,7 @@ def test_what_a_user_needs(tmp_path: Path) -> None:
                     RedisStore([{**mine, "username": "poor"}])
             elif right != "+get":  # which a Redis Cluster needs
                 with RedisStore([{**mine, "username": "poor"}], timeout=PATIENT) as store:
-                    works = False
-                    with contextlib.suppress(StorageError):
-                        works = use(tier_of(store))
-                    assert not works, right
+                    assert not works(tier_of(store)), right
 
 
 @needs_openssl

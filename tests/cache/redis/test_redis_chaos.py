@@ -1,7 +1,5 @@
 """Everything at once: readers, forked and killed, of two data sets of one name, while their servers are maltreated."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -22,8 +20,6 @@ from redis_servers import Server, needs_server
 from redis_tiers import admin, sample
 from stallfree.ipc.folders import default_root
 
-pytestmark = needs_server
-
 NUM = 1000
 BATCH = 64
 
@@ -42,6 +38,7 @@ class Samples(torch.utils.data.Dataset[tuple[np.ndarray, int]]):
         return sample(id, self.salt)
 
 
+@needs_server
 @pytest.mark.parametrize("reads", [4_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
@@ -63,12 +60,12 @@ def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
     assert min(harm.done[kind] for kind in Harm.KINDS) > 0
 
 
-# --- readers --------------------------------------------------------------------------------------------------------
+# -- readers ----------------------------------------------------------------------------------------------------------
 
 
 def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) -> None:
     """Be a node that reads both data sets, one of them with memory in front, until all harm was done."""
-    chance, done = random.Random(number), Counter[str]()
+    chance, done, helpers = random.Random(number), Counter[str](), list[Child]()
     os.environ["STALLFREE_ROOT"] = str(folder / f"node{number}")
     default_root().mkdir(0o700, parents=True)
     with contextlib.ExitStack() as stack:
@@ -78,7 +75,6 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
             for salt, capacity in enumerate((0, "600KB"))
         ]
         (folder / f"ready{number}").touch()
-        helpers: list[Child] = []
         while done["reads"] < reads or not (folder / "enough").exists() or min(done["forked"], done["killed"]) == 0:
             read_some(sets, chance)
             done["reads"] += BATCH
@@ -90,8 +86,7 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
                 helpers.pop(0).kill()
                 done["killed"] += 1
             elif step == 5:
-                cache = chance.choice(sets).cache
-                cache.tier.drop(np.array(chance.sample(range(NUM), 100)))
+                chance.choice(sets).cache.tier.drop(np.array(chance.sample(range(NUM), 100)))
             if len(helpers) > 3:
                 assert os.waitpid(helpers.pop(0).pid, 0)[1] == 0
         for helper in helpers:
@@ -118,7 +113,7 @@ def read_some(sets: list[sf.CachedDataset], chance: random.Random) -> None:
         array[:] = -1  # it is the reader's own
 
 
-# --- harm -----------------------------------------------------------------------------------------------------------
+# -- harm -------------------------------------------------------------------------------------------------------------
 
 
 class Harm:
@@ -146,61 +141,52 @@ class Harm:
             if self._over.wait(0.01):
                 return
         for kind in cycle(self.KINDS):
-            if self._over.wait(self._chance.uniform(0.0, 0.3)):
+            if self._over.wait(self._chance.uniform(0.0, 0.2)):
                 return
-            self.done[kind] += getattr(self, f"_{kind}")(self._chance.choice(self._servers))
+            self.done[kind] += self._do(kind, self._chance.choice(self._servers))
             if min(self.done[kind] for kind in self.KINDS) > 0:
                 (self._folder / "enough").touch()
 
-    def _kill(self, server: Server) -> int:
-        server.kill()
-        self._over.wait(self._chance.uniform(0.0, 1.0))
-        server.start()
-        return 1
+    def _wait(self, seconds: float) -> None:
+        self._over.wait(self._chance.uniform(0.0, seconds))
 
-    def _freeze(self, server: Server) -> int:
-        server.freeze()
-        self._over.wait(self._chance.uniform(0.0, 1.5))
-        server.thaw()
-        return 1
-
-    def _flush(self, server: Server) -> int:
+    def _do(self, kind: str, server: Server) -> int:
+        """Do harm to a server; how often."""
+        if kind in ("kill", "freeze"):
+            server.kill() if kind == "kill" else server.freeze()
+            self._wait(1.0 if kind == "kill" else 1.5)
+            server.start() if kind == "kill" else server.thaw()
+            return 1
         with admin(server) as client:
-            client.flushall()
+            if kind == "flush":
+                client.flushall()
+            elif kind == "disconnect":
+                client.client_kill_filter(_type="normal", skipme=True)
+            elif kind == "fill":
+                client.config_set("maxmemory", 1)
+                self._wait(0.5)
+                client.config_set("maxmemory", 0)
+            else:
+                return self._change(server, {"flip": self._flipped, "cut": self._cut, "swap": self._swapped()}[kind])
         return 1
 
-    def _disconnect(self, server: Server) -> int:
-        with admin(server) as client:
-            client.client_kill_filter(_type="normal", skipme=True)
-        return 1
+    def _flipped(self, value: bytes) -> bytes:
+        at, changed = self._chance.randrange(8 * len(value)), bytearray(value)
+        changed[at // 8] ^= 1 << at % 8
+        return bytes(changed)
 
-    def _fill(self, server: Server) -> int:
-        with admin(server) as client:
-            client.config_set("maxmemory", 1)
-            self._over.wait(self._chance.uniform(0.0, 0.5))
-            client.config_set("maxmemory", 0)
-        return 1
+    def _cut(self, value: bytes) -> bytes:
+        return value[: self._chance.randrange(len(value))]
 
-    def _flip(self, server: Server) -> int:
-        def flipped(value: bytes) -> bytes:
-            at, changed = self._chance.randrange(8 * len(value)), bytearray(value)
-            changed[at // 8] ^= 1 << at % 8
-            return bytes(changed)
-
-        return self._change(server, flipped)
-
-    def _cut(self, server: Server) -> int:
-        return self._change(server, lambda value: value[: self._chance.randrange(len(value))])
-
-    def _swap(self, server: Server) -> int:
-        """Give some keys the values of other samples and of the other data set."""
+    def _swapped(self) -> Callable[[bytes], bytes]:
+        """Gives keys the values of other samples and of the other data set."""
         before = [b""]
 
         def last(value: bytes) -> bytes:
             before.append(value)
             return before[-2] or value
 
-        return self._change(server, last)
+        return last
 
     def _change(self, server: Server, change: Callable[[bytes], bytes]) -> int:
         """Change a quarter of the values; how many."""

@@ -1,7 +1,5 @@
 """Training on two nodes with a server each: which samples come, from where, and what one node learns of another."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 import stallfree as sf
 from importance_tools import Residents
-from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows
+from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, stats_of
 from redis_servers import needs_server
 from stallfree.errors import StallfreeWarning, WaitError
 from stallfree.ipc.folders import default_root
@@ -40,56 +38,44 @@ def close_rows(here: Here) -> None:
     here["meet"].wait(LIMIT)
 
 
-# --- epochs ---------------------------------------------------------------------------------------------------------
+# -- epochs -----------------------------------------------------------------------------------------------------------
 
 
-def train(here: Here, library: str, options: dict[str, Any]) -> list[list[int]]:
+def train(here: Here, library: Any, options: dict[str, Any]) -> list[list[int]]:
     """The ids of three epochs. Each ends when everything that was read is stored."""
     cached, served = here["cached"], []
     sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=1)
-    module = torch.utils.data if library == "torch" else sf
-    loader: Any = module.DataLoader(cached, batch_size=8, sampler=sampler, **options)
+    loader = (sf if library == "sf" else torch.utils.data).DataLoader(cached, batch_size=8, sampler=sampler, **options)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         served.append([id for values, ids in loader for id in check_batch(values, ids)])
         cached.cache.tier.flush()
         here["meet"].wait(LIMIT)
-    if library != "torch":
+    if library == "sf":
         loader.close()
     return served
 
 
-def counts(here: Here) -> Any:
-    return here["cached"].stats()
-
-
-FORK = {"multiprocessing_context": "fork"}
-
-
 @pytest.mark.parametrize(
-    ("library", "capacity", "options"),
+    ("library", "capacity", "method"),
     [
-        ("stallfree", 0, {}),
-        ("stallfree", "8MiB", {"num_workers": 1, "persistent_workers": True, **FORK}),
-        pytest.param(
-            "stallfree",
-            0,
-            {"num_workers": 1, "multiprocessing_context": "spawn", "persistent_workers": True},
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("torch", 0, {"num_workers": 1, **FORK}, marks=pytest.mark.slow),
+        ("sf", 0, None),
+        ("sf", "8MiB", "fork"),
+        pytest.param("sf", 0, "spawn", marks=pytest.mark.slow),
+        pytest.param("torch", 0, "fork", marks=pytest.mark.slow),
     ],
 )
 def test_each_sample_comes_once_per_epoch_and_from_storage_once_in_all(
-    library: str, capacity: Any, options: dict[str, Any], pair: Job
+    library: str, capacity: Any, method: str | None, pair: Job
 ) -> None:
-    pair.run(open_rows, COUNT, {"capacity": capacity, "name": f"{library}-{capacity}-{len(options)}"})
+    options = {"num_workers": 1, "multiprocessing_context": method, "persistent_workers": library == "sf"}
+    pair.run(open_rows, COUNT, {"capacity": capacity, "name": f"{library}-{capacity}-{method}"})
     looked_at = set(pair.reads())
-    ran = pair.run(train, library, options)
+    ran = pair.run(train, library, options if method else {})
     for epoch in range(3):
         assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
     assert sorted(pair.reads()) == sorted({*range(COUNT)} - looked_at), "once by all nodes, and never after epoch 1"
-    stats = pair.run(counts)
+    stats = pair.run(stats_of)
     assert stats[0] == stats[1], "of a node"
     for node in stats[::2]:
         assert node.tier_rejected == node.evictions == node.damaged == 0
@@ -162,20 +148,16 @@ def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
         return getattr(cached.tier, "num_nodes", None), cached.cache.capacity
 
 
-def test_a_node_that_does_not_come_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Job(1)
-    try:
-        names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        for name, value in (names | {"MASTER_PORT": made.port}).items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 1.0)
-        with pytest.raises(WaitError, match="number 1 did not create the store"):
-            sf.RedisStore(capacity_per_node="64MiB")
-    finally:
-        made.close()
+def test_a_node_that_does_not_come_is_named(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in (names | {"MASTER_PORT": pair.port}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 0.5)
+    with pytest.raises(WaitError, match="number 1 did not create the store"):
+        sf.RedisStore(capacity_per_node="64MiB", name="alone")
 
 
-# --- a late random step ---------------------------------------------------------------------------------------------
+# -- a late random step -----------------------------------------------------------------------------------------------
 
 LATE = unseen_ids(COUNT)[-20]
 
@@ -214,7 +196,7 @@ def draw_late(here: Here) -> tuple[list[float], list[str]]:
     return draws, [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
 
 
-# --- importance -----------------------------------------------------------------------------------------------------
+# -- importance -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -229,31 +211,29 @@ class Drawn:
 
 
 def begin_importance(here: Here, options: dict[str, Any]) -> None:
-    limit = timedelta(seconds=LIMIT)
     place = {"init_method": f"file://{here['folder'] / 'ranks'}", "rank": here["number"], "world_size": here["count"]}
-    distributed.init_process_group("gloo", timeout=limit, **place)
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT), **place)
     sampler = sf.ImportanceSampler(COUNT, cache=here["cached"].cache, seed=3, max_age=20, **options)
     here["loader"] = sf.DataLoader(here["cached"], 6, sampler=sampler)
 
 
 def draw(here: Here, number: int) -> Drawn:
     """Train an epoch, and wait until all that was read is stored."""
-    loader, cache = here["loader"], here["cached"].cache
+    loader = here["loader"]
     batches = iter(loader)  # draws the plan, with all ranks
-    plan = loader.sampler.plan(number).ids.tolist()
-    resident = np.flatnonzero(loader.sampler._draw.resident).tolist()
-    served, weights, losses = [], [], []
+    drawn = Drawn(
+        loader.sampler.plan(number).ids.tolist(), np.flatnonzero(loader.sampler._draw.resident).tolist(), [], [], []
+    )
     for batch in batches:
         assert check_batch(*batch.data) == batch.ids.tolist()
         loss = 0.1 + ((batch.ids * 37 + number * 11) % 101).float() / 10
         loader.update(batch.ids, loss)
-        served += batch.ids.tolist()
-        weights += batch.weights.tolist()
-        losses += loss.tolist()
+        for kept, values in ((drawn.served, batch.ids), (drawn.weights, batch.weights), (drawn.losses, loss)):
+            kept.extend(values.tolist())
         distributed.all_reduce(loss.sum())  # as that of the gradients
-    cache.tier.flush()
+    here["cached"].cache.tier.flush()
     distributed.barrier()
-    return Drawn(plan, resident, served, weights, losses)
+    return drawn
 
 
 def end_importance(here: Here) -> None:
