@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 from cache_tools import make
-from children import Child, Holder, run_threads
+from children import Child, run_threads
 from stallfree.cache.layout import Count, Counters
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import caches_root, list_caches, remove
 from stallfree.errors import FingerprintError, InputError, StorageError
-from stallfree.ipc.folders import default_root, sweep, user_root
+from stallfree.ipc.folders import sweep
 from stallfree.ipc.locks import FileLock
 
 
@@ -84,66 +84,24 @@ def test_a_name_belongs_to_one_data_set_and_equal_data_have_one_name() -> None:
         cache_of(num_ids=0)
 
 
-# -- administration ---------------------------------------------------------------------------------------------------
-
-
-def on_disk(store: Path, name: str, persist: bool = False) -> SampleCache:
-    return cache_of(name, store=store, persist=persist)
-
-
-def test_caches_are_listed_by_name_and_damaged_ones_too(tmp_path: Path) -> None:
-    root = caches_root(tmp_path)
-    assert (caches_root(), root) == (default_root(), user_root(tmp_path))
-    assert (list_caches(tmp_path / "nothing"), sweep(tmp_path / "nothing")) == ([], [])
-    on_disk(tmp_path, "b", persist=True).close()
-    (root / "b" / "meta.json").unlink()
-    (root / "photos").mkdir()
-    (root / ".new-1-a").mkdir()
-    (root / "notes.txt").touch()
-    with on_disk(tmp_path, "a") as cache:
-        cache.put_many([1, 2], ["a", "b"])
-        info, damaged = list_caches(root)
-        stats = cache.stats()
-    assert (info.name, info.path, info.in_use, info.persist) == ("a", cache.path, True, False)
-    assert (info.samples, info.resident_items, info.policy, info.fingerprint) == (100, 2, "minio", "data")
-    assert (info.used_bytes, info.capacity_bytes) == (stats.used_bytes, 2 << 20)
-    assert (damaged.name, damaged.fingerprint, damaged.persist, damaged.in_use) == ("b", "", True, False)
-    remove(root, "b")
-    assert list_caches(root) == []
-
-
-def test_only_unused_caches_and_nothing_else_is_removed(tmp_path: Path) -> None:
-    root, cache = caches_root(tmp_path), on_disk(tmp_path, "one", persist=True)
-    with pytest.raises(InputError, match=r"'one' in .* is in use: end the processes"):
-        remove(root, "one")
-    cache.close()
-    for folder in (root / "photos", tmp_path / "photos"):
-        folder.mkdir()
-        (folder / "cat.jpg").write_text("meow")
-    (root / "notes.txt").write_text("mine")
-    (root / "link").symlink_to(root / "photos")
-    for name in ("photos", "../photos", "notes.txt", ".hidden", "link"):
-        with pytest.raises(InputError):
-            remove(root, name)
-    assert sweep(root) == []
-    remove(root, "one")
-    with pytest.raises(InputError, match=r"no cache 'one' in .*: give one of the existing caches"):
-        remove(root, "one")
+def test_what_is_no_cache_is_not_removed(tmp_path: Path) -> None:
+    """`stallfree cache` shows the rest: caches are listed, and removed if they are not in use."""
+    with cache_of("one", store=tmp_path) as cache:
+        root = caches_root(tmp_path)
+        for folder in (root / "photos", tmp_path / "photos", root / ".new-1-a"):
+            folder.mkdir()
+            (folder / "cat.jpg").write_text("meow")
+        (root / "notes.txt").write_text("mine")
+        (root / "link").symlink_to(root / "photos")
+        for name in ("photos", "../photos", "notes.txt", ".new-1-a", "link", "two"):
+            with pytest.raises(InputError, match=r"cannot name a cache|there is no cache"):
+                remove(root, name)
+        (info,) = list_caches(root)
+        assert (info.name, info.path, info.fingerprint, info.samples) == ("one", cache.path, "data", 100)
+        assert (info.used_bytes, info.capacity_bytes) == (cache.stats().used_bytes, 2 << 20)
+    assert sweep(root) == list_caches(root) == list_caches(tmp_path / "nothing") == []
     assert (root / "photos" / "cat.jpg").exists()
     assert (root / "notes.txt").exists()
-
-
-def test_garbage_is_what_killed_processes_left(tmp_path: Path) -> None:
-    root = caches_root(tmp_path)
-    Holder(lambda: on_disk(tmp_path, "persistent", persist=True).close).kill()
-    lost, left = (Holder(lambda name=name: on_disk(tmp_path, name).close) for name in ("lost", "left"))
-    with on_disk(tmp_path, "used"):
-        lost.kill()
-        assert sweep(root) == ["lost"]
-        left.kill()
-        assert [info.name for info in list_caches(root)] == ["left", "persistent", "used"]
-    with on_disk(tmp_path, "next"):
-        assert [info.name for info in list_caches(root)] == ["next", "persistent"], "a new cache sweeps as well"
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """Functions that run in the processes of the tests of `stallfree.ipc.process`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
@@ -31,9 +29,8 @@ def echo(parent: Parent, count: int) -> None:
 
 def identify(parent: Parent) -> None:
     """Send properties of this process."""
-    interrupted = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ended = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    parent.send(repr((os.getpid(), os.getsid(0), interrupted, ended)).encode())
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    parent.send(repr((os.getpid(), os.getsid(0), handlers == [signal.SIG_IGN, signal.SIG_DFL])).encode())
 
 
 def flood(parent: Parent, size: int) -> None:
@@ -43,9 +40,8 @@ def flood(parent: Parent, size: int) -> None:
         parent.send(bytes(size))
 
 
-def ignore(parent: Parent, file: Path | None = None) -> None:
-    """Report in, and ignore all messages."""
-    parent.report()
+def hang(parent: Parent, file: Path | None = None) -> None:
+    """Do not report in, and ignore all messages."""
     if file is not None:
         file.write_text(str(os.getpid()))
     while True:
@@ -54,27 +50,17 @@ def ignore(parent: Parent, file: Path | None = None) -> None:
 
 def lead(parent: Parent, file: Path) -> None:
     """Start a process that does not end by itself, and ignore all messages."""
-    if os.fork() == 0:
-        file.write_text(str(os.getpid()))
-        while True:
-            signal.pause()
-    ignore(parent)
+    if os.fork():
+        parent.report()
+        hang(parent)
+    hang(parent, file)
 
 
-def hang(parent: Parent) -> None:
-    """Do not report in."""
-    while True:
-        signal.pause()
-
-
-def fail(parent: Parent) -> None:
-    """Send a message instead of a report, or end."""
+def fail(parent: Parent, code: int = 0) -> None:
+    """Send a message instead of a report; or end with an exit code."""
+    if code:
+        os._exit(code)
     parent.send(b"cannot begin")
-
-
-def die(parent: Parent) -> None:
-    """End at once."""
-    os._exit(3)
 
 
 def listen(parent: Parent, out: Path) -> None:
@@ -110,8 +96,8 @@ def step(parent: Parent, file: Path) -> None:
     file.with_suffix(".end").touch()
 
 
-def start_and_wait(main: Any, context: Any, file: Path) -> None:
-    """Start a process, and wait to be killed."""
-    child = Child(main, file, context=context, name="test")
+def start_and_wait(context: Any, *mains: Any) -> None:
+    """Start processes, each given by its function and a file, and wait to be killed."""
+    children = [Child(main, file, context=context, name="test") for main, file in mains]
     threading.Event().wait()
-    child.end(0.0)
+    assert children

@@ -1,18 +1,21 @@
 """Shared folders: complete or missing, removed with the last process, and safe from other users."""
 
-from __future__ import annotations
-
 import fcntl
+import itertools
 import os
+import shutil
 import stat
-import threading
-from collections.abc import Iterator
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from children import Child, Holder
-from stallfree.errors import InputError, StorageError, WaitError
+import stallfree as sf
+from children import Child, Holder, run_threads
+from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
 from stallfree.ipc import folders
 from stallfree.ipc.folders import (
     SharedFolder,
@@ -20,6 +23,7 @@ from stallfree.ipc.folders import (
     in_use,
     is_persistent,
     is_root,
+    prepare_root,
     remove_unused,
     sweep,
     user_root,
@@ -41,11 +45,6 @@ def open_folder(root: Path, name: str = "one", *, persist: bool = False) -> Shar
     return SharedFolder(name, root=root, initialize=contents, persist=persist)
 
 
-def other_process(root: Path) -> Holder:
-    """Another process that stays attached until it is asked to leave, or killed."""
-    return Holder(lambda: open_folder(root).close)
-
-
 def test_the_first_makes_it_and_the_last_one_out_removes_it(root: Path) -> None:
     first, second = open_folder(root), open_folder(root)
     assert (first.created, second.created) == (True, False)
@@ -53,35 +52,21 @@ def test_the_first_makes_it_and_the_last_one_out_removes_it(root: Path) -> None:
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
     first.close()
     first.close()
-    assert in_use(second.path)
+    assert Child(second.close).wait() == 0, "a forked child removes nothing"
+    other = Holder(lambda: open_folder(root).close)
     second.close()
-    assert list(root.iterdir()) == []
-
-
-def test_another_process_keeps_it(root: Path) -> None:
-    other = other_process(root)
-    mine = open_folder(root)
-    assert not mine.created
-    mine.close()
-    assert in_use(root / "one")
-    assert sweep(root) == []
-    assert not remove_unused(root / "one")
+    assert (in_use(root / "one"), sweep(root), remove_unused(root / "one")) == (True, [], False)
     other.end()
     assert list(root.iterdir()) == []
-
-
-def test_what_a_killed_process_leaves_is_swept(root: Path) -> None:
-    other = other_process(root)
-    other.kill()
-    assert (root / "one").is_dir()
-    assert not in_use(root / "one")
+    Holder(lambda: open_folder(root).close).kill()
+    assert ((root / "one").is_dir(), in_use(root / "one")) == (True, False)
     assert sweep(root) == ["one"]
     assert list(root.iterdir()) == []
 
 
-def test_persistent_folders_stay_whoever_leaves_last(root: Path) -> None:
-    first = open_folder(root, persist=True)
-    second = open_folder(root)
+@pytest.mark.parametrize("later", [False, True])
+def test_persistent_folders_stay_whoever_leaves_last_and_asked_for_it(root: Path, later: bool) -> None:
+    first, second = open_folder(root, persist=not later), open_folder(root, persist=later)
     first.close()
     second.close()
     assert is_persistent(root / "one")
@@ -89,46 +74,20 @@ def test_persistent_folders_stay_whoever_leaves_last(root: Path) -> None:
     assert remove_unused(root / "one")
 
 
-def test_persistence_can_be_asked_for_later(root: Path) -> None:
-    first = open_folder(root)
-    second = open_folder(root, persist=True)
-    second.close()
-    first.close()
-    assert (root / "one" / "data").exists()
-    assert remove_unused(root / "one")
-
-
-def test_a_forked_child_does_not_remove_its_parents_folder(root: Path) -> None:
-    folder = open_folder(root)
-    assert Child(folder.close).wait() == 0
-    assert in_use(folder.path)
-    folder.close()
-    assert list(root.iterdir()) == []
-
-
 def test_nobody_sees_half_of_one(root: Path) -> None:
     """Threads attach and leave: an attached thread finds the folder complete, and in the end it is removed."""
-    errors: list[BaseException] = []
 
     def come_and_go() -> None:
-        try:
-            for _ in range(25):
-                folder = open_folder(root)
-                assert (folder.path / "data").read_text() == "whole"
-                folder.close()
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(25):
+            folder = open_folder(root)
+            assert (folder.path / "data").read_text() == "whole"
+            folder.close()
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    run_threads(*[come_and_go] * 4)
     assert list(root.iterdir()) == []
 
 
-def test_a_failure_while_it_is_made_leaves_nothing(root: Path) -> None:
+def test_a_failure_or_death_while_it_is_made_or_removed_leaves_nothing(root: Path) -> None:
     def full(folder: Path) -> None:
         (folder / "data").write_text("half")
         raise OSError(28, "No space left on device")
@@ -138,12 +97,9 @@ def test_a_failure_while_it_is_made_leaves_nothing(root: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         SharedFolder("one", root=root, initialize=lambda path: (_ for _ in ()).throw(KeyboardInterrupt))
     assert list(root.iterdir()) == []
-
-
-def test_folders_killed_while_they_were_made_or_removed_are_swept(root: Path) -> None:
-    gone = Child(lambda: None)
-    gone.wait()
-    for name in (f".new-{gone.pid}-aa", f".del-{gone.pid}-bb", f".del-{os.getpid()}-cc"):
+    dead = Child(lambda: None)
+    dead.wait()
+    for name in (f".new-{dead.pid}-aa", f".del-{dead.pid}-bb", f".del-{os.getpid()}-cc"):
         (root / name).mkdir()
         (root / name / "attached").touch()
     (root / f".new-{os.getpid()}-dd").mkdir()  # its maker is alive
@@ -151,17 +107,21 @@ def test_folders_killed_while_they_were_made_or_removed_are_swept(root: Path) ->
     assert [path.name for path in root.iterdir()] == [f".new-{os.getpid()}-dd"]
 
 
-def test_what_is_not_ours_is_left_alone(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_ours_is_left_alone_and_a_wait_has_a_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (root / "photos").mkdir()
     (root / "photos" / "cat.jpg").write_text("meow")
     (root / "notes.txt").write_text("mine")
     (root / "link").symlink_to(root / "photos")
     assert sweep(root) == []
     monkeypatch.setattr(folders, "ATTACH_SECONDS", 0.01)
-    for name in ("photos", "notes.txt", "link"):
+    (folder := open_folder(root, "locked", persist=True)).close()
+    fd = os.open(folder.path / "attached", os.O_RDWR)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    for name in ("photos", "notes.txt", "link", "locked"):
         assert not remove_unused(root / name)
-        with pytest.raises(WaitError, match="or no stallfree folder: give another name"):
+        with pytest.raises(WaitError, match=f"{name} is locked by a process, or no stallfree folder: give another"):
             open_folder(root, name)
+    os.close(fd)
     assert (root / "photos" / "cat.jpg").read_text() == "meow"
 
 
@@ -175,26 +135,25 @@ def test_a_folder_that_must_exist(root: Path) -> None:
     first.close()
 
 
-def test_a_wait_has_a_limit(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(folders, "ATTACH_SECONDS", 0.05)
-    folder = open_folder(root, persist=True)
-    folder.close()
-    fd = os.open(folder.path / "attached", os.O_RDWR)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    with pytest.raises(WaitError, match="one is locked by a process, or no stallfree folder"):
-        open_folder(root)
-    os.close(fd)
-
-
-@pytest.mark.parametrize(
-    "name", ["", ".", "..", ".hidden", "-x", "a/b", "a b", "../up", "x" * 121, "é", "a\n", None, 5]
-)
-def test_bad_names(root: Path, name: object) -> None:
-    with pytest.raises(InputError, match="cannot name a cache"):
-        SharedFolder(name, root=root, initialize=contents)  # type: ignore[arg-type]
+def test_names_and_places_that_cannot_be_used(tmp_path: Path, root: Path) -> None:
+    for name in ("", ".", "..", ".hidden", "-x", "a/b", "a b", "../up", "x" * 121, "é", "a\n", None, 5):
+        with pytest.raises(InputError, match="cannot name a cache"):
+            open_folder(root, name)  # type: ignore[arg-type]
+    for store in ("redis://localhost:6379", Path("redis://localhost"), "localhost:6379", "", "a\0b"):
+        with pytest.raises(InputError, match=r"^store=.*: give 'memory', the path of a folder, a DiskTier or a Redis"):
+            user_root(store)
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(root)
+    for name in ("file", "link"):
+        with pytest.raises(StorageError, match="cannot be made"):
+            open_folder(tmp_path / name)
+        assert not is_root(tmp_path / name)
 
 
 # -- the root ---------------------------------------------------------------------------------------------------------
+
+STRANGER, OVERFLOW = 12345, 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 
 
 def test_the_folders_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,25 +164,130 @@ def test_the_folders_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("STALLFREE_ROOT")
     assert default_root().name == mine
     assert user_root(tmp_path / "link") == tmp_path / mine
-
-
-@pytest.mark.parametrize("store", ["redis://localhost:6379", Path("redis://localhost"), "localhost:6379", "", "a\0b"])
-def test_a_store_that_is_no_folder(store: object) -> None:
-    with pytest.raises(InputError, match=r"^store=.*: give 'memory', the path of a folder, a DiskTier or a RedisStore"):
-        user_root(store)  # type: ignore[arg-type]
-
-
-def test_the_root_and_what_is_above_it_are_made_private(tmp_path: Path) -> None:
+    assert prepare_root(tmp_path / "link" / "mine") == tmp_path / "mine"
     umask = os.umask(0o002)
     open_folder(tmp_path / "a" / "b").close()
     os.umask(umask)
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o700}
 
 
-def test_a_root_that_is_a_file_or_a_link(tmp_path: Path, root: Path) -> None:
-    (tmp_path / "file").touch()
-    (tmp_path / "link").symlink_to(root)
-    for name in ("file", "link"):
-        with pytest.raises(StorageError, match="cannot be made"):
-            open_folder(tmp_path / name)
-        assert not is_root(tmp_path / name)
+USES: dict[str, Callable[[], Any]] = {
+    "cache": lambda: sf.CachedDataset([0] * 8, capacity="1MiB"),
+    "group": lambda: sf.SharedLoader([0] * 8, group="owned", batch_size=2),
+    "loader": lambda: list(sf.DataLoader([0] * 8, num_workers=1)),
+    "list": lambda: is_root(default_root()),
+    "sweep": lambda: sweep(default_root()),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_root_that_others_may_replace(root: Path, use: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STALLFREE_ROOT", str(root))
+    default_root().mkdir(mode=0o700)
+    root.chmod(0o777)
+    with pytest.raises(FingerprintError, match=rf"other users may write to the folder {root} .*mode 777.*`chmod go-w"):
+        USES[use]()
+    assert list(default_root().iterdir()) == []
+
+
+def test_modes_of_folders(root: Path) -> None:
+    for mode in (0o1777, 0o1770, 0o755, 0o700, 0o711):
+        root.chmod(mode)
+        assert prepare_root(root / "mine") == root / "mine"
+    for mode in (0o777, 0o757, 0o775):
+        root.chmod(mode)
+        for below in (root / "mine", root / "a" / "b"):
+            with pytest.raises(FingerprintError, match=rf"the folder {root} above {below} \(mode {mode:o}\)"):
+                prepare_root(below)
+        for sticky in (0, 0o1000):  # which would let others write to the root itself
+            root.chmod(mode | sticky)
+            with pytest.raises(FingerprintError, match=rf"other users may write to the folder {root} \(mode"):
+                prepare_root(root)
+
+
+def test_an_acl_that_lets_another_user_write(root: Path) -> None:
+    """It shows in the mode of the group."""
+    set_acl = shutil.which("setfacl")
+    if set_acl is None or subprocess.run([set_acl, "-m", f"u:{STRANGER}:rwx", root], capture_output=True).returncode:
+        pytest.skip("no ACLs here")
+    with pytest.raises(FingerprintError, match="other users may write"):
+        prepare_root(root / "mine")
+
+
+@as_root
+def test_folders_of_another_user_and_of_a_container_with_users_of_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.chown(root, STRANGER, -1)
+    for mode in (0o700, 0o1777):  # the owner may rename in a sticky folder too
+        root.chmod(mode)
+        with pytest.raises(FingerprintError, match=f"{root} above .* belongs to user {STRANGER}, who could replace"):
+            prepare_root(root / "mine")
+    with pytest.raises(FingerprintError, match=rf"{root} belongs to user {STRANGER}, .*; you are user 0"):
+        SharedFolder("one", root=root, initialize=None)
+    os.chown(root, OVERFLOW, -1)
+    with pytest.raises(FingerprintError, match=f"belongs to user {OVERFLOW}"):
+        prepare_root(root / "mine")
+    monkeypatch.setattr(Path, "read_text", lambda path: " 0 1000 1\n 1 100000 65536\n")
+    assert prepare_root(root / "mine").is_dir()
+    with pytest.raises(FingerprintError, match=f"belongs to user {OVERFLOW}"):
+        prepare_root(root)
+
+
+@pytest.fixture
+def public() -> Iterator[Path]:
+    """A folder that another user can access."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))
+    folder.chmod(0o755)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def swap(place: Path) -> None:
+    """The actions with which another user could put a forged folder in place of the victim's."""
+    os.setuid(STRANGER)
+    try:
+        (place / "mine").rename(place / "away")
+        (place / "forged").rename(place / "mine")
+    except OSError:
+        os._exit(1)
+
+
+@as_root
+@pytest.mark.parametrize("mode", [0o1777, 0o777])
+def test_a_swap_between_any_two_system_calls(public: Path, mode: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run swaps the folder before another one of the calls that inspect a path."""
+    for number in itertools.count():
+        place, count = public / str(number), itertools.count()
+        for name, owner in (("mine", 0), ("forged", STRANGER)):
+            root = place / name
+            root.mkdir(mode=0o700, parents=True)
+            SharedFolder("one", root=root, initialize=lambda path: path.chmod(0o700), persist=True).close()
+            (root / "one" / "data").write_text(name)
+            os.chown(root, owner, -1)
+        place.chmod(mode)
+        results: list[int] = []
+
+        def with_swap(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*arguments: Any, **named: Any) -> Any:
+                if next(count) == number:  # noqa: B023
+                    results.append(Child(swap, place).wait())  # noqa: B023
+                return call(*arguments, **named)
+
+            return wrapped
+
+        with monkeypatch.context() as patch:
+            for call in ("open", "mkdir", "stat", "lstat", "fstat", "listdir", "rename"):
+                patch.setattr(os, call, with_swap(getattr(os, call)))
+            try:
+                folder = SharedFolder("one", root=place / "mine", initialize=None)
+            except FingerprintError:
+                assert mode == 0o777
+            else:
+                assert mode == 0o1777
+                assert (folder.path / "data").read_text() == "mine"
+                folder.close()
+        if not results:
+            assert number > 5
+            return
+        assert results == [0 if mode == 0o777 else 1]

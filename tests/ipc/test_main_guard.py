@@ -1,9 +1,8 @@
 """Scripts without `if __name__ == "__main__":`, whose processes import them again: one message, soon, and no hang.
 
 Each script runs as a program. It would do what it does again in each process that "spawn" or "forkserver" starts.
+`test_process.py` checks every day what the library notices; here the slow tests run the scripts.
 """
-
-from __future__ import annotations
 
 import os
 import subprocess
@@ -12,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
 PATIENCE = 100.0
 """Seconds after which a program counts as hung: each of its processes imports torch."""
 
@@ -20,13 +20,15 @@ GUARD = "under `if __name__ == '__main__':`"
 
 LOADER = """
 loader = sf.DataLoader(list(range(6)), batch_size=2, num_workers=2, multiprocessing_context=method)
+print(sorted(int(x) for batch in loader for x in batch))
 """
-SCRIPTS = {
-    "loader": LOADER + "print(sorted(int(x) for batch in loader for x in batch))",
-    "large data": """
+LARGE = """
 loader = sf.DataLoader(list(range(300_000)), batch_size=2, num_workers=1, multiprocessing_context=method)
 next(iter(loader))
-""",
+"""
+SCRIPTS = {
+    "loader": LOADER,
+    "large data": LARGE,
     "shared loader": """
 loader = sf.SharedLoader(list(range(6)), group="unguarded", batch_size=2, multiprocessing_context=method, timeout=50)
 print(sorted(int(x) for batch in loader for x in batch))
@@ -44,46 +46,19 @@ def make():
     return [1, 2, 3]
 print(list(sf.ProcessPrefetcher(make, "cpu")))
 """,
-    "torch's loader": """
-import torch.utils.data as tud
-loader = sf.DataLoader(list(range(6)), batch_size=2, num_workers=1, multiprocessing_context=method)
-if __name__ != "__main__":
-    loader = tud.DataLoader(list(range(6)), batch_size=2, num_workers=1, multiprocessing_context=method)
-list(loader)
-""",
-    "an error of the script": """
-if __name__ != "__main__":
-    raise RuntimeError("not here")
-loader = sf.DataLoader(list(range(300_000)), batch_size=2, num_workers=1, multiprocessing_context=method)
-next(iter(loader))
-""",
 }
-slow = pytest.mark.slow
+methods = pytest.mark.parametrize("method", ["forkserver", "spawn"])
 
 
 def run(folder: Path, program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     script = folder / "train.py"
     script.write_text("import sys\nimport stallfree as sf\nmethod = sys.argv[1]\n" + program)
-    command = [sys.executable, str(script), *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=PATIENCE, env=os.environ | environment, cwd=folder
-    )
+    command, environment = [sys.executable, str(script), *arguments], os.environ | environment
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, env=environment, cwd=folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "method"),
-    [
-        pytest.param("loader", "forkserver", marks=slow),
-        pytest.param("loader", "spawn", marks=slow),
-        ("large data", "spawn"),
-        pytest.param("large data", "forkserver", marks=slow),
-        ("shared loader", "forkserver"),
-        pytest.param("shared loader", "spawn", marks=slow),
-        pytest.param("Smart Cache", "forkserver", marks=slow),
-        pytest.param("Smart Cache", "spawn", marks=slow),
-        pytest.param("process prefetcher", "spawn", marks=slow),
-    ],
-)
+@methods
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_without_a_guard_is_told_so_once(name: str, method: str, tmp_path: Path) -> None:
     done = run(tmp_path, SCRIPTS[name], method)
     assert done.returncode == 1
@@ -92,42 +67,39 @@ def test_a_script_without_a_guard_is_told_so_once(name: str, method: str, tmp_pa
     assert len(done.stderr.splitlines()) < MOST_LINES, done.stderr
 
 
-@slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
-@pytest.mark.parametrize("name", ["torch's loader", "an error of the script"])
-def test_a_process_that_cannot_import_the_script_is_started_once(name: str, method: str, tmp_path: Path) -> None:
+@methods
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [
+        ("from torch.utils.data import DataLoader as L; iter(L([1], num_workers=1, multiprocessing_context=method))",
+         "before the\n        current process has finished"),
+        ("raise RuntimeError('not here')", "RuntimeError: not here"),
+    ],
+)  # fmt: skip
+def test_a_process_that_cannot_import_the_script_is_started_once(
+    start: str, why: str, method: str, tmp_path: Path
+) -> None:
     """Others would end in the same way. Its output says why."""
-    done = run(tmp_path, SCRIPTS[name], method)
+    done = run(tmp_path, f"if __name__ != '__main__':\n    {start}\n{LARGE}", method)
     assert done.returncode == 1
-    why = {
-        "torch's loader": "before the\n        current process has finished",
-        "an error of the script": "RuntimeError: not here",
-    }
-    assert done.stderr.count(why[name]) == 1, done.stderr
+    assert done.stderr.count(why) == 1, done.stderr
     assert "train.py again: put what is to run once" in done.stderr.splitlines()[-2]
 
 
-@slow
 def test_a_process_of_the_user_raises_the_error(tmp_path: Path) -> None:
-    done = run(
-        tmp_path,
-        """
+    program = """
 import multiprocessing
 if __name__ == "__main__":
     process = multiprocessing.get_context(method).Process(target=print)
     process.start()
     process.join()
 else:
-"""
-        + "".join(f"    {line}\n" for line in SCRIPTS["loader"].strip().splitlines()),
-        "spawn",
-    )
-    lines = done.stderr.splitlines()
+""" + "".join(f"    {line}\n" for line in LOADER.strip().splitlines())
+    lines = run(tmp_path, program, "spawn").stderr.splitlines()
     assert "stallfree.errors.WorkerError: this process, started by 'spawn', starts another one" in lines[-2]
     assert GUARD in lines[-2]
 
 
-@slow
 def test_a_fork_server_that_imports_the_script(tmp_path: Path) -> None:
     """As those of Python 3.14 do, before they have started any process."""
     (tmp_path / "as_in_3_14.py").write_text(
@@ -135,15 +107,14 @@ def test_a_fork_server_that_imports_the_script(tmp_path: Path) -> None:
         "process.current_process()._inheriting = True\n"
         "spawn.import_main_path(os.environ['SCRIPT'])\n"
     )
-    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + SCRIPTS["loader"]
-    script = str(tmp_path / "train.py")
-    done = run(tmp_path, program, "forkserver", SCRIPT=script, PYTHONPATH=f"{tmp_path}:{os.environ['PYTHONPATH']}")
+    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + LOADER
+    places = {"SCRIPT": str(tmp_path / "train.py"), "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    done = run(tmp_path, program, "forkserver", **places)
     assert done.returncode == 1
     assert GUARD in done.stderr.splitlines()[-2], done.stderr
 
 
-@slow
-@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@methods
 def test_with_a_guard_much_is_sent(method: str, tmp_path: Path) -> None:
     """More than one process may receive at a time."""
     program = """

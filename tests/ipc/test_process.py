@@ -1,7 +1,5 @@
 """Processes that end with their parent, and process its messages until then."""
 
-from __future__ import annotations
-
 import ast
 import multiprocessing
 import os
@@ -23,7 +21,7 @@ from stallfree.ipc import process
 from stallfree.ipc.process import Child, Parent
 
 PATIENCE = 60.0
-METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+slow = pytest.mark.slow
 
 
 def start(main: Callable[..., None], *arguments: Any, method: str = "fork", **options: Any) -> Child:
@@ -46,6 +44,11 @@ def wait_for(what: Callable[[], bool]) -> None:
     while not what():
         assert time.monotonic() < deadline
         time.sleep(0.001)
+
+
+def pid_in(file: Path) -> int:
+    wait_for(lambda: file.exists() and file.read_text() != "")
+    return int(file.read_text())
 
 
 def gone(pid: int) -> bool:
@@ -73,12 +76,13 @@ def test_how_processes_start(
     assert process.context_of(given, requested=requested).get_start_method() == expected
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_messages_both_ways(method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "leads"), [("fork", True), ("forkserver", False), pytest.param("spawn", True, marks=slow)]
+)
+def test_messages_both_ways(method: str, leads: bool) -> None:
     child = start(mains.echo, 5, method=method)
     assert child.wait_until_reported(PATIENCE) is None
-    assert child.reported
-    assert child.alive
+    assert (child.reported, child.alive) == (True, True)
     child.send(b"a", b"b" * 100_000)
     child.send(b"c")
     assert [len(received(child)) for _ in range(3)] == [3, 100_002, 3]
@@ -86,16 +90,9 @@ def test_messages_both_ways(method: str) -> None:
     assert (child.alive, child.exit_code) == (False, 0)
     child.end(soon())
     child.send(b"lost")
-
-
-@pytest.mark.parametrize(
-    ("method", "leads"), [("fork", True), ("forkserver", False), pytest.param("spawn", True, marks=pytest.mark.slow)]
-)
-def test_what_it_is(method: str, leads: bool) -> None:
     child = start(mains.identify, method=method, leads=leads)
-    pid, session, interrupted, ended = ast.literal_eval(received(child).decode())
-    assert (pid, interrupted, ended) == (child.pid, True, True)
-    assert (session == pid) == leads
+    pid, session, handlers_are_reset = ast.literal_eval(received(child).decode())
+    assert (pid, session == pid, handlers_are_reset) == (child.pid, leads, True)
     child.end(soon())
 
 
@@ -110,22 +107,17 @@ def test_an_end_that_was_asked_for_comes_after_the_messages(tmp_path: Path) -> N
     assert book.read_text().split() == ["x", "y" * 1_000_000, "None", "ended"]
 
 
-def test_it_may_send_while_it_shall_end() -> None:
-    child = start(mains.flood, 1_000_000)
+def test_one_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
+    child = start(mains.lead, file := tmp_path / "pid", leads=True)
     child.wait_until_reported(PATIENCE)
-    deadline = time.monotonic() + 0.2
-    child.end(deadline)
-    assert child.exit_code in (-signal.SIGKILL, 1)  # killed, or its last message was not received
-
-
-def test_one_that_does_not_end_is_killed(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    child = start(mains.lead, file, leads=True)
-    child.wait_until_reported(PATIENCE)
-    wait_for(lambda: file.exists() and file.read_text() != "")
+    pid = pid_in(file)
     child.end(time.monotonic() + 0.01)
     assert child.exit_code == -signal.SIGKILL
-    wait_for(lambda: gone(int(file.read_text())))  # what it started is killed, too
+    wait_for(lambda: gone(pid))
+    child = start(mains.flood, 1_000_000)  # it may send while it shall end
+    child.wait_until_reported(PATIENCE)
+    child.end(time.monotonic() + 0.2)
+    assert child.exit_code in (-signal.SIGKILL, 1)  # killed, or its last message was not received
 
 
 # -- reporting in -----------------------------------------------------------------------------------------------------
@@ -143,11 +135,8 @@ def test_one_that_does_not_report_in_is_overdue(monkeypatch: pytest.MonkeyPatch)
     assert child.overdue
     child.end(1e9)  # it is not waited for
     assert child.exit_code == -signal.SIGKILL
-
-
-def test_one_that_is_not_forked_has_time() -> None:
     child = start(mains.echo, 0, method="forkserver")
-    assert child._due == float("inf")
+    assert child.wait_until_reported(PATIENCE) is None, "one that is not forked has time"
     child.end(soon())
 
 
@@ -155,38 +144,58 @@ def test_a_start_that_fails() -> None:
     child = start(mains.fail)
     assert child.wait_until_reported(PATIENCE) == b"cannot begin"
     child.end(soon())
-    child = start(mains.die)
+    child = start(mains.fail, 3)
     with pytest.raises(EOFError):
         child.wait_until_reported(PATIENCE)
     assert child.join(PATIENCE) == 3
     child.end(soon())
     assert child.exit_code == 3
-
-
-def test_parts_that_cannot_be_pickled_are_named() -> None:
     lock = threading.Lock()
-    with pytest.raises(
-        sf.InputError, match=r"^the data set cannot be sent to a process started by 'forkserver': .*lock"
-    ):
+    message = r"^the data set cannot be sent to a process started by 'forkserver': .*lock"
+    with pytest.raises(sf.InputError, match=message):
         start(mains.echo, lock, method="forkserver", parts=[("collate_fn", int), ("the data set", lock)])
     with pytest.raises(TypeError, match="lock"):
         start(mains.echo, lock, method="forkserver")
 
 
+def test_a_script_without_a_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen by a process that ends at its start, and by those that such a script would start while it is imported."""
+    guard = r"again: put what is to run once under `if __name__ == '__main__':`"
+    child = start(mains.fail, 1, method="forkserver")
+    with pytest.raises(sf.WorkerError, match=f"started by 'forkserver' ended with exit code 1 at its start.*{guard}"):
+        child.wait_until_reported(PATIENCE)
+    child.end(soon())
+
+    def fork_server_ends(self: Any) -> None:
+        raise EOFError
+
+    monkeypatch.setattr(multiprocessing.get_context("forkserver").Process, "start", fork_server_ends)
+    with pytest.raises(sf.WorkerError, match=f"the fork server ended.*{guard}"):
+        start(mains.hang, method="forkserver")
+    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    with pytest.raises(sf.WorkerError, match=f"started by 'spawn', starts another one while it imports.*{guard}"):
+        start(mains.hang, method="spawn")
+    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
+    monkeypatch.setattr(multiprocessing.current_process(), "_name", "stallfree-worker")
+    assert Forked(start, mains.hang, method="spawn").wait() == 1, "a child of stallfree's ends without a word"
+
+
 # -- the end of the parent --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
 @pytest.mark.parametrize("main", [mains.busy, mains.step])
 def test_it_ends_with_its_parent(main: Callable[..., None], method: str, tmp_path: Path) -> None:
-    file = tmp_path / "pid"
+    """A process that was forked later holds no copy of the descriptors that show the parent's end."""
+    file, sibling = tmp_path / "pid", tmp_path / "sibling"
     context = multiprocessing.get_context(method)
-    parent = Forked(mains.start_and_wait, main, context, file)
-    wait_for(lambda: file.exists() and file.read_text() != "")
+    parent = Forked(mains.start_and_wait, context, (main, file), (mains.hang, sibling))
+    pid, other = pid_in(file), pid_in(sibling)
     parent.kill()
-    pid = int(file.read_text())
     wait_for(lambda: gone(pid))
     assert main is mains.busy or file.with_suffix(".end").exists()
+    os.kill(other, signal.SIGKILL)  # it does not look
+    wait_for(lambda: gone(other))
 
 
 def test_a_parent_that_is_not_the_direct_one() -> None:
@@ -201,24 +210,6 @@ def test_a_parent_that_is_not_the_direct_one() -> None:
     assert parent.wait(0.0)
     for end in (ours, theirs):
         end.close()
-
-
-def test_a_sibling_does_not_hold_it_back(tmp_path: Path) -> None:
-    """A process that was forked later holds no copy of the descriptors that show the parent's end."""
-    files = [tmp_path / "one", tmp_path / "two"]
-
-    def run() -> None:
-        children = [start(main, file) for main, file in zip((mains.busy, mains.ignore), files, strict=True)]
-        threading.Event().wait()
-        assert children
-
-    parent = Forked(run)
-    wait_for(lambda: all(file.exists() and file.read_text() for file in files))
-    parent.kill()
-    busy, ignoring = (int(file.read_text()) for file in files)
-    wait_for(lambda: gone(busy))
-    os.kill(ignoring, signal.SIGKILL)  # it does not look
-    wait_for(lambda: gone(ignoring))
 
 
 def test_processes_that_lead_others_end_when_the_program_does(tmp_path: Path) -> None:

@@ -19,14 +19,14 @@ PATIENCE = 60.0  # seconds until a child that does not end is taken for hung
 class Child:
     """A forked process that runs `target(*arguments)`; an exception in it makes `wait` give 1."""
 
-    def __init__(self, target: Callable[..., Any], *arguments: Any) -> None:
+    def __init__(self, target: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
             code = 1
             try:
-                target(*arguments)
+                target(*arguments, **options)
                 code = 0
             except BaseException:
                 traceback.print_exc()

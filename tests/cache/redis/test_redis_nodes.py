@@ -3,7 +3,6 @@
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,6 @@ from torch import distributed
 from torch.utils.data.distributed import DistributedSampler
 
 import stallfree as sf
-from importance_tools import Residents
 from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, stats_of
 from redis_servers import needs_server
 from stallfree.errors import StallfreeWarning, WaitError
@@ -199,17 +197,6 @@ def draw_late(here: Here) -> tuple[list[float], list[str]]:
 # -- importance -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """What a rank saw of an epoch: the plan of all ranks, the ids assumed to be stored, and its own batches."""
-
-    plan: list[int]
-    resident: list[int]
-    served: list[int]
-    weights: list[float]
-    losses: list[float]
-
-
 def begin_importance(here: Here, options: dict[str, Any]) -> None:
     place = {"init_method": f"file://{here['folder'] / 'ranks'}", "rank": here["number"], "world_size": here["count"]}
     distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT), **place)
@@ -217,23 +204,23 @@ def begin_importance(here: Here, options: dict[str, Any]) -> None:
     here["loader"] = sf.DataLoader(here["cached"], 6, sampler=sampler)
 
 
-def draw(here: Here, number: int) -> Drawn:
-    """Train an epoch, and wait until all that was read is stored."""
-    loader = here["loader"]
+def draw(here: Here, number: int) -> tuple[list[int], list[int], list[int]]:
+    """Train an epoch, and wait until all that was read is stored.
+
+    Returns the plan of all ranks, the ids that were assumed to be stored, and those of the rank's own batches.
+    """
+    loader, served = here["loader"], []
     batches = iter(loader)  # draws the plan, with all ranks
-    drawn = Drawn(
-        loader.sampler.plan(number).ids.tolist(), np.flatnonzero(loader.sampler._draw.resident).tolist(), [], [], []
-    )
+    plan, resident = loader.sampler.plan(number).ids.tolist(), np.flatnonzero(loader.sampler._draw.resident).tolist()
     for batch in batches:
         assert check_batch(*batch.data) == batch.ids.tolist()
         loss = 0.1 + ((batch.ids * 37 + number * 11) % 101).float() / 10
         loader.update(batch.ids, loss)
-        for kept, values in ((drawn.served, batch.ids), (drawn.weights, batch.weights), (drawn.losses, loss)):
-            kept.extend(values.tolist())
+        served += batch.ids.tolist()
         distributed.all_reduce(loss.sum())  # as that of the gradients
     here["cached"].cache.tier.flush()
     distributed.barrier()
-    return drawn
+    return plan, resident, served
 
 
 def end_importance(here: Here) -> None:
@@ -246,20 +233,13 @@ def test_ranks_of_all_nodes_serve_one_plan_and_read_what_no_server_has(plan: str
     pair.run(open_rows, COUNT, {"name": f"importance-{plan}", "policy": "importance"})
     pair.run(begin_importance, {"plan": plan, "on_miss": None})
     pair.reads()
-    alone = sf.ImportanceSampler(COUNT, cache=Residents(COUNT, given=True), seed=3, max_age=20, plan=plan)
     for number in range(3):
         ran = pair.run(draw, number)
-        resident = set(ran[0].resident)
-        alone.cache.there[:] = np.isin(np.arange(COUNT), ran[0].resident)  # type: ignore[union-attr]
-        begun = alone.begin(number, 6)
-        for rank in ran:
-            assert (rank.plan, rank.resident) == (alone.plan(number).ids.tolist(), ran[0].resident)
-            assert rank.weights == pytest.approx(begun.served(np.array(rank.served)).tolist())
-            alone.update(rank.served, rank.losses)
-        begun.end()
-        served = [id for rank in ran for id in rank.served]
-        assert sorted(served) == sorted(ran[0].plan)
-        assert sorted(pair.reads()) == sorted(set(served) - resident)
+        planned, resident, _ = ran[0]
+        assert all(rank[:2] == (planned, resident) for rank in ran)
+        served = [id for _, _, own in ran for id in own]
+        assert sorted(served) == sorted(planned)
+        assert sorted(pair.reads()) == sorted(set(served) - set(resident))
         assert number == 0 or len(resident) > COUNT / 3
     pair.run(end_importance)
     pair.run(close_rows)
