@@ -76,21 +76,6 @@ def test_importance_by_hand() -> None:
         assert problems(cache) == []
 
 
-def test_a_large_newcomer_must_be_above_all_whose_place_it_takes() -> None:
-    with make(20, 4, policy="importance", example=BLOCK) as cache:
-        blocks, block = cache.meta.num_blocks, cache.meta.block
-        one, three = b"x" * (block - 100), b"x" * (3 * block - 100)
-        cache.set_scores(range(20), np.arange(20.0))
-        assert cache.put_many(range(1, blocks + 1), [one] * blocks).all()
-        cache.set_scores([0], [2.5])
-        assert not cache.put_many([0], [three]).any()  # 1 and 2 are below, 3 is not, so none is evicted in vain
-        assert residents(cache) == list(range(1, blocks + 1))
-        cache.set_scores([0], [3.5])
-        assert cache.put_many([0], [three]).all()
-        assert residents(cache) == [0, *range(4, blocks + 1)]
-        assert problems(cache) == []
-
-
 def test_scores_that_go_to_and_fro() -> None:
     with small("importance", 40) as cache:
         cache.set_scores(range(100), np.arange(100.0))

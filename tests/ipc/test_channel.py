@@ -11,18 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import stallfree as sf
 from children import Child, Holder
-from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error, unpack
+from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error
 from stallfree.ipc.folders import SharedFolder
 
 PATIENCE = 60.0
 DATA = 7
 
-int64 = st.integers(-(2**63), 2**63 - 1)
 Ends = tuple[Channel, Channel]
 
 
@@ -39,21 +36,6 @@ def received(channel: Channel) -> bytes:
     message = channel.receive_by(time.monotonic() + PATIENCE)
     assert message is not None
     return bytes(message)
-
-
-def test_messages_in_order(ends: Ends) -> None:
-    channel, other = ends
-    assert channel.receive() is None
-    assert not channel.wait(0.0)
-    for size in (1, 3, 70_000, 5):
-        other.send_all(b"a" * size, memoryview(b"b"))
-    other.send_all()
-    assert channel.wait(PATIENCE)
-    assert [len(channel.receive() or b"") for _ in range(4)] == [2, 4, 70_001, 6]
-    assert (channel.receive(), channel.receive()) == (b"", None)
-    channel.send(b"x" * 10, b"")
-    assert (received(other), received(other)) == (b"x" * 10, b"")
-    assert channel.receive_by(time.monotonic()) is None
 
 
 def test_sending_does_not_wait(ends: Ends) -> None:
@@ -81,6 +63,9 @@ def test_messages_cut_anywhere(ends: Ends) -> None:
     sender, receiver, got = Channel(through), ends[1], list[bytes]()
     sender.send(*sent)
     raw = socket.socket(fileno=os.dup(ends[0].fileno()))
+    assert receiver.receive() is None
+    assert not receiver.wait(0.0)
+    assert receiver.receive_by(time.monotonic()) is None
     while len(got) < len(sent):
         sender.flush()
         raw.sendall(last.recv(chance.choice([1, 7, 39, 40, 100, 5000])))
@@ -196,11 +181,6 @@ def answer(connection: Connection) -> Message:
     message = connection.next_message(time.monotonic() + PATIENCE)
     assert message is not None
     return message
-
-
-@given(kind=int64, number=int64, value=int64, body=st.binary(max_size=50))
-def test_messages_are_what_was_sent(kind: int, number: int, value: int, body: bytes) -> None:
-    assert unpack(bytearray(pack(kind, number, value, body))) == (kind, number, value, body)
 
 
 def test_where_nobody_listens(folder: Path) -> None:

@@ -159,20 +159,6 @@ def test_there_are_so_many_claims(path: Path, locks: tuple[FileLock, FileLock]) 
     assert other.claim_any() == CLAIMS
 
 
-def test_threads_get_claims_of_their_own(path: Path, locks: tuple[FileLock, FileLock]) -> None:
-    """No claim is lost when another byte is released at the same time."""
-    kept: list[int] = []
-
-    def claim(lock: FileLock) -> None:
-        for _ in range(50):
-            lock.release(lock.claim_any())
-        kept.append(lock.claim_any())
-
-    run_threads(*(lambda lock=lock: claim(lock) for lock in (*locks, *locks)))
-    assert len(set(kept)) == 4
-    assert taken_elsewhere(path, *kept) == 4
-
-
 def test_a_claim_while_another_thread_gives_it_back(
     path: Path, locks: tuple[FileLock, FileLock], monkeypatch: pytest.MonkeyPatch
 ) -> None:

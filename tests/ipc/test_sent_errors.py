@@ -6,8 +6,6 @@ import urllib.error
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import stallfree as sf
 from stallfree.errors import lock_held
@@ -153,9 +151,3 @@ def test_what_no_other_process_finds_becomes_text(monkeypatch: pytest.MonkeyPatc
             raise ValueError
 
     assert "Silent: (its text cannot be made: ValueError)" in str(sent(Silent()))
-
-
-@settings(max_examples=30)
-@given(st.lists(st.one_of(st.text(), st.integers(), st.none(), st.floats(allow_nan=False))))
-def test_any_arguments(arguments: list[Any]) -> None:
-    assert sent(ValueError(*arguments)).args == tuple(arguments)

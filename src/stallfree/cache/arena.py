@@ -98,7 +98,7 @@ class MemoryArena(Arena):
         self._bytes = np.frombuffer(self._map, np.uint8)
         self.rows = self._bytes.reshape(-1, self.block)
         """Writable views of the blocks."""
-        self._written = np.full(self.num_blocks, not hasattr(os, "pwrite"))
+        self._written = np.zeros(self.num_blocks, bool)
         self._tensor = torch.from_numpy(self._bytes)
         self._leaves: dict[tuple[int, int, bool], torch.Tensor] = {}
         self._stop = threading.Event()

@@ -162,14 +162,11 @@ class TierClient:
 
     def parts(self, ids: Array) -> list[Array]:
         """Return `ids` in parts that threads read concurrently."""
-        own = getattr(self.tier, "parts", None)
-        return [ids] if own is None else own(ids)
+        return getattr(self.tier, "parts", lambda ids: [ids])(ids)
 
     def begin_epoch(self) -> None:
         """Let the tier replace what it has lost."""
-        own = getattr(self.tier, "begin_epoch", None)
-        if own is not None:
-            own()
+        getattr(self.tier, "begin_epoch", lambda: None)()
 
     # -- reading ------------------------------------------------------------------------------------------------------
 

@@ -35,10 +35,8 @@ class FetchThreads(Executor):
                 raise RuntimeError("the threads are closed")
             self._tasks.put((future, call, arguments))
             if len(self._threads) < self._count and not self._idle.acquire(blocking=False):
-                name = f"stallfree-fetch-{len(self._threads)}"
-                self._threads.append(
-                    threading.Thread(target=_run, args=(self._tasks, self._idle), name=name, daemon=True)
-                )
+                name, arguments = f"stallfree-fetch-{len(self._threads)}", (self._tasks, self._idle)
+                self._threads.append(threading.Thread(target=_run, args=arguments, name=name, daemon=True))
                 self._threads[-1].start()
         return future
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import redis
 
-from redis_servers import Cluster, Server, needs_server, until
+from redis_servers import Server, needs_server
 from redis_tiers import ALL, PATIENT, held, put, record, tier_of
 from stallfree.cache.redis.store import RedisStore, RedisTier
 from stallfree.errors import InputError, StorageError
@@ -126,17 +126,3 @@ def test_what_a_user_needs(tmp_path: Path) -> None:
             elif right != "+get":  # which a Redis Cluster needs
                 with RedisStore([{**mine, "username": "poor"}], timeout=PATIENT) as store:
                     assert not works(tier_of(store)), right
-
-
-@needs_openssl
-@pytest.mark.slow
-def test_a_cluster_by_tls_with_users(files: Path, tmp_path: Path) -> None:
-    extra = [*lines(files), "tls-cluster yes", "tls-replication yes", "user admin on >all ~* &* +@all"]
-    with Cluster(tmp_path, 3, *extra, f"user worker on >word {RIGHTS} +cluster +command") as cluster:
-        host = trusted(files, cluster.servers[1], username="worker", password="word")
-        with RedisStore([host], timeout=2.0) as store:
-            tier = tier_of(store)
-            until(lambda: put(tier, ALL).all(), "all are stored")
-            assert held(tier) == ALL.tolist()
-            tier.clear()
-            assert held(tier) == []

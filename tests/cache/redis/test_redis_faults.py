@@ -1,4 +1,4 @@
-"""Servers of two nodes that are killed, frozen, filled, disconnected or changed in the middle of an epoch.
+"""Servers of two nodes that are killed, frozen, disconnected or changed in the middle of an epoch.
 
 Training goes on with the right samples, and hits return when what was wrong has ended.
 """
@@ -17,7 +17,7 @@ import pytest
 from torch.utils.data.distributed import DistributedSampler
 
 import stallfree as sf
-from redis_jobs import Here, Job, check_batch, job, open_rows, open_store, stats_of
+from redis_jobs import Here, Job, check_batch, job, open_rows, open_store
 from redis_servers import needs_server, until
 from stallfree.ipc.folders import sweep
 
@@ -128,18 +128,6 @@ def test_training_goes_on_and_hits_return(fault: Callable[[Job], Callable[[], No
     undo[0]()
     epochs.until_hits()
     assert (pair.server(1).pid, pair.record(1)["password"]) == before
-
-
-def test_a_full_server_rejects_what_it_has_no_room_for(pair: Job) -> None:
-    epochs = Epochs(pair, 0)
-    with pair.admin(1) as client:
-        client.flushall()
-        client.config_set("maxmemory", 1)
-        for _ in range(2):
-            assert 0 < sum(epochs.run()) <= COUNT // 2 + 1, "the other server has its samples"
-        client.config_set("maxmemory", 0)
-    assert sum(stats.tier_rejected for stats in pair.run(stats_of)) > 0
-    epochs.until_hits()
 
 
 @contextlib.contextmanager

@@ -15,9 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 import stallfree as sf
 from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, stats_of
 from redis_servers import needs_server
-from stallfree.errors import StallfreeWarning, WaitError
+from stallfree.errors import WaitError
 from stallfree.ipc.folders import default_root
-from unseen import fraction, unseen_ids
 
 pytestmark = needs_server
 
@@ -153,45 +152,6 @@ def test_a_node_that_does_not_come_is_named(pair: Job, monkeypatch: pytest.Monke
     monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 0.5)
     with pytest.raises(WaitError, match="number 1 did not create the store"):
         sf.RedisStore(capacity_per_node="64MiB", name="alone")
-
-
-# -- a late random step -----------------------------------------------------------------------------------------------
-
-LATE = unseen_ids(COUNT)[-20]
-
-
-class Shifted:
-    """Random, for one sample alone."""
-
-    def __call__(self, sample: Any) -> Any:
-        values, id = sample
-        return values, id, float(id) + (fraction() if id == LATE else 0.0)
-
-
-def test_a_step_that_proves_random_late_on_one_node_is_random_on_the_other(pair: Job) -> None:
-    pair.run(open_rows, COUNT, {"name": "late", "transform": Shifted(), "capacity": "1MiB"})
-    draws, warned = [], []
-    for process in (0, 2, 1, 3):  # one after the other: the second one finds samples that the first one has stored
-        ((values, said),) = pair.run(draw_late, only=process)
-        draws += values
-        warned += said
-    assert len(set(draws)) == len(draws) == 12, "it draws anew in every epoch, on all nodes"
-    assert ["Shifted" in message for message in warned] == [True] * 4, "one warning in each process"
-    pair.run(close_rows)
-
-
-def draw_late(here: Here) -> tuple[list[float], list[str]]:
-    """What the step draws in three epochs of all samples, and the warnings."""
-    draws = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for epoch in range(3):
-            loader = sf.DataLoader(here["cached"], 16, seed=10 * here["number"] + epoch, ranks=(0, 1))
-            values, ids, shifted = zip(*loader, strict=True)
-            assert check_batch(torch.cat(values), torch.cat(ids)) == list(range(COUNT))
-            draws.append(float(torch.cat(shifted)[LATE]))
-            here["cached"].cache.tier.flush()
-    return draws, [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
 
 
 # -- importance -------------------------------------------------------------------------------------------------------

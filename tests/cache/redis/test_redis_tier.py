@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from children import Child, run_threads
+from children import Child
 from redis_servers import Cluster, FakeServer, Server, free_port, needs_server, until
 from redis_tiers import ALL, COUNT, PATIENT, admin, given, held, put, record, sample, tier_of
 from stallfree.cache.records import MISS
@@ -82,20 +82,6 @@ def test_data_sets_do_not_touch_each_other(pair: list[Server]) -> None:
         tiers[0].clear()
         assert [len(held(tier, ALL, salt)) for salt, tier in enumerate(tiers)] == [0, *[COUNT] * 4]
         assert client.get("mine") == b"x"
-
-
-def test_threads_forked_children_and_copies_use_it_at_once(tier: RedisTier) -> None:
-    put(tier, ALL)
-
-    def read() -> None:
-        for _ in range(8):
-            assert held(tier) == ALL.tolist()
-
-    children = [Child(read), Child(run_threads, read, read)]
-    run_threads(read, read, read)
-    with contextlib.closing(pickle.loads(pickle.dumps(tier))) as copy:
-        assert held(copy) == ALL.tolist()
-    assert [child.wait() for child in children] == [0, 0]
 
 
 # -- values that are wrong --------------------------------------------------------------------------------------------

@@ -315,12 +315,6 @@ def write_records(folder: Path, records: list[Record]) -> None:
     new.replace(folder / RECORDS)
 
 
-def address_of(record: Record, folder: str = "") -> Address:
-    """Return the address of a node's server: its socket in `folder`, or its TCP port."""
-    where = {"path": f"{folder}/{SOCKET}"} if folder else {name: record[name] for name in ("host", "port")}
-    return {**where, "password": record["password"]}
-
-
 class Servers:
     """The servers of a store, as a process uses them. Picklable: another process attaches to the folder.
 
@@ -354,11 +348,13 @@ class Servers:
         ]
 
     def _find(self, index: int) -> Address:
-        """Return the current address of a server."""
+        """Return the current address of a server: as given, or its socket on this node, or its TCP port."""
         if self._given:
             return self._given[index]
-        folder = f"/proc/self/fd/{self._directory}" if index == self.me else ""
-        return address_of(read_records(self.folder.path)[index], folder)
+        record = read_records(self.folder.path)[index]
+        if index == self.me:
+            return {"path": f"/proc/self/fd/{self._directory}/{SOCKET}", "password": record["password"]}
+        return {name: record[name] for name in ("host", "port", "password")}
 
     def barred(self) -> list[str]:
         """Return the ids of nodes whose addresses must be confirmed."""
