@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from stallfree.pipeline.reached import random_name
+from stallfree.pipeline.objects import random_name
 
 HEAD = """
 import collections, contextvars, enum, functools, random, sys, threading, types, weakref

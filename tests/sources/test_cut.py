@@ -25,8 +25,7 @@ from torch.utils.data import ConcatDataset, Subset
 import stallfree as sf
 from loader_data import same
 from stallfree.errors import InputError
-from stallfree.pipeline.compose import OnItem
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import OnItem, Source
 
 COUNT = 20
 

@@ -12,8 +12,8 @@ from PIL import Image
 
 from stallfree.errors import InputError
 from stallfree.pipeline.compose import mark_of
-from stallfree.sources import decode
-from stallfree.sources.decode import DecodeImage
+from stallfree.sources import files
+from stallfree.sources.files import DecodeImage
 
 JPEG = encode(picture())
 
@@ -24,7 +24,7 @@ def decoder(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "simplejpeg":
         pytest.importorskip("simplejpeg")
     else:
-        monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
+        monkeypatch.setattr(files, "_simplejpeg", lambda: None)
     name: str = request.param
     return name
 
@@ -89,6 +89,6 @@ def test_fingerprint_tells_decoders_and_settings_apart(monkeypatch: pytest.Monke
     pytest.importorskip("simplejpeg")
     prints = {DecodeImage().fingerprint(), DecodeImage("pil").fingerprint(), DecodeImage(mode="L").fingerprint()}
     assert DecodeImage().fingerprint() in prints
-    monkeypatch.setattr(decode, "_simplejpeg", lambda: None)
+    monkeypatch.setattr(files, "_simplejpeg", lambda: None)
     prints.add(DecodeImage().fingerprint())
     assert len(prints) == 4

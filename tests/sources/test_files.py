@@ -20,11 +20,9 @@ from hypothesis import strategies as st
 from pictures import encode, picture
 
 from stallfree.errors import InputError, MissingExtraError
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Compose, Source
 from stallfree.sources import paths
-from stallfree.sources.decode import DecodeImage
-from stallfree.sources.files import FileDataset, ImageFolder
+from stallfree.sources.files import DecodeImage, FileDataset, ImageFolder
 
 
 @pytest.fixture

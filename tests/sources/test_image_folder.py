@@ -14,7 +14,7 @@ from pictures import encode, picture
 from PIL import Image
 
 from stallfree.errors import InputError
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source
 from stallfree.sources.files import ImageFolder
 
 ORDER = ["cat/1.JPG", "cat/2.jpg", "cat/more/0.png", "dog/a.jpg", "dog/b.jpeg"]  # of torchvision's ImageFolder

@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import stallfree as sf
 from stallfree.errors import InputError
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source
 from stallfree.sources.files import ImageFolder
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.testing.throttle import ThrottledSource

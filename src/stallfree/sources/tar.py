@@ -5,8 +5,6 @@ that share their name up to the first dot of its last part are one sample, and f
 is the extension, lower case. Where the files are is read once from the headers, by `tarfile`, and kept.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import io
@@ -32,7 +30,7 @@ from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN
-from stallfree.sources.base import BaseSource, require_samples
+from stallfree.sources.mapped import BaseSource, require_samples
 from stallfree.sources.paths import PathList, canonical, is_url, open_url, read_exactly
 
 _KEY = "__key__"
