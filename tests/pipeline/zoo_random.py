@@ -90,6 +90,8 @@ of_steps(
     os_urandom=lambda x: (x, os.urandom(8)),
     secrets_token=lambda x: (x, secrets.token_hex(8)),
     through_eval=lambda x: x + eval("np.random.default_rng().normal()"),
+    through_getattr=lambda x: x + getattr(np.random, "default" + "_rng")().normal(),
+    numpy_shuffle=lambda x: np.random.shuffle(x) or x,
 )
 of_steps(
     random_entry(tensors),
@@ -98,54 +100,6 @@ of_steps(
     dropout_module=nn.Dropout(0.5),
     through_a_methodcaller=operator.methodcaller("uniform_"),
 )
-
-
-@of_step(random_entry())
-def numpy_shuffle_in_place(x: Any) -> Any:
-    np.random.shuffle(x)
-    return x
-
-
-@random_entry()
-def generator_closure() -> Any:
-    rng = np.random.default_rng(2)
-    return lambda x: x + rng.normal()
-
-
-@random_entry()
-def generator_default_argument() -> Any:
-    def augment(x: Any, rng: Any = np.random.default_rng(2)) -> Any:  # noqa: B008
-        return x + rng.normal()
-
-    return augment
-
-
-@random_entry()
-def generator_in_an_object_of_an_object() -> Any:
-    class Noise:
-        def __init__(self) -> None:
-            self.state = {"generators": (np.random.default_rng(4),)}
-
-    class Augment:
-        def __init__(self) -> None:
-            self.noise = Noise()
-
-        def __call__(self, x: Any) -> Any:
-            return x + self.noise.state["generators"][0].normal()
-
-    return Augment()
-
-
-@random_entry()
-def generator_made_lazily() -> Any:
-    class Augment:
-        rng: Any = None
-
-        def __call__(self, x: Any) -> Any:
-            self.rng = self.rng or np.random.default_rng()
-            return x + self.rng.normal()
-
-    return Augment()
 
 
 @of_step(random_entry(tensors))
@@ -168,25 +122,6 @@ def through_a_helper_with_hidden_generator() -> Any:
         return hidden(x * 2)
 
     return lambda x: outer(x)
-
-
-@random_entry()
-def through_a_property() -> Any:
-    class Augment:
-        @property
-        def noise(self) -> float:
-            return float(np.random.default_rng().normal())
-
-        def __call__(self, x: Any) -> Any:
-            return x + self.noise
-
-    return Augment()
-
-
-@random_entry()
-def through_getattr_with_hidden_generator() -> Any:
-    name = "default" + "_rng"
-    return lambda x: x + getattr(np.random, name)().normal()
 
 
 @random_entry()
@@ -289,22 +224,6 @@ def mixed_with_earlier_samples() -> Any:
             return x + pyrandom.random() * self.earlier[pyrandom.randrange(len(self.earlier))]
 
     return MixUp()
-
-
-@random_entry(local=True)
-def python_generator_attribute() -> Any:
-    class Stream:
-        def __init__(self) -> None:
-            self.numbers = self.draw()
-
-        def draw(self) -> Any:
-            while True:
-                yield pyrandom.random()
-
-        def __call__(self, x: Any) -> Any:
-            return x + next(self.numbers)
-
-    return Stream()
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
