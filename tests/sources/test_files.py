@@ -143,7 +143,7 @@ def test_no_picture_names_id_and_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("paths", "labels", "message"),
-    [(["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "is one path"), ([b"a.jpg"], None, "bytes")],
+    [(["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "no list of paths"), ([b"a.jpg"], None, "bytes")],
 )
 def test_bad_arguments(paths: Any, labels: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):

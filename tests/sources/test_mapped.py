@@ -65,16 +65,14 @@ def test_a_data_set_becomes_a_source() -> None:
     assert source.where(0) == ""
     assert as_source(source) is source
     assert pickle.loads(pickle.dumps(source))[2] == 4
+    assert source.fingerprint() == as_source(Squares()).fingerprint() != as_source(Squares(6)).fingerprint()
+    with pytest.raises(KeyError, match=r"'three is broken'\n.*fetching sample 3"):
+        source[-2]
 
 
 @pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), np.arange(1, 4), TensorDataset(torch.tensor([1, 2, 3]))])
 def test_all_that_can_be_indexed(dataset: Any) -> None:
     assert [int(np.ravel(sample)[0]) for sample in as_source(dataset)] == [1, 2, 3]  # type: ignore[attr-defined]
-
-
-def test_an_error_names_the_sample() -> None:
-    with pytest.raises(KeyError, match=r"'three is broken'\n.*fetching sample 3"):
-        as_source(Squares())[-2]
 
 
 def test_a_subset_of_a_source_keeps_fetch_and_prep_apart(image_root: Path) -> None:
@@ -107,11 +105,6 @@ def test_other_subsets_are_data_sets(image_root: Path) -> None:
     assert as_source(Subset(Squares(), [4, 2]))[0] == 16
     with pytest.raises(InputError, match="length 0"):
         as_source(Subset(ImageFolder(image_root), []))  # type: ignore[arg-type]
-
-
-def test_fingerprint_is_that_of_the_data_set() -> None:
-    assert as_source(Squares()).fingerprint() == as_source(Squares()).fingerprint()
-    assert as_source(Squares()).fingerprint() != as_source(Squares(6)).fingerprint()
 
 
 @pytest.mark.parametrize(
