@@ -151,7 +151,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The shards whose headers are read."""
     names: list[str] = []
     real = tar._read_headers
-    monkeypatch.setattr(tar, "_read_headers", lambda shard, stamp: names.append(shard[-5:]) or real(shard, stamp))
+    monkeypatch.setattr(tar, "_read_headers", lambda shard, *more: names.append(shard[-5:]) or real(shard, *more))
     return names
 
 
@@ -244,12 +244,12 @@ def test_cut_off_or_damaged_anywhere(tmp_path: Path, make: Callable[..., TarData
     damaged += [content[:at] + b"\xff" * 512 + content[at + 512 :] for at in (0, 512, 1536)]  # wrong checksums
     for data in damaged:
         shard.write_bytes(data)
-        with pytest.raises(InputError, match=r"a\.tar' is damaged, cut off or no tar file"):
+        with pytest.raises(InputError, match=r"a\.tar' is compressed, damaged, cut off or no tar file"):
             make(shard)
     shard.write_bytes(content[: end + 512])  # one block of zeros is an end
     assert list(make(shard)) == SAMPLES
     shard.write_bytes(gzip.compress(content))
-    with pytest.raises(InputError, match=r"a\.tar' is compressed with gzip.*decompress it"):
+    with pytest.raises(InputError, match=r"a\.tar' is compressed, damaged"):
         make(shard)
 
 

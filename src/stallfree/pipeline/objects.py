@@ -5,6 +5,7 @@ numbers, and attributes that may change.
 """
 
 import contextlib
+import copyreg
 import dis
 import functools
 import importlib.util
@@ -182,7 +183,7 @@ def _files_of(top: str) -> list[Path]:
     with contextlib.suppress(ImportError, ValueError, AttributeError):  # one that was made by hand has no specification
         if (spec := importlib.util.find_spec(top)) is not None:
             files = [file for folder in spec.submodule_search_locations or () for file in Path(folder).rglob("*.py")]
-            return files or [Path(spec.origin)] * str(spec.origin).endswith(".py")
+            return files or [Path(str(spec.origin))] * str(spec.origin).endswith(".py")
     return []
 
 
@@ -204,14 +205,10 @@ def class_functions(cls: type) -> Iterator[FunctionType]:
 
 def attributes(thing: object) -> dict[str, Any]:
     """Return the attributes that `thing` itself holds, in its `__dict__` or in slots."""
-    own: dict[str, Any] = dict(attribute(thing, "__dict__", ()))
-    for cls in type(thing).__mro__:
-        slots = vars(cls).get("__slots__", ())
-        for slot in (slots,) if isinstance(slots, str) else slots:
-            name = f"_{cls.__name__.lstrip('_')}{slot}" if slot.startswith("__") and not slot.endswith("__") else slot
-            if name not in ("__dict__", "__weakref__") and hasattr(thing, name):
-                own[name] = getattr(thing, name)
-    return own
+    slots: list[str] = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
+    return dict(attribute(thing, "__dict__", ())) | {
+        name: getattr(thing, name) for name in slots if hasattr(thing, name)
+    }
 
 
 def current(variable: ContextVar[Any] | weakref.ref[Any]) -> Any:
@@ -330,7 +327,7 @@ class _Walk:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
-        self._classes: set[tuple[type, bool, frozenset[str]]] = set()
+        self._classes: set[tuple[type, bool]] = set()
         self.attributes: list[tuple[Any, str, Any, bool]] = []
         """Attributes with their owner, and whether they count even if no code names them."""
         self.named: dict[str, str] = {}
@@ -365,7 +362,7 @@ class _Walk:
             self._add((current(thing),), label)
         if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
             own = attributes(thing)
-            self._class(type(thing), made=False, own=frozenset(own))
+            self._class(type(thing), made=False)
             if not any(comes_from(type(thing), library) for library in _OF_PROCESS):
                 called = is_library(type(thing)) or bool(_libraries(type(thing)))
                 values = _class_values(type(thing)) | own
@@ -393,16 +390,15 @@ class _Walk:
             self.named[name] = where
             self._add(self._unnamed.pop(name, ()), f"{name} in {where}")
 
-    def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
-        """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
+    def _class(self, cls: type, *, made: bool) -> None:
+        """Register the members of `cls`.
 
         Methods that create an instance count only if one is `made` in a call, those that a subclass overrides only if
         their name is used, as by `super()`.
         """
-        own = own.intersection(dir(cls)) if own else own
-        if (cls, made, own) in self._classes:
+        if (cls, made) in self._classes:
             return
-        self._classes.add((cls, made, own))
+        self._classes.add((cls, made))
         libraries = _libraries(cls)
         overridden: set[str] = set()
         for base in cls.__mro__:
@@ -411,8 +407,6 @@ class _Walk:
                 self._add(held if self._everything else (), describe(base))
                 continue
             for name, member in vars(base).items():
-                if name in own and not hasattr(type(member), "__set__"):
-                    continue
                 special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))

@@ -37,7 +37,6 @@ _KEY = "__key__"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _VERSION = 2
 _NEAR = 64 << 10
 """Bytes between two files of a sample up to which both are read at once."""
@@ -244,9 +243,12 @@ def _index_of(shard: str, folder: Path) -> _Index:
     try:
         if is_url(shard):
             filesystem, path = open_url(shard)
-            stamp = f"{filesystem.info(path)['size']} {filesystem.ukey(path)}"
+            stamp, opened = (
+                f"{filesystem.info(path)['size']} {filesystem.ukey(path)}",
+                partial(filesystem.open, path, "rb"),
+            )
         else:
-            stamp = _stamp_of(os.stat(shard))
+            stamp, opened = _stamp_of(os.stat(shard)), partial(open, shard, "rb")
     except Exception as error:
         raise _unreadable(shard, error) from error
     file = folder / f"{os.path.basename(shard)[:100]}-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:16]}.index"
@@ -256,7 +258,7 @@ def _index_of(shard: str, folder: Path) -> _Index:
         if checksum == xxhash.xxh3_128_digest(head + b"\n" + rows) and what == [_VERSION, shard, stamp]:
             return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))
     try:
-        index = _read_headers(shard, stamp)
+        index = _read_headers(shard, stamp, opened)
     except OSError as error:
         raise _unreadable(shard, error) from error
     head = json.dumps([_VERSION, shard, *index[:-1]]).encode()
@@ -282,19 +284,11 @@ def _stamp_of(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _read_headers(shard: str, stamp: str) -> _Index:
+def _read_headers(shard: str, stamp: str, opened: Callable[[], Any]) -> _Index:
     """Return the index from all headers, without hidden files, names without extension, and `__...__`."""
     digest, keys, extensions = xxhash.xxh3_128(), dict[str, int](), dict[str, int]()
     rows, inside, key = list[tuple[int, int, int, int]](), set[str](), None
-    with contextlib.closing(_opened(shard)) as file:
-        start = file.read(tarfile.BLOCKSIZE)
-        for magic, name in _COMPRESSED.items():
-            if start.startswith(magic):
-                raise tar_unreadable(
-                    f"the shard {shard!r} is compressed with {name}, so no sample can be read from the midst of it: "
-                    "decompress it (pictures in it are compressed anyhow)"
-                )
-        file.seek(0)
+    with contextlib.closing(opened()) as file:
         try:
             tar: Any
             with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -304,9 +298,7 @@ def _read_headers(shard: str, stamp: str) -> _Index:
                     if not member.isreg() or _META.match(member.name) or parts is None:
                         continue
                     if member.issparse():
-                        raise tar_samples(
-                            f"{member.name!r} in {shard!r} is stored sparse: write the tar without --sparse"
-                        )
+                        raise ValueError(f"{member.name!r} is stored sparse")
                     if parts[1] != key:
                         key, inside = parts[1], set()
                         if key in keys:
@@ -333,14 +325,10 @@ def _read_headers(shard: str, stamp: str) -> _Index:
     return _Index(stamp, digest.hexdigest(), list(keys), list(extensions), np.array(rows, np.int64).reshape(-1, 4))
 
 
-def _opened(shard: str) -> Any:
-    filesystem, path = open_url(shard) if is_url(shard) else (None, shard)
-    return open(path, "rb") if filesystem is None else filesystem.open(path, "rb")
-
-
 def _unreadable(shard: str, error: Exception) -> InputError:
     return tar_unreadable(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
 
 
 def _damaged(shard: str, why: str) -> InputError:
-    return tar_unreadable(f"the shard {shard!r} is damaged, cut off or no tar file ({why}): write or download it again")
+    what = "compressed, damaged, cut off or no tar file"
+    return tar_unreadable(f"the shard {shard!r} is {what} ({why}): write or download it again, as a plain tar")
