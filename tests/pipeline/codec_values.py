@@ -1,7 +1,5 @@
 """Values of every kind that the codec stores, and helpers for its tests."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections import OrderedDict, namedtuple

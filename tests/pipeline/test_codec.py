@@ -1,7 +1,5 @@
 """The codec: what goes in comes out, views keep their buffer alive, and what is not stored is named."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import io

@@ -1,7 +1,5 @@
 """Compose, OnItem and flatten: one flat row of steps, whatever the library, with the meaning unchanged."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict, namedtuple
 from typing import Any

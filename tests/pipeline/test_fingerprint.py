@@ -1,7 +1,5 @@
 """The fingerprint changes with code and parameters, and with nothing else. Variations of code are in another file."""
 
-from __future__ import annotations
-
 import datetime
 import enum
 import functools

@@ -1,7 +1,5 @@
 """The scan of names finds every source of randomness that user code names, and little else."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

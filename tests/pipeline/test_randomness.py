@@ -1,7 +1,5 @@
 """Randomness of a sample is a function of (seed, epoch, id), and the generators are given back as they were."""
 
-from __future__ import annotations
-
 import pickle
 import random
 from typing import Any

@@ -1,7 +1,5 @@
 """Each variation of a transform's code or values has another fingerprint, and the same in every process."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """No cache freezes what is random, and what is deterministic is cached: the entries of the zoo, and the zoo's judge."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any

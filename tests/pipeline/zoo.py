@@ -4,8 +4,6 @@ A random entry is *frozen* if samples stay the same in epochs in which they shou
 its values are right, and its code runs for no sample after the first epoch.
 """
 
-from __future__ import annotations
-
 import io
 import sys
 import threading
@@ -25,7 +23,6 @@ import stallfree as sf
 COUNT, MANY = 48, 256
 """Samples of an entry, and of one that draws for one in a hundred."""
 
-ENTRIES: list[Entry] = []
 Records = Callable[[], list[Any]]
 Register = Callable[..., None]
 
@@ -109,6 +106,9 @@ class Entry:
     base: Callable[[Any], Any] | None = None
     local: bool = False
     prefix: str = ""
+
+
+ENTRIES: list[Entry] = []
 
 
 def entry(kind: str, records: Records | None = rows, **details: Any) -> Register:

@@ -1,7 +1,5 @@
 """Entries that draw: in some branches only, rarely, in roundabout ways, from every kind of generator, or by clocks."""
 
-from __future__ import annotations
-
 import collections
 import operator
 import os
@@ -17,23 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
+import zoo
 from standins import V1, foreign, torchvision_compose
 from torch import nn
 from torch.utils.data import ConcatDataset
-from zoo import (
-    COUNT,
-    first_is_short,
-    images,
-    labelled,
-    many,
-    named,
-    of_step,
-    of_steps,
-    random_entry,
-    rows,
-    tensors,
-    unchanged,
-)
+from zoo import COUNT, images, labelled, many, named, of_step, of_steps, random_entry, rows, tensors
 from zoo_steady import with_keys
 
 import frozen as fr
@@ -42,7 +28,7 @@ import stallfree as sf
 # -- branches: some samples are drawn for, others are not ------------------------------------------------------------
 
 
-@of_step(random_entry(first_is_short, draws=lambda id: id > 0))
+@of_step(random_entry(zoo.first_is_short, draws=lambda id: id > 0))
 def crop_or_pad(x: Any) -> Any:
     if len(x) <= 64:
         return np.pad(x, (0, 64 - len(x)))
@@ -151,12 +137,12 @@ def steady_then_hidden() -> Any:
 # -- rare draws ------------------------------------------------------------------------------------------------------
 
 
-@of_step(random_entry(many, base=unchanged))
+@of_step(random_entry(many, base=zoo.unchanged))
 def rare_numpy(x: Any) -> Any:
     return x + np.random.normal(0, 1, 64).astype(np.float32) if np.random.rand() < 0.01 else x
 
 
-@of_step(random_entry(many, base=unchanged))
+@of_step(random_entry(many, base=zoo.unchanged))
 def rare_with_generator_made_inside(x: Any) -> Any:
     rng = np.random.default_rng()
     return x + rng.normal(0, 1, 64).astype(np.float32) if rng.random() < 0.01 else x
@@ -266,7 +252,7 @@ class Stored(fr.Rows):
 random_entry(None, draws=lambda id: id % 4 == 2)(
     lambda: Stored(lambda id, x: np.random.permutation(x)[:32] if id % 4 == 2 else x[:32]), "data_set_that_crops_some"
 )
-random_entry(None, base=unchanged)(
+random_entry(None, base=zoo.unchanged)(
     lambda: Stored(lambda id, x: x + np.float32(pyrandom.random()) if pyrandom.random() < 0.01 else x, many()),
     "data_set_with_rare_draws",
 )

@@ -1,7 +1,5 @@
 """Deterministic entries; some look random at first sight, and some are seeded, which may count as random."""
 
-from __future__ import annotations
-
 import io
 import json
 import pathlib

@@ -3,8 +3,6 @@
 Some functions of libraries have other names here: a name such as `randn` in the code of a step would show what it does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """`cut`: data sets split at their own transforms, with the same samples; what cannot be split is refused."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import pickle

@@ -1,7 +1,5 @@
 """Decoding of pictures."""
 
-from __future__ import annotations
-
 import pickle
 from typing import Any, Literal
 

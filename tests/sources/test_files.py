@@ -1,7 +1,5 @@
 """Files as samples: where they may lie, what may go wrong, and what it costs to keep their paths."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os

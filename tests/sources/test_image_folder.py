@@ -1,7 +1,5 @@
 """A folder of pictures: order, labels, places it may lie in, and what is wrong with some."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

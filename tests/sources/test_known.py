@@ -1,7 +1,5 @@
 """Data sets of torchvision and Hugging Face: cut where that changes nothing, else whole."""
 
-from __future__ import annotations
-
 import operator
 import random
 import re
@@ -255,7 +253,7 @@ class Dataset:
     def format(self) -> dict[str, Any]:
         return {"type": self._format_type, "columns": self._format_columns, "format_kwargs": self._format_kwargs}
 
-    def with_format(self, form: str | None) -> Dataset:
+    def with_format(self, form: str | None) -> Any:
         return Dataset(form)
 
     def __len__(self) -> int:

@@ -1,7 +1,5 @@
 """Other people's data sets as sources."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from pathlib import Path

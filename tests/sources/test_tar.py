@@ -1,7 +1,5 @@
 """Tar shards: what WebDataset makes of them, an index that is kept, and every way in which one can be wrong."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import os

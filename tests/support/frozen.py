@@ -1,7 +1,5 @@
 """Reads epochs of random samples through caches, and names the samples that stay the same."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io
