@@ -124,6 +124,7 @@ def test_keys_and_memory() -> None:
     assert structure.key == b'd ["x", "y"]\ntensor 2,3 float32\nt 3\nint\n-\nstr'
     assert [leaf.kind for leaf in structure.leaves] == ["tensor", "int", "str"]
     assert arrays[0].ctypes.data == image.data_ptr()
+    assert encode([1, np.arange(3), 1, np.arange(9)])[0].offsets == (0, 16, 40, 64)
     assert len({encode({key: 0})[0].key for key in (1, True, False, 0, "1", None)}) == 6
 
 

@@ -230,7 +230,9 @@ def judge(entry: Entry, way: str, workers: int = 0) -> str:
         fresh = fr.augmented(data, steps)
         if any(epoch != [fr.sealed(fresh[id]) for id in range(len(data))] for epoch in epochs):
             return "other values than without a cache"
-    if (entry.kind == "steady" or entry.prefix) and not way.startswith("auto"):
+    if (entry.kind == "steady" or entry.prefix) and not way.startswith(
+        ("auto", "group")
+    ):  # whose workers are processes
         assert calls or not entry.prefix or workers, "no call was seen"
         often = {name: count for name, count in calls.items() if count > 3 * len(data)}  # 7 epochs, and looks in one
         return f"it runs anew: {often}" if often else ""

@@ -21,7 +21,6 @@ from stallfree.pipeline.classify import spread
 from stallfree.pipeline.compose import Compose
 from stallfree.pipeline.objects import class_functions, code_names, module_of, named_values
 from stallfree.sources import file_opens
-from stallfree.sources.file_opens import Files, serving
 from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
 
 _WAYS = 8
@@ -141,7 +140,7 @@ class CachedFiles(BaseSource):
         return len(self.source)
 
     def _record(self, id: int) -> Any:
-        with serving(Files(self.table, self._most)):
+        with file_opens.serving(file_opens.Files(self.table, self._most)):
             return self.source.dataset[id]
 
     def fingerprint(self) -> str:
@@ -218,9 +217,9 @@ def _look(source: MapSource) -> FilesLook:
     memory, look, began = _Memory(), FilesLook([], file_opens.SMALL, ""), time.monotonic()
     name, library = type(source.dataset).__name__, _native_library(source.dataset)
 
-    def make(id: int) -> tuple[int, Files]:
-        files, before = Files(memory, look.most), _bytes_read() - memory.size()
-        with serving(files):
+    def make(id: int) -> tuple[int, file_opens.Files]:
+        files, before = file_opens.Files(memory, look.most), _bytes_read() - memory.size()
+        with file_opens.serving(files):
             source.dataset[id]
         return _bytes_read() - memory.size() - before, files
 

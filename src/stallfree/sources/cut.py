@@ -15,7 +15,6 @@ from stallfree.pipeline.objects import attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.sources import mapped
 from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder
-from stallfree.sources.mapped import MapSource, as_source, samples_of
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -117,11 +116,11 @@ def cut_any(dataset: Any, run: Callable[..., Any] | None = None) -> tuple[Source
 
 def as_cut_source(dataset: Any) -> Source:
     """Return a data set as a source; one of torchvision is cut at its transforms, if that is possible."""
-    source, inner = as_source(dataset), dataset
+    source, inner = mapped.as_source(dataset), dataset
     while type(inner).__name__ == "Subset":
         inner = inner.dataset
     reads = str(getattr(getattr(type(inner), "__getitem__", None), "__module__", ""))
-    if isinstance(source, MapSource) and reads.startswith("torchvision.datasets") and mark_of(inner) is None:
+    if isinstance(source, mapped.MapSource) and reads.startswith("torchvision.datasets") and mark_of(inner) is None:
         return cut_any(dataset)[0] or source
     return source
 
@@ -179,7 +178,7 @@ class _Check:
         self._what = f"{self._kind} cannot be cut at {' and '.join(map(repr, names))}"
         transforms = [self._transform_at(name) for name in names]
         with Randomness(Compose(transforms), [self._dataset, *transforms]) as self._randomness:
-            self._samples = dict(samples_of(self._dataset, self._ids, self._make))
+            self._samples = dict(mapped.samples_of(self._dataset, self._ids, self._make))
             try:
                 source = CutSource(self._dataset, names)
             except Exception as error:

@@ -6,7 +6,6 @@ is the extension, lower case. Where the files are is read once from the headers,
 """
 
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -22,12 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stallfree.errors import InputError, StallfreeWarning, tar_samples, tar_unreadable
 from stallfree.ipc.folders import is_path
-from stallfree.pipeline.compose import Compose, flatten
+from stallfree.pipeline.compose import Array, Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN
 from stallfree.sources.mapped import BaseSource, require_samples
@@ -119,7 +117,7 @@ class TarDataset(BaseSource):
         self._wanted = None if self._keys is None else self._choose(self._keys)
         self.pipeline = Compose(flatten(transform))
 
-    def _choose(self, keys: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    def _choose(self, keys: tuple[str, ...]) -> Array:
         """Return for each sample the numbers of the files that `keys` stand for; -1 for its name."""
         owner = np.repeat(np.arange(len(self)), np.diff(self._first))
         wanted = np.full((len(self), len(keys)), -1, np.int64)
@@ -229,7 +227,7 @@ class _Index(NamedTuple):
     digest: str
     keys: list[str]
     extensions: list[str]
-    rows: npt.NDArray[np.int64]
+    rows: Array
 
 
 def _index_of(shard: str, folder: Path) -> _Index:
@@ -251,7 +249,7 @@ def _index_of(shard: str, folder: Path) -> _Index:
             stamp, opened = _stamp_of(os.stat(shard)), partial(open, shard, "rb")
     except Exception as error:
         raise _unreadable(shard, error) from error
-    file = folder / f"{os.path.basename(shard)[:100]}-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:16]}.index"
+    file = folder / f"{os.path.basename(shard)[:100]}-{xxhash.xxh3_64_hexdigest(os.fsencode(shard))}.index"
     with contextlib.suppress(Exception):  # there is none, or it is damaged
         checksum, (head, rows) = file.read_bytes()[:16], file.read_bytes()[16:].split(b"\n", 1)
         *what, digest, keys, extensions = json.loads(head)
