@@ -9,8 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import stallfree as sf
-from stallfree.pipeline.compose import Transform
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source, Transform
 
 
 class Frames:

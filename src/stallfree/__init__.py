@@ -44,8 +44,7 @@ if TYPE_CHECKING:
     from stallfree.ray.workers import RayWorkers
     from stallfree.shared.shared_loader import SharedLoader
     from stallfree.sources.cut import cut
-    from stallfree.sources.decode import DecodeImage
-    from stallfree.sources.files import FileDataset, ImageFolder
+    from stallfree.sources.files import DecodeImage, FileDataset, ImageFolder
     from stallfree.sources.tar import TarDataset
     from stallfree.stats import CacheStats, ImportanceStats, LoaderStats, SharedStats, SmartCacheStats
     from stallfree.vision.crops import DecodeRandomResizedCrop
@@ -70,8 +69,7 @@ _PLACES = {
     "importance.sampler": "ImportanceSampler",
     "shared.shared_loader": "SharedLoader",
     "sources.cut": "cut",
-    "sources.decode": "DecodeImage",
-    "sources.files": "FileDataset ImageFolder",
+    "sources.files": "DecodeImage FileDataset ImageFolder",
     "sources.tar": "TarDataset",
     "stats": "CacheStats ImportanceStats LoaderStats SharedStats SmartCacheStats",
     "vision.crops": "DecodeRandomResizedCrop",

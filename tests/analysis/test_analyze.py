@@ -21,7 +21,7 @@ from stallfree.analysis import analyze as analyzing
 from stallfree.analysis.analyze import Analysis
 from stallfree.analysis.job import drop_pages, make_job, read_files, resident_share
 from stallfree.cli import main
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 
 SHORT = 0.1  # seconds for each measurement
 

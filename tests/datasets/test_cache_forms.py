@@ -12,7 +12,7 @@ import torch
 
 import stallfree as sf
 from loader_data import pixels
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 
 COUNT = 12
 

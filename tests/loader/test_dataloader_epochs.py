@@ -23,7 +23,7 @@ from loader_data import (
     same,
 )
 from stallfree.loader.pool import WorkerPool
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 from warm import Interpreter
 
 

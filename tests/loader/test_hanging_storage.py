@@ -15,7 +15,7 @@ import stallfree as sf
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
 from stallfree.ipc import fetch_threads
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 from warm import Interpreter
 
 STUCK = 5
@@ -105,7 +105,7 @@ def test_a_fetch_again_after_an_eviction_has_the_limit_too(source: Hanging) -> N
 PROGRAM = """
 import threading, stallfree as sf
 from stallfree.ipc import fetch_threads
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 
 class Hanging(BaseSource):
     pipeline = sf.Compose([])

@@ -21,7 +21,7 @@ from stallfree.loader.collate import BatchBuffer
 from stallfree.pipeline.codec import encode, read_record
 from stallfree.pipeline.compose import Compose, OnItem, empty, in_place
 from stallfree.pipeline.compose import given as given_row
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 
 COUNT = 12
 SIDE = 24

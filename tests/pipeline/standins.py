@@ -1,7 +1,5 @@
 """Transforms that look like torchvision's, for a machine without it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 V1 = "torchvision.transforms.transforms"

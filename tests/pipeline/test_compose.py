@@ -1,7 +1,5 @@
 """Compose, OnItem and flatten: one flat row of steps, whatever the library, with the meaning unchanged."""
 
-from __future__ import annotations
-
 import pickle
 from collections import OrderedDict, namedtuple
 from typing import Any
@@ -11,8 +9,8 @@ import pytest
 from standins import V1, foreign, torchvision_compose
 from torch import nn
 
-from stallfree.errors import InputError
-from stallfree.pipeline.compose import Compose, OnItem, flatten, mark_deterministic
+from stallfree import Compose, InputError, OnItem, mark_deterministic
+from stallfree.pipeline.compose import flatten
 
 Pair = namedtuple("Pair", ["image", "label"])
 
@@ -25,31 +23,6 @@ def double(value: Any) -> Any:
     return value * 2
 
 
-def test_nested_compositions_become_one_row() -> None:
-    pipeline = Compose([add_one, Compose([double, Compose([add_one])])])
-    assert pipeline.transforms == (add_one, double, add_one)
-    assert (len(pipeline), list(pipeline)) == (3, [add_one, double, add_one])
-    assert pipeline(1) == 5
-
-
-identity = nn.Identity()
-
-
-@pytest.mark.parametrize(
-    ("transform", "steps"),
-    [
-        (None, ()),
-        (add_one, (add_one,)),
-        (torchvision_compose(add_one, torchvision_compose(double)), (add_one, double)),
-        (torchvision_compose(add_one, double, module="torchvision.transforms.v2._container"), (add_one, double)),
-        (nn.Sequential(identity, nn.Sequential(identity)), (identity, identity)),
-        (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)),
-    ],
-)
-def test_what_is_cut_known(transform: Any, steps: tuple[Any, ...]) -> None:
-    assert flatten(transform) == steps
-
-
 class Backwards(Compose):
     def __call__(self, value: Any) -> Any:
         for step in reversed(self.transforms):
@@ -57,46 +30,38 @@ class Backwards(Compose):
         return value
 
 
-def hooked() -> nn.Sequential:
-    module = nn.Sequential(identity)
-    module.register_forward_hook(lambda *_: None)
-    return module
+identity, hooked = nn.Identity(), nn.Sequential(nn.Identity())
+hooked.register_forward_hook(lambda *_: None)
 
 
 @pytest.mark.parametrize(
-    "transform",
+    ("transform", "steps"),
     [
-        foreign("RandomApply", V1, transforms=[add_one]),
-        foreign("RandomOrder", V1, transforms=[add_one]),
-        foreign("Compose", "somewhere.else", transforms=[add_one]),
-        Backwards([add_one, double]),
-        hooked(),
-        mark_deterministic(Compose([add_one, double])),
+        (None, ()),
+        (add_one, (add_one,)),
+        (Compose([add_one, Compose([double, Compose([add_one])])]), (add_one, double, add_one)),
+        (torchvision_compose(add_one, torchvision_compose(double)), (add_one, double)),
+        (torchvision_compose(add_one, double, module="torchvision.transforms.v2._container"), (add_one, double)),
+        (nn.Sequential(identity, nn.Sequential(identity)), (identity, identity)),
+        (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)),
+        (OnItem(0, Compose([])), ()),
+        *(
+            (kept, (kept,))
+            for kept in (
+                foreign("RandomApply", V1, transforms=[add_one]),
+                foreign("Compose", "somewhere.else", transforms=[add_one]),
+                Backwards([add_one, double]),
+                hooked,
+                mark_deterministic(Compose([add_one, double])),
+                OnItem(0, add_one),
+            )
+        ),
     ],
-    ids=lambda transform: type(transform).__name__,
 )
-def test_what_is_kept_whole(transform: Any) -> None:
-    assert flatten(transform) == (transform,)
-    assert Compose([transform]).transforms == (transform,)
-
-
-@pytest.mark.libraries
-def test_monai_steps_still_map_over_lists() -> None:
-    monai = pytest.importorskip("monai.transforms")
-    patches = monai.Lambda(lambda value: [value, value * 10])
-    whole = monai.Compose([patches, monai.Lambda(add_one), monai.Compose([monai.Lambda(double)])])
-    steps = flatten(whole)
-    assert len(steps) == 3
-    assert Compose([whole])(3) == whole(3) == [8, 62]
-    for options in ({"map_items": False}, {"lazy": True}, {"unpack_items": True}):
-        compose = monai.Compose([monai.Lambda(add_one), monai.Lambda(double)], **options)
-        assert flatten(compose) == (compose,)
-    flip = monai.RandFlip(prob=0.5)
-    choices = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
-    before = flip.R.get_state()[1].tolist()
-    steps = flatten(choices)
-    assert [type(step.transforms[0]).__name__ for step in steps] == ["RandFlip", "OneOf"]
-    assert flip.R.get_state()[1].tolist() == before
+def test_steps(transform: Any, steps: tuple[Any, ...]) -> None:
+    assert flatten(transform) == steps
+    row = Compose([] if transform is None else [transform])
+    assert (row.transforms, len(row), list(row)) == (steps, len(steps), [*steps])
 
 
 @pytest.mark.parametrize(
@@ -121,10 +86,8 @@ def test_on_item_changes_one_element_of_a_new_container(key: Any, container: Any
 
 def test_on_item_of_a_composition_is_a_row_of_on_items() -> None:
     steps = flatten(OnItem(0, Compose([add_one, OnItem(1, torchvision_compose(double, double))])))
-    assert list(map(repr, steps)) == list(
-        map(repr, [OnItem(0, add_one), OnItem(0, OnItem(1, double)), OnItem(0, OnItem(1, double))])
-    )
-    assert flatten(OnItem(0, Compose([]))) == ()
+    expected = [OnItem(0, add_one), OnItem(0, OnItem(1, double)), OnItem(0, OnItem(1, double))]
+    assert list(map(repr, steps)) == list(map(repr, expected))
 
 
 @pytest.mark.parametrize(
@@ -144,29 +107,31 @@ def test_bad_input_is_named(use: Any, message: str) -> None:
 
 
 @pytest.mark.libraries
+def test_monai_steps_still_map_over_lists() -> None:
+    monai = pytest.importorskip("monai.transforms")
+    patches = monai.Lambda(lambda value: [value, value * 10])
+    whole = monai.Compose([patches, monai.Lambda(add_one), monai.Compose([monai.Lambda(double)])])
+    assert len(flatten(whole)) == 3
+    assert Compose([whole])(3) == whole(3) == [8, 62]
+    for options in ({"map_items": False}, {"lazy": True}, {"unpack_items": True}):
+        compose = monai.Compose([monai.Lambda(add_one), monai.Lambda(double)], **options)
+        assert flatten(compose) == (compose,)
+    flip = monai.RandFlip(prob=0.5)
+    choices = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
+    before = flip.R.get_state()[1].tolist()
+    steps = flatten(choices)
+    assert [type(step.transforms[0]).__name__ for step in steps] == ["RandFlip", "OneOf"]
+    assert flip.R.get_state()[1].tolist() == before
+
+
+@pytest.mark.libraries
 def test_albumentations_steps_take_mappings_and_arrays() -> None:
     A = pytest.importorskip("albumentations")
     image = np.zeros((8, 8, 3), np.uint8)
     pipeline = Compose([A.Resize(4, 6, p=1), A.Compose([A.ToFloat(max_value=255, p=1)])])
     assert pipeline(image).shape == (4, 6, 3)
-    both = pipeline({"image": image, "mask": image[:, :, 0]})
+    both = pickle.loads(pickle.dumps(pipeline))({"image": image, "mask": image[:, :, 0]})
     assert (both["image"].shape, both["mask"].shape) == ((4, 6, 3), (4, 6))
     assert OnItem(0, A.Resize(4, 6, p=1))((image, 1))[0].shape == (4, 6, 3)
     with pytest.raises(InputError, match="Resize got a str"):
         Compose([A.Resize(4, 4)])("text")
-
-
-class Unchanged:
-    def __call__(self, value: Any) -> Any:
-        return value
-
-
-@pytest.mark.libraries
-def test_pickles_with_marks() -> None:
-    A = pytest.importorskip("albumentations")
-    pipeline = Compose([OnItem(0, add_one), mark_deterministic(Compose([Unchanged()])), A.Resize(4, 4, p=1)])
-    copy = pickle.loads(pickle.dumps(pipeline))
-    assert repr(copy) == repr(pipeline)
-    assert len(copy) == 3
-    assert flatten(copy.transforms[1]) == (copy.transforms[1],)
-    assert Compose(copy.transforms[:2])((1, 2)) == (2, 2)

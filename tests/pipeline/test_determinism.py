@@ -1,7 +1,5 @@
 """Which steps may be cached: marks, signs of libraries, trials, and what happens when none of them helps."""
 
-from __future__ import annotations
-
 import functools
 import random
 import secrets
@@ -19,8 +17,9 @@ from PIL import Image
 from standins import V1, foreign, torchvision_compose
 from torch import nn
 
+import stallfree as sf
 from loader_data import same
-from stallfree import CachedDataset, Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
+from stallfree import Compose, OnItem, StallfreeWarning, mark_deterministic, mark_random, split
 
 V2 = "torchvision.transforms.v2._geometry"
 IMAGE = np.arange(12 * 12 * 3, dtype=np.uint8).reshape(12, 12, 3)
@@ -38,97 +37,85 @@ def verdict(transform: Any, probe: Any = None) -> tuple[bool, str]:
     return first.random, first.reason
 
 
-class TestMarks:
-    def test_on_a_function_an_instance_and_a_class(self) -> None:
-        @mark_deterministic
-        def steady(value: Any) -> Any:
-            return random.random()
+# --- marks ----------------------------------------------------------------------------------------------------------
 
-        @mark_random
-        class Noise:
-            def __call__(self, value: Any) -> Any:
-                return value
 
-        class Louder(Noise):
-            pass
+@mark_deterministic
+def steady(value: Any) -> Any:
+    return random.random()
 
-        resize = mark_random(foreign("Resize", V1))
-        assert verdict(steady, 1) == (False, "mark")
-        assert verdict(Noise()) == verdict(Louder()) == verdict(resize) == (True, "mark")
-        assert verdict(mark_deterministic(Noise())) == (False, "mark")
 
-    def test_a_deterministic_class_does_not_speak_for_its_subclasses(self) -> None:
-        @mark_deterministic
-        class Steady:
-            def __call__(self, value: Any) -> Any:
-                return value
+@mark_deterministic
+class Steady:
+    __slots__ = ()
 
-        class Jittered(Steady):
-            def __call__(self, value: Any) -> Any:
-                return value + random.random()
+    def __call__(self, value: Any) -> Any:
+        return value
 
-        assert verdict(Steady()) == (False, "mark")
-        assert verdict(Jittered(), 1)[0]
+    prepare = __call__
 
-    def test_on_objects_that_take_no_attributes(self) -> None:
-        @dataclass(frozen=True)
-        class Frozen:
-            def __call__(self, value: Any) -> Any:
-                return value
 
-        class Slotted:
-            __slots__ = ()
+class Jittered(Steady):
+    """A class that is marked deterministic does not speak for its subclasses, which may add randomness."""
 
-            def prepare(self, value: Any) -> Any:
-                return value
+    def __call__(self, value: Any) -> Any:
+        return value + random.random()
 
-        frozen, slotted = Frozen(), Slotted()
-        for transform in (len, np.asfortranarray, frozen, "text".count):
-            assert mark_deterministic(transform) is transform
-            assert verdict(transform) == (False, "mark")
-        mark_deterministic(slotted.prepare)
-        assert verdict(slotted.prepare) == (False, "mark")
-        assert verdict(Slotted().prepare) == (True, "undecided")
-        mark_random(len)
-        assert verdict(len) == (True, "mark")
 
-    def test_reaches_through_wrappers(self) -> None:
-        @mark_deterministic
-        def scaled(value: Any, by: int) -> Any:
-            return value * by
+@mark_random
+class Noise:
+    def __call__(self, value: Any) -> Any:
+        return value
 
-        assert verdict(OnItem(0, scaled)) == (False, "mark")
-        assert verdict(functools.partial(scaled, by=2)) == (False, "mark")
-        assert verdict(foreign("Lambda", V1, lambd=mark_random(foreign("Any", "x")))) == (True, "mark")
 
-    def test_on_a_composition_counts_for_the_whole(self) -> None:
-        parts = split(
-            Compose([mark_deterministic(Compose([foreign("RandomCrop", V1), plain])), mark_random(lambda value: value)])
-        )
-        assert [(v.random, v.reason) for v in parts.verdicts] == [(False, "mark"), (True, "mark")]
-        assert len(parts.deterministic) == 1
+class Louder(Noise):
+    pass
+
+
+@dataclass(frozen=True)
+class Frozen:
+    def __call__(self, value: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize(
+    ("transform", "random"),
+    [
+        *((steady, False), (Steady(), False), (Jittered(), True), (Noise(), True), (Louder(), True)),
+        *((mark_deterministic(Louder()), False), (mark_random(Frozen()), True)),
+        *((mark_random(foreign("Resize", V1)), True), (mark_deterministic(functools.partial(len)), False)),
+        *((OnItem(0, steady), False), (functools.partial(steady), False)),
+        (foreign("Lambda", V1, lambd=mark_random(foreign("Any", "x"))), True),
+        (mark_deterministic(Compose([foreign("RandomCrop", V1), plain])), False),
+    ],
+)
+def test_marks(transform: Any, random: bool) -> None:
+    expected = (True, "undecided") if type(transform) is Jittered else (random, "mark")
+    assert verdict(transform) == expected
+
+
+@pytest.mark.parametrize("thing", [len, np.asfortranarray, Steady().prepare, Steady(), "text".count])
+def test_what_takes_no_attributes_takes_no_mark(thing: Any) -> None:
+    with pytest.raises(sf.InputError, match=r"takes no attributes, so no mark: mark functools\.partial"):
+        mark_random(thing)
+    assert verdict(mark_random(functools.partial(thing))) == (True, "mark")
+
+
+# --- libraries ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("transform", "expected"),
     [
-        (foreign("Resize", V1), (False, "torchvision")),
-        (foreign("ToTensor", V1), (False, "torchvision")),
-        (foreign("Normalize", "torchvision.transforms.v2._misc"), (False, "torchvision")),
-        (foreign("ToDtype", "torchvision.transforms.v2._misc"), (False, "torchvision")),
-        (foreign("CenterCrop", V2), (False, "torchvision")),
-        (foreign("ImageClassification", "torchvision.transforms._presets"), (False, "torchvision")),
-        (foreign("RandomResizedCrop", V1), (True, "torchvision")),
-        (foreign("RandomHorizontalFlip", V2), (True, "torchvision")),
-        (foreign("ColorJitter", V1), (True, "torchvision")),
-        (foreign("GaussianBlur", V1), (True, "torchvision")),
-        (foreign("ElasticTransform", V2), (True, "torchvision")),
+        *((foreign(name, V1), (False, "torchvision")) for name in ("Resize", "ToTensor", "NotYetKnown")),
+        *((foreign(name, V2), (False, "torchvision")) for name in ("CenterCrop", "Normalize", "ToDtype")),
+        *((foreign(name, V1), (True, "torchvision")) for name in ("RandomResizedCrop", "ColorJitter", "GaussianBlur")),
+        *((foreign(name, V2), (True, "torchvision")) for name in ("RandomHorizontalFlip", "ElasticTransform")),
         (foreign("TrivialAugmentWide", "torchvision.transforms.autoaugment"), (True, "torchvision")),
         (foreign("RandomApply", V1, transforms=[foreign("Resize", V1)]), (True, "torchvision")),
         (foreign("MyCrop", "mine", type(foreign("RandomCrop", V1))), (True, "torchvision")),
         (foreign("MyResize", "mine", type(foreign("Resize", V1))), (True, "undecided")),
         (foreign("Lambda", V1, lambd=plain), (True, "undecided")),
-        (foreign("NotYetKnown", V1), (False, "torchvision")),
         (foreign("Resize", "mine"), (True, "undecided")),
         (OnItem("image", foreign("Resize", V1)), (False, "torchvision")),
         (functools.partial(foreign("Pad", V2)), (False, "torchvision")),
@@ -148,29 +135,18 @@ def test_signs_of_albumentations() -> None:
             return img[:, ::-1]
 
     resize, turned = A.Resize(4, 4, p=1), A.HorizontalFlip(p=0.5)
-    table: list[tuple[Any, tuple[bool, str]]] = [
-        (resize, (False, "albumentations")),
-        (A.Normalize(p=1), (False, "albumentations")),
-        (A.HorizontalFlip(p=1), (False, "albumentations")),
-        (turned, (True, "albumentations")),
-        (A.GaussNoise(p=1), (True, "albumentations")),
-        (A.GaussNoise(p=0), (False, "albumentations")),
-        (A.RandomCrop(4, 4, p=1), (True, "albumentations")),
-        (A.CenterCrop(4, 4, p=1), (False, "albumentations")),
-        (A.PadIfNeeded(16, 16, p=1), (False, "albumentations")),
-        (A.PadIfNeeded(16, 16, position="random", p=1), (True, "albumentations")),
-        (A.LongestMaxSize(4, p=1), (False, "albumentations")),
-        (A.LongestMaxSize([4, 8], p=1), (True, "albumentations")),
-        (A.Compose([resize, A.Compose([A.Normalize(p=1)])]), (False, "albumentations")),
-        (A.Compose([resize], p=0.5), (True, "albumentations")),
-        (A.Compose([resize, turned]), (True, "albumentations")),
-        (A.OneOf([resize], p=1), (True, "albumentations")),
-        (UsersFlip(p=0.5), (True, "albumentations")),
-        (UsersFlip(p=1), (True, "undecided")),
-        (A.Lambda(image=plain, p=1), (True, "undecided")),
+    deterministic = [
+        *(resize, A.Normalize(p=1), A.HorizontalFlip(p=1), A.GaussNoise(p=0), A.CenterCrop(4, 4, p=1)),
+        *(A.PadIfNeeded(16, 16, p=1), A.LongestMaxSize(4, p=1), A.Compose([resize, A.Compose([A.Normalize(p=1)])])),
     ]
-    for transform, expected in table:
-        assert verdict(transform) == expected, transform
+    drawing = [
+        *(turned, A.GaussNoise(p=1), A.RandomCrop(4, 4, p=1), A.PadIfNeeded(16, 16, position="random", p=1)),
+        *(A.LongestMaxSize([4, 8], p=1), A.Compose([resize], p=0.5), A.Compose([resize, turned])),
+        *(A.OneOf([resize], p=1), UsersFlip(p=0.5)),
+    ]
+    assert [verdict(step) for step in deterministic] == [(False, "albumentations")] * len(deterministic)
+    assert [verdict(step) for step in drawing] == [(True, "albumentations")] * len(drawing)
+    assert verdict(UsersFlip(p=1)) == verdict(A.Lambda(image=plain, p=1)) == (True, "undecided")
     assert not verdict(UsersFlip(p=1), IMAGE)[0]
     assert not verdict(closure_over(resize), IMAGE)[0]
     assert verdict(closure_over(turned), IMAGE)[0]
@@ -187,22 +163,20 @@ def test_signs_of_monai() -> None:
     class OwnRandom(Own, M.traits.RandomizableTrait):  # type: ignore[misc, name-defined]
         pass
 
-    table: list[tuple[Any, tuple[bool, str]]] = [
-        (M.ScaleIntensityd("image"), (False, "monai")),
-        (M.Spacingd("image", (1, 1, 1)), (False, "monai")),
-        (M.RandFlipd("image"), (True, "monai")),
-        (M.RandCropByPosNegLabeld("image", "label", (4, 4)), (True, "monai")),
-        (M.RandLambda(plain), (True, "monai")),
-        (M.Lambda(plain), (True, "undecided")),
-        (M.OneOf([M.Flip()]), (True, "monai")),
-        (M.Compose([M.Flip()]), (False, "monai")),
-        (M.Compose([M.Flip(), M.ScaleIntensity()], map_items=False), (False, "monai")),
-        (M.Compose([M.Flip(), M.RandFlip()], lazy=True), (True, "monai")),
-        (Own(), (True, "undecided")),
-        (OwnRandom(), (True, "monai")),
+    deterministic = [
+        *(M.ScaleIntensityd("image"), M.Spacingd("image", (1, 1, 1)), M.Compose([M.Flip()])),
+        M.Compose([M.Flip(), M.ScaleIntensity()], map_items=False),
     ]
-    for transform, expected in table:
-        assert verdict(transform) == expected, transform
+    drawing = [
+        *(M.RandFlipd("image"), M.RandCropByPosNegLabeld("image", "label", (4, 4)), M.RandLambda(plain)),
+        *(M.OneOf([M.Flip()]), M.Compose([M.Flip(), M.RandFlip()], lazy=True), OwnRandom()),
+    ]
+    assert [verdict(step) for step in deterministic] == [(False, "monai")] * len(deterministic)
+    assert [verdict(step) for step in drawing] == [(True, "monai")] * len(drawing)
+    assert verdict(M.Lambda(plain)) == verdict(Own()) == (True, "undecided")
+
+
+# --- trials ---------------------------------------------------------------------------------------------------------
 
 
 class OwnGenerator:
@@ -261,11 +235,16 @@ def closure_over(thing: Any) -> Any:
         *(functools.partial(lambda rng, value: (rng.random(), value)[1], MODULE_RNG), nn.Sequential(nn.Dropout(0.5))),
         *(Buffered(), LateGenerator(), lambda value: value if secrets.randbelow(2) < 2 else 0),
         lambda value: value if np.random.default_rng().random() < 2 else 0,
+        # Names of generators count as random, until the user marks the step.
+        *(lambda value: np.random.default_rng(0).permutation(value), lambda value: np.random.RandomState(0).rand()),
+        lambda value: random.Random(int(value.sum())).sample([1, 2, 3], 2),
+        lambda value: torch.randperm(3, generator=torch.Generator().manual_seed(1)),
     ],
 )
 def test_a_trial_finds_randomness(transform: Any) -> None:
     value = torch.ones(4) if isinstance(transform, nn.Module) else IMAGE
     assert verdict(transform, value)[0]
+    assert verdict(mark_deterministic(transform), value) == (False, "mark")
 
 
 @pytest.mark.parametrize(
@@ -290,20 +269,6 @@ def test_a_trial_finds_determinism(transform: Any, value: Any) -> None:
     assert not verdict(transform, value)[0]
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        lambda value: np.random.default_rng(0).permutation(value),
-        lambda value: np.random.RandomState(0).permutation(value),
-        lambda value: random.Random(int(value.sum())).sample(value.tolist(), 2),
-        lambda value: torch.randperm(3, generator=torch.Generator().manual_seed(1)),
-    ],
-)
-def test_names_of_generators_count_as_random_until_the_user_marks_the_step(transform: Any) -> None:
-    assert verdict(transform, np.zeros(3))[0]
-    assert verdict(mark_deterministic(transform)) == (False, "mark")
-
-
 def test_a_trial_leaves_no_trace() -> None:
     counted = Buffered()
     owner = OwnGenerator(np.random.default_rng(1), lambda rng: rng.random())
@@ -326,57 +291,46 @@ def test_a_trial_leaves_no_trace() -> None:
     assert (record["image"] == IMAGE).all()
 
 
-class TestSplit:
-    def test_the_longest_deterministic_run_from_the_start(self) -> None:
-        resize, crop, normalise = foreign("Resize", V1), foreign("RandomCrop", V1), foreign("Normalize", V1)
-        parts = split(Compose([resize, torchvision_compose(plain, crop), normalise]), 1)
-        assert parts.deterministic.transforms == (resize, plain)
-        assert parts.random.transforms == (crop, normalise)
-        assert [v.random for v in parts.verdicts[:3]] == [False, False, True]
-        assert "cached  deterministic" in str(parts)
+def test_split() -> None:
+    resize, crop, normalise = foreign("Resize", V1), foreign("RandomCrop", V1), foreign("Normalize", V1)
+    parts = split(Compose([resize, torchvision_compose(plain, crop), normalise]), 1)
+    assert parts.deterministic.transforms == (resize, plain)
+    assert parts.random.transforms == (crop, normalise)
+    assert [v.random for v in parts.verdicts[:3]] == [False, False, True]
+    assert "cached  deterministic" in str(parts)
+    pipeline = Compose([lambda v: v + 1, lambda v: v * 2, mark_random(lambda v: v - 3)])
+    parts = split(pipeline, 1)
+    assert len(parts.deterministic) == 2
+    assert parts.random(parts.deterministic(5)) == pipeline(5) == 9
+    assert [split(nothing).verdicts for nothing in (None, Compose([]))] == [(), ()]
 
-    def test_random_after_deterministic_is_the_whole(self) -> None:
-        pipeline = Compose([lambda v: v + 1, lambda v: v * 2, mark_random(lambda v: v - 3)])
-        parts = split(pipeline, 1)
-        assert len(parts.deterministic) == 2
-        assert parts.random(parts.deterministic(5)) == pipeline(5) == 9
 
-    @pytest.mark.parametrize("transform", [None, Compose([])])
-    def test_nothing(self, transform: Any) -> None:
-        parts = split(transform)
-        assert (len(parts.deterministic), len(parts.random), parts.verdicts) == (0, 0, ())
+def test_a_trial_gets_what_the_steps_before_it_give() -> None:
+    def check(value: Any) -> Any:
+        assert value == 8
+        return value
 
-    def test_a_trial_gets_what_the_steps_before_it_give(self) -> None:
-        def check(value: Any) -> Any:
-            assert value == 8
-            return value
+    assert len(split(Compose([mark_deterministic(lambda v: v + 1), lambda v: v * 2, check]), 3).deterministic) == 3
 
-        assert len(split(Compose([mark_deterministic(lambda v: v + 1), lambda v: v * 2, check]), 3).deterministic) == 3
 
-    @pytest.mark.parametrize(
-        ("transform", "probe", "why"),
-        [
-            (plain, None, "no sample"),
-            (lambda value: value["missing"], {}, "KeyError"),
-            (lambda value: threading.Lock(), 1, "cannot be compared"),
-        ],
-    )
-    def test_what_cannot_be_decided_is_random_with_one_warning(self, transform: Any, probe: Any, why: str) -> None:
-        with pytest.warns(StallfreeWarning, match=why) as caught:
-            parts = split(Compose([transform, plain, plain]), probe)
-        assert len(caught) == 1
-        message = str(caught[0].message)
-        assert parts.verdicts[0].step in message
-        assert "stallfree.mark_deterministic" in message
-        assert "stallfree.mark_random" in message
-        assert caught[0].filename == __file__
-        assert [v.reason for v in parts.verdicts] == ["undecided", "after", "after"]
-        assert len(parts.random) == 3
-
-    def test_a_failing_step_before_the_trial_is_told(self) -> None:
-        broken = mark_deterministic(lambda value: 1 / 0)
-        with pytest.warns(StallfreeWarning, match="a step before it raised ZeroDivisionError"):
-            split(Compose([broken, plain]), 1)
+@pytest.mark.parametrize(
+    ("transform", "probe", "why"),
+    [
+        (plain, None, "no sample"),
+        (lambda value: value["missing"], {}, "KeyError"),
+        (lambda value: threading.Lock(), 1, "cannot be compared"),
+    ],
+)
+def test_what_cannot_be_decided_is_random_with_one_warning(transform: Any, probe: Any, why: str) -> None:
+    with pytest.warns(StallfreeWarning, match=why) as caught:
+        parts = split(Compose([transform, plain, plain]), probe)
+    assert len(caught) == 1
+    assert parts.verdicts[0].step in str(caught[0].message)
+    assert "stallfree.mark_deterministic" in str(caught[0].message)
+    assert caught[0].filename == __file__
+    assert [v.reason for v in parts.verdicts] == ["undecided", "after", "after"]
+    with pytest.warns(StallfreeWarning, match="a step before it raised ZeroDivisionError"):
+        split(Compose([mark_deterministic(lambda value: 1 / 0), plain]), 1)
 
 
 class Hostile:
@@ -403,6 +357,6 @@ class HoldsHostile:
     "step", [HoldsHostile(), functools.partial(lambda value, kept: value, kept=HOSTILE)], ids=["attributes", "partial"]
 )
 def test_a_step_that_refers_to_what_cannot_be_looked_at_is_cached(step: Any) -> None:
-    with CachedDataset([*map(np.array, range(6))], transform=step, capacity="1MiB") as cached:
+    with sf.CachedDataset([*map(np.array, range(6))], transform=step, capacity="1MiB") as cached:
         assert [int(value) for value in cached] == [int(step(np.array(id))) for id in range(6)]
         assert cached.stats().resident_items == 6

@@ -1,7 +1,5 @@
 """No cache freezes what is random, and what is deterministic is cached: the entries of the zoo, and the zoo's judge."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -9,26 +7,27 @@ from typing import Any
 import numpy as np
 import pytest
 import zoo
+import zoo_random  # noqa: F401
+import zoo_steady  # noqa: F401
 import zoo_unseen
-from zoo_entry import ENTRIES, Entry, rows
-from zoo_ways import WAYS
+from zoo import ENTRIES, WAYS, Entry, rows
 
 import frozen as fr
 import stallfree as sf
 
 KINDS = {kind: [entry for entry in ENTRIES if entry.kind == kind] for kind in ("random", "steady", "either")}
-FEW = ("auto, sf 0", "whole, sf 0", "smart, torch 0")
 SOME = (
     *("crop_or_pad", "minority_class", "only_the_last", "rare_with_generator_made_inside", "clock_for_some"),
     *("counter_every_ten_calls", "drawn_in_a_pool_for_some", "steady_then_hidden", "data_set_that_crops_some"),
+    *("library_that_makes_a_generator", "permutation_of_numpy"),
+    *("decode_resize_normalise", "tokenise", "random_in_names_only", "collects_statistics"),
 )
-UNSEEN = [entry for entry in ENTRIES if entry.draws is zoo_unseen.fires]
-SOME_UNSEEN = (
-    *("library_that_makes_a_generator", "pil_effect_spread", "opencv_normal", "c_library", "token"),
-    *("hash_of_the_time", "file_of_random_bytes"),
-)
-SOME_STEADY = ("decode_resize_normalise", "tokenise", "random_in_names_only", "collects_statistics")
-QUICK = ("auto, sf 2", "smart, sf 0", "whole, sf 0")
+UNSEEN = [
+    pytest.param(entry, id=entry.name, marks=[pytest.mark.libraries] * entry.name.startswith(zoo_unseen.LARGE))
+    for entry in ENTRIES
+    if entry.draws is zoo_unseen.fires
+]
+SOME_UNSEEN = ("pil_effect_spread", "opencv_normal", "c_library", "hash_of_the_time", "file_of_random_bytes")
 LEAST = 0.9
 """Share of the deterministic entries that are to be cached."""
 
@@ -40,49 +39,44 @@ def collected() -> Iterator[None]:
     gc.collect()
 
 
-def named(name: str) -> Entry:
+def of_name(name: str) -> Entry:
     return next(entry for entry in ENTRIES if entry.name == name)
 
 
-def bad(entry: Entry, ways: tuple[str, ...]) -> dict[str, str]:
-    """What is wrong, by way."""
-    verdicts = zoo.judge(entry, ways=ways)
-    assert {verdict.way for verdict in verdicts} <= set(ways)
-    assert verdicts
-    wrong = ("frozen", "wrong", "error") if entry.kind != "steady" else ("anew", "refused", "wrong", "error")
-    return {verdict.way: f"{verdict.what}: {verdict.note}" for verdict in verdicts if verdict.what in wrong}
+def wrong(entry: Entry, ways: Any = WAYS, workers: int = 0) -> dict[str, str]:
+    """What is wrong with an entry, by way."""
+    ways = [way for way in ways if entry.records is not None or way not in ("prepared", "auto, cut")]
+    verdicts = {way: zoo.judge(entry, way, workers) for way in ways}
+    return {way: verdict for way, verdict in verdicts.items() if verdict}
 
 
-class TestEntries:
-    @pytest.mark.parametrize("name", SOME)
-    def test_random_ones_stay_random(self, name: str) -> None:
-        assert bad(named(name), FEW) == {}
-
-    @pytest.mark.parametrize("name", SOME_STEADY)
-    def test_deterministic_ones_are_cached(self, name: str) -> None:
-        assert bad(named(name), FEW) == {}
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("entry", KINDS["random"] + KINDS["either"], ids=lambda entry: entry.name)
-    def test_random_ones_stay_random_in_every_cache(self, entry: Entry) -> None:
-        assert bad(entry, tuple(WAYS)) == {}
-
-    @pytest.mark.slow
-    @pytest.mark.timeout(1200)
-    def test_most_deterministic_ones_are_cached_in_every_cache(self) -> None:
-        found = {entry.name: bad(entry, tuple(WAYS)) for entry in KINDS["steady"]}
-        assert not [name for name, ways in found.items() if any(text.startswith("wrong") for text in ways.values())]
-        problems = {name: ways for name, ways in found.items() if ways}
-        assert len(problems) <= (1 - LEAST) * len(found), problems
-
-    def test_there_are_enough_of_all(self) -> None:
-        assert len(KINDS["random"]) >= 50
-        assert len(KINDS["steady"]) >= 20
+@pytest.mark.parametrize("way", ["step", "window"])
+@pytest.mark.parametrize("name", SOME)
+def test_some_entries(name: str, way: str) -> None:
+    assert wrong(of_name(name), [way]) == {}
 
 
-def unseen() -> list[Any]:
-    marks = {entry.name: [pytest.mark.libraries] for entry in UNSEEN if entry.name.startswith(zoo_unseen.LARGE)}
-    return [pytest.param(entry, id=entry.name, marks=marks.get(entry.name, [])) for entry in UNSEEN]
+def test_there_are_enough_entries() -> None:
+    assert len(KINDS["random"]) >= 60
+    assert len(KINDS["steady"]) >= 20
+    assert len(UNSEEN) >= 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("entry", KINDS["random"] + KINDS["either"], ids=lambda entry: entry.name)
+def test_random_ones_stay_random_in_every_cache(entry: Entry, workers: int) -> None:
+    if workers and entry.local:
+        pytest.skip("its samples differ in one process only")
+    assert wrong(entry, workers=workers) == {}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_most_deterministic_ones_are_cached_in_every_cache() -> None:
+    problems = {entry.name: ways for entry in KINDS["steady"] if (ways := wrong(entry))}
+    assert "other values" not in str(problems)
+    assert len(problems) <= (1 - LEAST) * len(KINDS["steady"]), problems
 
 
 class TestUnseen:
@@ -96,72 +90,54 @@ class TestUnseen:
         assert len(ids) == self.COUNT // zoo_unseen.EVERY
         return fr.frozen_in(way, rows(self.COUNT), entry.make(), ids, workers)
 
-    def test_there_are_enough(self) -> None:
-        assert len(UNSEEN) >= 12
+    @pytest.mark.parametrize("entry", UNSEEN)
+    def test_is_not_frozen(self, entry: Entry) -> None:
+        assert self.stuck(entry, "step") == []
 
-    @pytest.mark.parametrize("way", ["step", "data set"])
-    @pytest.mark.parametrize("entry", unseen())
-    def test_is_not_frozen(self, entry: Entry, way: str) -> None:
-        assert self.stuck(entry, way) == []
-
-    @pytest.mark.parametrize(("way", "workers"), [("auto", 0), ("auto, cut", 0), ("data set", 2)])
+    @pytest.mark.parametrize(("way", "workers"), [("auto, cut", 0), ("data set", 2)])
     @pytest.mark.parametrize("name", SOME_UNSEEN)
     def test_some_in_other_ways(self, name: str, way: str, workers: int) -> None:
-        assert self.stuck(named(name), way, workers) == []
-
-    @pytest.mark.parametrize("name", SOME_UNSEEN)
-    def test_some_from_the_first_epoch_on(self, name: str) -> None:
-        """The samples are fewer than those which are made twice in any case."""
-        assert bad(named(name), FEW) == {}
+        assert self.stuck(of_name(name), way, workers) == []
 
     @pytest.mark.slow
     @pytest.mark.parametrize("workers", [0, 2])
-    @pytest.mark.parametrize("way", list(fr.WAYS))
-    @pytest.mark.parametrize("entry", unseen())
+    @pytest.mark.parametrize("way", fr.WAYS)
+    @pytest.mark.parametrize("entry", UNSEEN)
     def test_in_many_runs(self, entry: Entry, way: str, workers: int) -> None:
         if workers and entry.local:
             pytest.skip("its samples differ in one process only")
         assert [self.stuck(entry, way, workers) for _ in range(20)] == [[]] * 20
 
 
-def entry_of(step: object, kind: str, **details: object) -> Entry:
-    usual = {"draws": lambda id: True, "base": None, "coarse": False, "local": False, "prefix": False}
-    return Entry("made_here", kind, lambda: step, rows, **(usual | details))  # type: ignore[arg-type]
-
-
 class TestJudge:
     """With steps that are marked wrongly, so that caches do what they should not."""
 
-    @pytest.mark.parametrize("way", ["prepared, sf 2", "smart, sf 0", "shared"])
+    @pytest.mark.parametrize("way", ["step", pytest.param("window", marks=pytest.mark.slow), "group"])
     def test_sees_that_a_step_is_frozen(self, way: str) -> None:
-        entry = entry_of(sf.mark_deterministic(lambda x: x + np.random.normal()), "random")
-        assert [verdict.what for verdict in zoo.judge(entry, ways=[way])] == ["frozen"]
+        step = sf.mark_deterministic(lambda x: x + np.random.normal())
+        assert "48 samples are frozen" in zoo.judge(Entry("made here", "random", lambda: step), way)
 
-    @pytest.mark.parametrize("way", QUICK)
-    def test_sees_that_a_step_runs_anew(self, way: str) -> None:
-        entry = entry_of(sf.mark_random(lambda x: x * 2), "steady")
-        expected = ["cached"] if way.startswith("whole") else ["anew"]
-        assert [verdict.what for verdict in zoo.judge(entry, ways=[way])] == expected
+    def test_sees_that_a_steady_step_runs_anew(self) -> None:
+        def changed(x: Any) -> Any:
+            return x * 2
+
+        entry = Entry("made here", "random", lambda: sf.mark_random(changed), prefix="changed", draws=lambda id: False)
+        assert "it runs anew" in zoo.judge(entry, "step")
 
     def test_sees_that_a_few_samples_are_frozen(self) -> None:
-        entry = entry_of(None, "random")
         draw = np.random.default_rng(0)
-        plain, found = ([[draw.random() for _ in range(48)] for _ in range(3)] for _ in range(2))
-        assert zoo.frozen(entry, plain, found) == ""
-        found[1][7] = found[2][7] = found[0][7]
-        assert "such as [7]" in zoo.frozen(entry, plain, found)
-        still = entry_of(None, "random", draws=lambda id: id != 7)
-        assert zoo.frozen(still, plain, found) == ""
+        entry, epochs = Entry("made here", "random", list), [[draw.random() for _ in range(48)] for _ in range(7)]
+        assert zoo.frozen(entry, epochs) == []
+        for epoch in epochs:
+            epoch[7] = 0.5
+        assert zoo.frozen(entry, epochs) == [7]
 
     def test_sees_that_a_rare_draw_is_kept(self) -> None:
-        entry = entry_of(None, "random", base=lambda record: record)
-        bases = [zoo.sealed(row) for row in rows()]
-        plain, found = ([list(bases) for _ in range(3)] for _ in range(2))
-        for epoch, id in ((0, 3), (0, 9), (1, 20), (2, 31)):
-            plain[epoch][id] = "drawn"
-        found[0][5] = found[1][6] = found[2][40] = "drawn"
-        assert zoo.frozen(entry, plain, found) == ""
-        for epoch in found:
+        entry, bases = Entry("made here", "random", list, base=zoo.unchanged), [*map(fr.sealed, rows())]
+        epochs: list[list[Any]] = [list(bases) for _ in range(7)]
+        assert len(zoo.frozen(entry, epochs)) == 48
+        epochs[4][3] = "drawn"
+        assert zoo.frozen(entry, epochs) == []
+        for epoch in epochs:
             epoch[11] = "drawn and kept"
-        assert "[11] is kept" in zoo.frozen(entry, plain, found)
-        assert "0 changes" in zoo.frozen(entry, plain, [list(bases) for _ in range(3)])
+        assert zoo.frozen(entry, epochs) == [11]

@@ -1,133 +1,250 @@
 """The zoo: transforms and data sets of all kinds, in every cache. Judges whether a cache freezes what is random.
 
-An entry that is random is *frozen* when its samples stay the same over epochs where they differ without a cache. An
-entry that is deterministic is *cached* when its values are right and its code does not run in the second and third
-epoch. The same loader with as many workers, without a cache, is what each way is compared with.
+A random entry is *frozen* if samples stay the same in epochs in which they should differ. A steady one is *cached* if
+its values are right, and its code runs for no sample after the first epoch.
 """
 
-from __future__ import annotations
-
-import itertools
-import math
-from collections.abc import Iterable, Sequence
+import io
+import sys
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import zoo_datasets  # noqa: F401
-import zoo_draws  # noqa: F401
-import zoo_libraries  # noqa: F401
-import zoo_steady  # noqa: F401
-import zoo_unseen  # noqa: F401
-from zoo_entry import Entry
-from zoo_ways import PLAIN, WAYS, Epochs, Looked, Task, make, quiet, sealed, stacks
+import numpy as np
+import torch
+from PIL import Image
 
-MOST_CALLS = 0.1
-"""Calls per sample and epoch after the first, up to which an entry counts as cached."""
+import frozen as fr
+import stallfree as sf
 
-FEWEST_CHANGES = 4
-"""An entry with fewer changes without a cache is too still to be judged as a whole."""
+COUNT, MANY = 48, 256
+"""Samples of an entry, and of one that draws for one in a hundred."""
+
+Records = Callable[[], list[Any]]
+Register = Callable[..., None]
+
+# --- records --------------------------------------------------------------------------------------------------------
+
+
+def rows(count: int = COUNT) -> list[Any]:
+    """Arrays of 64 values, the first of which is the id."""
+    made = [np.random.default_rng(id).normal(0, 1, 64).astype(np.float32) for id in range(count)]
+    for id, row in enumerate(made):
+        row[0] = id
+    return made
+
+
+def many() -> list[Any]:
+    return rows(MANY)
+
+
+def tensors() -> list[Any]:
+    return [torch.from_numpy(row) for row in rows()]
+
+
+def first_is_short() -> list[Any]:
+    """Arrays of which the first has 64 values and the others have 200."""
+    return [np.random.default_rng(id).normal(0, 1, 200 if id else 64).astype(np.float32) for id in range(COUNT)]
+
+
+def labelled() -> list[Any]:
+    """Pairs of an array and a label of 0 to 9."""
+    return [(row, id % 10) for id, row in enumerate(rows())]
+
+
+def named() -> list[Any]:
+    return [{"id": id, "x": row} for id, row in enumerate(rows())]
+
+
+def images() -> list[Any]:
+    return [np.random.default_rng(id).integers(0, 256, (24, 32, 3), np.uint8) for id in range(COUNT)]
+
+
+def encoded() -> list[Any]:
+    """Pictures as PNG files."""
+    files = [io.BytesIO() for _ in range(COUNT)]
+    for file, pixels in zip(files, images(), strict=True):
+        Image.fromarray(pixels).save(file, "PNG")
+    return [file.getvalue() for file in files]
+
+
+def texts() -> list[Any]:
+    words = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "2024-03-01", "17:05", "Ünïcode"]
+    draw = np.random.default_rng(0)
+    return [f"{id} " + " ".join(draw.choice(words, 12)) for id in range(COUNT)]
+
+
+# --- entries --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What one way did to one entry.
+class Entry:
+    """A transform or a data set, and what is known about it.
 
     Attributes:
-        entry, way: which.
-        what: "fresh" or "frozen" for a random entry; "cached" or "anew" for a steady one, or the steady step before a
-            random one; "right" for one that may be either; "refused" for a data set that was not taken; "wrong" for
-            other values; "error".
-        note: details.
+        name: of the entry.
+        kind: "random": epochs differ. "steady": they do not, and the output should be cached. "either": values are
+            always the same within a job, but that cannot be known without doubt, so both answers are right.
+        make: a fresh step, list of steps, or data set.
+        records: what the first step gets. None for a data set.
+        draws: whether the sample of an id differs in each epoch.
+        base: what a record becomes when nothing is drawn, for entries that draw for few samples and not for the same
+            ones in each epoch.
+        local: whether state is kept from sample to sample in one process, so that it is judged without workers only.
+        prefix: qualified name of the function of a steady first step, which should be cached though the entry is
+            random.
     """
 
-    entry: Entry
-    way: str
-    what: str
-    note: str = ""
+    name: str
+    kind: str
+    make: Callable[[], Any]
+    records: Records | None = rows
+    draws: Callable[[int], bool] = lambda id: True
+    base: Callable[[Any], Any] | None = None
+    local: bool = False
+    prefix: str = ""
 
 
-def judge(entry: Entry, ways: Sequence[str] = tuple(WAYS)) -> list[Verdict]:
-    """The verdicts on `entry` in `ways`. A random entry with a steady first step has two for each."""
-    verdicts: list[Verdict] = []
-    known: dict[str, Epochs] = {}
-    with quiet():
-        right = _samples(entry)
-        stacked = stacks(right)
-        expected = [sealed(sample) for sample in right]
-        for way in ways:
-            like, read = WAYS[way]
-            if _left_out(entry, way, like):
-                continue
-            task = Task(entry, stacked, 1, entry.kind == "steady" or entry.prefix)
-            try:
-                if entry.kind == "random" and like not in known:
-                    known[like] = PLAIN[like](task).epochs
-                looked = read(task)
-            except Exception as error:
-                verdicts.append(Verdict(entry, way, "error", f"{type(error).__name__}: {error}"))
-                continue
-            verdicts += _verdicts(entry, way, looked, known.get(like, []), expected)
-    return verdicts
+ENTRIES: list[Entry] = []
 
 
-def _left_out(entry: Entry, way: str, like: str) -> bool:
-    """Whether nothing can be said of `entry` in this way, or another way says the same."""
-    if entry.local and (not like.endswith(" 0") or way == "shared"):
-        return True
-    if way == "shared" and entry.kind != "random":
-        return True
-    return entry.records is None and way.startswith("prepared, ")
+def entry(kind: str, records: Records | None = rows, **details: Any) -> Register:
+    """Registers a factory of an entry. Its name is None afterwards: steps that use such a name must not lead here."""
+
+    def registered(make: Callable[[], Any], name: str = "") -> None:
+        assert (name or make.__name__) not in {entry.name for entry in ENTRIES}
+        ENTRIES.append(Entry(name or make.__name__, kind, make, records, **details))
+
+    return registered
 
 
-def _samples(entry: Entry) -> list[Any]:
-    """All samples, read once from a fresh one."""
-    data = make(entry).plain
-    return [data[id] for id in range(len(data))]
+def random_entry(records: Records | None = rows, **details: Any) -> Register:
+    return entry("random", records, **details)
 
 
-def _verdicts(entry: Entry, way: str, looked: Looked, plain: Epochs, expected: list[Any]) -> Iterable[Verdict]:
-    if looked.refused:
-        yield Verdict(entry, way, "refused", looked.refused)
-        return
+def steady_entry(records: Records | None = rows) -> Register:
+    return entry("steady", records)
+
+
+def either_entry(records: Records | None = rows) -> Register:
+    return entry("either", records, local=True)
+
+
+def of_step(register: Register) -> Register:
+    """Registers a step without state."""
+    return lambda step: register(lambda: step, step.__name__)
+
+
+def of_steps(register: Register, **steps: Any) -> None:
+    """Registers steps without state by name."""
+    for name, step in steps.items():
+        register(lambda step=step: step, name)
+
+
+def unchanged(record: Any) -> Any:
+    """That a record stays as it is when nothing is drawn."""
+    return record
+
+
+# --- the judge ------------------------------------------------------------------------------------------------------
+
+
+def _torch_loader(dataset: Any, workers: int) -> Any:
+    return torch.utils.data.DataLoader(dataset, 16, num_workers=workers, collate_fn=list)
+
+
+def _in_window(data: Any, step: Any, workers: int) -> fr.Epochs | None:
+    """In a smart cache whose window is the whole data set and stays."""
+    options: dict[str, Any] = {"cache_num": len(data), "replace_rate": 0, "shuffle": False, "name": fr.unique()}
+    try:
+        window = sf.SmartCacheDataset(data, step, seed=1, **options)
+    except sf.InputError:
+        assert step is None
+        return None
+    try:
+        return fr.read(_torch_loader(window, 0))
+    finally:
+        window.close()
+
+
+def _in_group(data: Any, workers: int) -> Any:
+    return sf.SharedLoader(data, group=fr.unique(), batch_size=16, seed=1, collate_fn=list)
+
+
+WAYS: dict[str, fr.Way] = {
+    **fr.WAYS,
+    "prepared": lambda data, step, workers: fr.cached(data, workers, transform=step, form="prepared"),
+    "torch's loader": lambda data, step, workers: fr.cached(data, workers, _torch_loader, transform=step),
+    "window": _in_window,
+    "group": lambda data, step, workers: fr.cached(data, workers, _in_group, transform=step),
+}
+
+
+class Calls:
+    """Counts the calls of entries' code, and of a function of that qualified name, by the interpreter's profiler.
+
+    Nothing of it is in the entry, so it cannot change how the entry is judged.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.counts, self._name = Counter[str](), name
+
+    def __enter__(self) -> Counter[str]:
+        threading.setprofile(self._note)
+        sys.setprofile(self._note)
+        return self.counts
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _note(self, frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            name = frame.f_code.co_qualname
+            if name.endswith(self._name) if self._name else self._is_entrys(frame) > self._is_entrys(frame.f_back):
+                self.counts[name] += 1
+
+    @staticmethod
+    def _is_entrys(frame: Any) -> bool:
+        return frame is not None and "/tests/pipeline/zoo_" in frame.f_code.co_filename
+
+
+def judge(entry: Entry, way: str, workers: int = 0) -> str:
+    """What is wrong with an entry in one way; "" if nothing is."""
+    made = entry.make()
+    steps = None if entry.records is None else sf.Compose(made if isinstance(made, list) else [made])
+    data = made if entry.records is None else fr.Rows(entry.records())
+    with warnings.catch_warnings(), Calls(entry.prefix) as calls:
+        warnings.simplefilter("ignore")
+        epochs = WAYS[way](data, steps, workers)
+    if epochs is None:
+        return "refused" if entry.kind == "steady" else ""
     if entry.kind == "random":
-        problem = frozen(entry, plain, looked.epochs)
-        yield Verdict(entry, way, "frozen" if problem else "fresh", problem)
-    elif any(epoch != expected for epoch in looked.epochs):
-        yield Verdict(entry, way, "wrong", "values differ from those without a cache")
-        return
-    if entry.kind == "either":
-        yield Verdict(entry, way, "right")
-    if looked.calls >= 0:
-        note = f"{looked.calls:.2f} calls per sample" + (f"; {looked.decision}" if looked.decision else "")
-        yield Verdict(entry, way, "anew" if looked.calls > MOST_CALLS else "cached", note)
-
-
-def frozen(entry: Entry, plain: Epochs, found: Epochs) -> str:
-    """How the samples of three epochs are frozen, in words; "" if they are not. `plain` are those without a cache."""
-    ids = [id for id in range(len(plain[0])) if entry.draws(id)]
-    there, here = _changes(plain, ids), _changes(found, ids)
-    if there >= FEWEST_CHANGES and here < (1 if entry.base else there / 2):
-        return f"{here} changes between epochs, {there} without a cache"
-    if entry.base is not None:
-        bases = [sealed(entry.base(record)) for record in _records(entry)]
-        stuck = [id for id in ids if len({epoch[id] for epoch in found}) == 1 and found[0][id] != bases[id]]
-        return f"what was drawn for {stuck[:5]} is kept" if stuck else ""
-    usual, stuck = _still(plain, ids), _still(found, ids)
-    spare = 4 * math.sqrt(len(usual)) + 3 if entry.coarse else 0
-    if len(stuck) > len(usual) + spare:
-        return f"{len(stuck)} samples stay the same, such as {stuck[:5]}; {len(usual)} without a cache"
+        kept = frozen(entry, epochs)
+        if kept:
+            return f"{len(kept)} samples are frozen, such as {kept[:5]}"
+    else:
+        fresh = fr.augmented(data, steps)
+        if any(epoch != [fr.sealed(fresh[id]) for id in range(len(data))] for epoch in epochs):
+            return "other values than without a cache"
+    if (entry.kind == "steady" or entry.prefix) and not way.startswith(
+        ("auto", "group")
+    ):  # whose workers are processes
+        assert calls or not entry.prefix or workers, "no call was seen"
+        often = {name: count for name, count in calls.items() if count > 3 * len(data)}  # 7 epochs, and looks in one
+        return f"it runs anew: {often}" if often else ""
     return ""
 
 
-def _changes(epochs: Epochs, ids: list[int]) -> int:
-    """Samples that differ from one epoch to the next."""
-    return sum(before[id] != after[id] for before, after in itertools.pairwise(epochs) for id in ids)
-
-
-def _still(epochs: Epochs, ids: list[int]) -> list[int]:
-    """Samples that are the same in all epochs."""
-    return [id for id in ids if all(epoch[id] == epochs[0][id] for epoch in epochs)]
-
-
-def _records(entry: Entry) -> list[Any]:
-    return entry.records() if entry.records is not None else entry.make().records
+def frozen(entry: Entry, epochs: fr.Epochs) -> list[int]:
+    """The ids of samples that are the same in all late epochs, though they should not be."""
+    ids = [id for id in range(len(epochs[0])) if entry.draws(id)]
+    if entry.base is None:
+        return fr.frozen(epochs, ids)
+    records = entry.make().records if entry.records is None else entry.records()
+    bases = [fr.sealed(entry.base(record)) for record in records]
+    drawn = any(epoch[id] != bases[id] for epoch in epochs[fr.LATE :] for id in ids)
+    return [id for id in fr.frozen(epochs, ids) if epochs[-1][id] != bases[id]] if drawn else ids

@@ -1,10 +1,7 @@
 """Deterministic entries; some look random at first sight, and some are seeded, which may count as random."""
 
-from __future__ import annotations
-
 import io
 import json
-import logging
 import pathlib
 import random as pyrandom
 import re
@@ -17,14 +14,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from standins import V1, foreign, torchvision_compose
 from torch import nn
-from zoo_entry import either_entry, encoded, images, labelled, of_step, rows, steady_entry, tensors, texts
+from torch.utils.data import TensorDataset
+from zoo import COUNT, either_entry, encoded, images, labelled, of_step, of_steps, rows, steady_entry, tensors, texts
 
-log = logging.getLogger(__name__)
+import frozen as fr
 
 RANDOM_CROP_SIZE = 32
 
-# -- pictures --------------------------------------------------------------------------------------------------------
+# -- pictures, arrays and tensors ------------------------------------------------------------------------------------
 
 
 @steady_entry(encoded)
@@ -41,12 +40,11 @@ def decode_resize_normalise() -> Any:
     return [decode, resize, normalise]
 
 
-steady_entry(images)(
-    lambda: lambda pixels: torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / 255), "to_tensor"
+of_steps(
+    steady_entry(images), to_tensor=lambda pixels: torch.from_numpy(pixels.transpose(2, 0, 1).astype(np.float32) / 255)
 )
-
-
-# -- arrays and tensors ----------------------------------------------------------------------------------------------
+of_steps(steady_entry(tensors), dropout_that_is_off=lambda x: F.dropout(x, 0.5, training=False))
+of_steps(steady_entry(texts), json_and_back=lambda text: json.loads(json.dumps({"text": text, "length": len(text)})))
 
 
 @steady_entry()
@@ -55,21 +53,13 @@ def normalise() -> Any:
     return lambda x: (x - mean) / deviation
 
 
-def with_fixed_weights(*layers: nn.Module) -> nn.Module:
+@steady_entry(tensors)
+def network_in_eval_mode() -> Any:
+    layers = [nn.Unflatten(0, (1, 64)), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU()]
     network = nn.Sequential(*layers).eval().requires_grad_(False)
     for weights in network.parameters():
         weights.copy_(torch.linspace(-1, 1, weights.numel()).reshape(weights.shape))
     return network
-
-
-@steady_entry(tensors)
-def network_in_eval_mode() -> Any:
-    return with_fixed_weights(
-        nn.Unflatten(0, (1, 64)), nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Dropout(0.5), nn.ReLU()
-    )
-
-
-steady_entry(tensors)(lambda: lambda x: F.dropout(x, 0.5, training=False), "dropout_that_is_off")
 
 
 @steady_entry(labelled)
@@ -90,8 +80,7 @@ def label_to_index() -> Any:
 
 @steady_entry(texts)
 def tokenise() -> Any:
-    words: dict[str, int] = {}
-    words.update({word: place for place, word in enumerate(["the", "quick", "brown", "fox", "jumps", "over"], 1)})
+    words = {word: place for place, word in enumerate(["the", "quick", "brown", "fox", "jumps", "over"], 1)}
     return lambda text: torch.tensor([words.get(word, 0) for word in text.split()])
 
 
@@ -101,22 +90,17 @@ def regular_expressions() -> Any:
     return lambda text: (re.sub(r"\s+", "_", text), [match.groups() for match in date.finditer(text)])
 
 
-steady_entry(texts)(lambda: lambda text: json.loads(json.dumps({"text": text, "length": len(text)})), "json_and_back")
-
-
 @steady_entry(texts)
 def file_by_path() -> Any:
-    folder = tempfile.TemporaryDirectory()
-    file = pathlib.Path(folder.name) / "words.txt"
-    file.write_text("the\nquick\nfox\n")
-
     class Count:
         def __init__(self) -> None:
-            self.folder, self.file = folder, str(file)
+            self.folder = tempfile.TemporaryDirectory()
+            self.file = f"{self.folder.name}/words.txt"
+            pathlib.Path(self.file).write_text("the\nquick\nfox\n")
 
         def __call__(self, text: str) -> Any:
             known = pathlib.Path(self.file).read_text().split()
-            return sum(word in known for word in text.split())
+            return sum([word in known for word in text.split()])
 
     return Count()
 
@@ -137,7 +121,12 @@ def generator_kept_but_used_in_the_constructor_only() -> Any:
     return Shuffle()
 
 
-either_entry()(lambda: lambda x: x[np.random.default_rng(0).permutation(len(x))], "permutation_with_a_constant_seed")
+of_steps(
+    either_entry(),
+    permutation_with_a_constant_seed=lambda x: x[np.random.default_rng(0).permutation(len(x))],
+    seeded_by_content=lambda x: x + np.random.default_rng(zlib.crc32(x.tobytes())).normal(size=64),
+)
+of_steps(either_entry(texts), hash_of_a_string=lambda x: hash(x), order_of_a_set=lambda x: list(set(x.split())))
 
 
 @of_step(either_entry(tensors))
@@ -146,9 +135,16 @@ def torch_with_a_constant_seed(x: Any) -> Any:
     return x[torch.randperm(64, generator=generator)]
 
 
-either_entry()(
-    lambda: lambda x: x + np.random.default_rng(zlib.crc32(x.tobytes())).normal(size=64), "seeded_by_content"
-)
+@of_step(either_entry())
+def draws_and_does_not_use_it(x: Any) -> Any:
+    pyrandom.random()
+    return np.sort(x)
+
+
+@of_step(either_entry())
+def seeds_the_global_generator_with_a_constant(x: Any) -> Any:
+    np.random.seed(0)
+    return x + np.random.normal(size=64)
 
 
 @steady_entry()
@@ -200,20 +196,23 @@ def buffer_of_its_own() -> Any:
     return Scale()
 
 
-@steady_entry(rows)
+@steady_entry()
 def changes_its_input() -> Any:
     def scale(x: Any) -> Any:
         x *= 2
         return x
 
-    return [scale, scale]
+    def scale_again(x: Any) -> Any:
+        x *= 2
+        return x
+
+    return [scale, scale_again]
 
 
 @either_entry()
 def measures_its_own_time() -> Any:
     class Timed:
-        def __init__(self) -> None:
-            self.seconds = 0.0
+        seconds = 0.0
 
         def __call__(self, x: Any) -> Any:
             began = time.perf_counter()
@@ -224,13 +223,51 @@ def measures_its_own_time() -> Any:
     return Timed()
 
 
-@of_step(either_entry())
-def draws_and_does_not_use_it(x: Any) -> Any:
-    pyrandom.random()
-    return np.sort(x)
+# -- data sets and libraries -----------------------------------------------------------------------------------------
+
+steady_entry(None)(lambda: fr.Rows(rows()), "data_set_in_memory")
+steady_entry(None)(
+    lambda: TensorDataset(torch.from_numpy(np.stack(rows())), torch.arange(COUNT)), "data_set_of_tensors"
+)
 
 
-@of_step(either_entry())
-def seeds_the_global_generator_with_a_constant(x: Any) -> Any:
-    np.random.seed(0)
-    return x + np.random.normal(size=64)
+@steady_entry(None)
+def data_set_of_files() -> Any:
+    class Files(fr.Rows):
+        def __init__(self) -> None:
+            self.folder = tempfile.TemporaryDirectory()
+            super().__init__([f"{self.folder.name}/{id}.npy" for id in range(COUNT)])
+            for file, row in zip(self.records, rows(), strict=True):
+                np.save(file, row)
+
+        def __getitem__(self, id: int) -> Any:
+            return np.load(self.records[id])
+
+    return Files()
+
+
+@steady_entry(images)
+def albumentations_resize() -> Any:
+    import albumentations as A
+
+    return A.Compose([A.Resize(16, 16), A.Normalize()])
+
+
+def with_keys() -> list[Any]:
+    return [
+        {"image": np.ascontiguousarray(pixels.transpose(2, 0, 1)).astype(np.float32), "id": id}
+        for id, pixels in enumerate(images())
+    ]
+
+
+@steady_entry(with_keys)
+def monai_scale_by_key() -> Any:
+    from monai import transforms
+
+    return transforms.Compose([transforms.NormalizeIntensityd("image"), transforms.CenterSpatialCropd("image", (8, 8))])
+
+
+steady_entry(tensors)(
+    lambda: torchvision_compose(foreign("Normalize", V1, __call__=lambda self, x: (x - 0.5) / 0.5)),
+    "torchvision_normalise",
+)

@@ -3,8 +3,6 @@
 Some functions of libraries have other names here: a name such as `randn` in the code of a step would show what it does.
 """
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os
@@ -21,7 +19,7 @@ import cv2
 import numpy as np
 import torch
 from PIL import Image
-from zoo_entry import of_step, random_entry
+from zoo import of_step, of_steps, random_entry
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "support" / "site-packages"))
 import spiced
@@ -69,28 +67,36 @@ def as_row(pixels: Any) -> Any:
     return np.asarray(pixels, np.float32).reshape(64)
 
 
+def filled(fill: Callable[..., Any], x: Any) -> Any:
+    noise = np.empty_like(x)
+    fill(noise, 0, 1)
+    return noise
+
+
 # -- libraries -------------------------------------------------------------------------------------------------------
 
 
-rarely()(lambda: lambda x: spiced.random_noise(x), "library_that_makes_a_generator")
-rarely()(lambda: lambda x: spice(x), "library_function_of_another_name")
-rarely()(lambda: lambda x: spiced.Frame(x).sample().values, "data_frame")
-rarely()(lambda: lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5)), "pil_effect_spread")
-rarely()(lambda: lambda x: x + as_row(Image.effect_noise((8, 8), 50)), "pil_effect_noise")
-
-
-@of_step(rarely())
-def opencv_normal(x: Any) -> Any:
-    noise = np.empty_like(x)
-    fill_normal(noise, 0, 1)
-    return x + noise
-
-
-@of_step(rarely())
-def opencv_uniform(x: Any) -> Any:
-    noise = np.empty_like(x)
-    fill_uniform(noise, 0, 1)
-    return x + noise
+of_steps(
+    rarely(),
+    library_that_makes_a_generator=lambda x: spiced.random_noise(x),
+    library_function_of_another_name=lambda x: spice(x),
+    data_frame=lambda x: spiced.Frame(x).sample().values,
+    pil_effect_spread=lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5)),
+    pil_effect_noise=lambda x: x + as_row(Image.effect_noise((8, 8), 50)),
+    opencv_normal=lambda x: x + filled(fill_normal, x),
+    opencv_uniform=lambda x: x + filled(fill_uniform, x),
+    # generators that are made inside
+    numpy_made_inside=lambda x: x + np.float32(new_generator().normal()),
+    numpy_legacy_made_inside=lambda x: x + np.float32(new_legacy().normal()),
+    numpy_bits_made_inside=lambda x: x + np.float32(small_generator().random_raw() % 2**20),
+    python_seeded_by_the_time=lambda x: x + np.float32(new_python(time.time_ns()).uniform(0, 1)),
+    # the system
+    bytes_of_the_system=lambda x: x + np.frombuffer(system_bytes(64), np.uint8),
+    token=lambda x: x + np.frombuffer(new_token(64), np.uint8),
+    unique_name=lambda x: x + np.float32(new_name().int % 2**20),
+    c_library=lambda x: x + np.float32(c_number() % 2**20),
+    hash_of_the_time=lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8),
+)
 
 
 @of_step(rarely())
@@ -134,14 +140,6 @@ def monai_for_some() -> Any:
     return lambda x: np.asarray(noise(x))
 
 
-# -- generators that are made inside ---------------------------------------------------------------------------------
-
-
-rarely()(lambda: lambda x: x + np.float32(new_generator().normal()), "numpy_made_inside")
-rarely()(lambda: lambda x: x + np.float32(new_legacy().normal()), "numpy_legacy_made_inside")
-rarely()(lambda: lambda x: x + np.float32(small_generator().random_raw() % 2**20), "numpy_bits_made_inside")
-
-
 @of_step(rarely())
 def torch_made_inside(x: Any) -> Any:
     generator = torch.Generator()
@@ -149,28 +147,10 @@ def torch_made_inside(x: Any) -> Any:
     return x + torch.empty(64).normal_(generator=generator).numpy()
 
 
-rarely()(lambda: lambda x: x + np.float32(new_python(time.time_ns()).uniform(0, 1)), "python_seeded_by_the_time")
-
-
-# -- the system ------------------------------------------------------------------------------------------------------
-
-
-rarely()(lambda: lambda x: x + np.frombuffer(system_bytes(64), np.uint8), "bytes_of_the_system")
-
-
 @of_step(rarely())
 def file_of_random_bytes(x: Any) -> Any:
     with open("/dev/urandom", "rb") as file:
         return x + np.frombuffer(file.read(64), np.uint8)
-
-
-rarely()(lambda: lambda x: x + np.frombuffer(new_token(64), np.uint8), "token")
-rarely()(lambda: lambda x: x + np.float32(new_name().int % 2**20), "unique_name")
-rarely()(lambda: lambda x: x + np.float32(c_number() % 2**20), "c_library")
-rarely()(
-    lambda: lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8),
-    "hash_of_the_time",
-)
 
 
 @rarely(local=True)  # forked processes may use the same addresses

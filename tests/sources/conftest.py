@@ -1,7 +1,5 @@
 """A folder of small pictures, and a web server."""
 
-from __future__ import annotations
-
 import functools
 import http.server
 import threading

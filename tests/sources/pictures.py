@@ -1,7 +1,5 @@
 """Small pictures for the tests of sources."""
 
-from __future__ import annotations
-
 import io
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`cut`: data sets split at their own transforms, with the same samples; what cannot be split is refused."""
 
-from __future__ import annotations
-
 import collections
 import copy
 import pickle
@@ -20,81 +18,145 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.utils.data import ConcatDataset, Subset
+from torch.utils.data import ConcatDataset, Dataset, Subset
 
 import stallfree as sf
 from loader_data import same
-from stallfree.errors import InputError
-from stallfree.pipeline.compose import OnItem
-from stallfree.pipeline.protocol import Source
+from stallfree import InputError, OnItem
+from stallfree.pipeline.compose import Source
+from stallfree.sources.cut import cut_any
 
-COUNT = 20
+COUNT = 24
 
 
-class Base:
+class Base(Dataset[Any]):
     """Arrays and labels; `get` makes a sample of the data set and the id."""
 
-    def __init__(self, transform: Any = None, other: Any = None, get: Any = None) -> None:
-        self.transform, self.other, self.get = transform, other, get
+    log = ""
+
+    def __init__(self, transform: Any = None, target_transform: Any = None, get: Any = None) -> None:
+        self.transform, self.target_transform, self.get = transform, target_transform, get
 
     def __len__(self) -> int:
         return COUNT
 
     def read(self, id: int) -> Any:
-        return np.full((2, 3), id, np.int64)
+        if self.log:  # in slow storage, which notes each read
+            time.sleep(0.002)
+            with open(self.log, "ab") as log:
+                log.write(b".")
+        return torch.full((2, 3), float(id)).numpy()
 
     def __getitem__(self, id: int) -> Any:
         return (self.transform(self.read(id)), id) if self.get is None else self.get(self, id)
 
 
+class Few(Base):
+    def __len__(self) -> int:
+        return COUNT // 2
+
+
+class OverSubset(Base):
+    """The usual wrapper that gives a part of a data set a transform."""
+
+    def __init__(self, subset: Any, transform: Any) -> None:
+        super().__init__(transform)
+        self.subset = subset
+
+    def __len__(self) -> int:
+        return len(self.subset)
+
+    def __getitem__(self, id: int) -> Any:
+        image, label = self.subset[id]
+        return self.transform(image), label
+
+
+class Own(Base):
+    """Its transform is a method."""
+
+    def augment(self, image: Any) -> Any:
+        return image + random.random()
+
+    def __getitem__(self, id: int) -> Any:
+        return self.augment(self.read(id)), id
+
+
+@dataclass(frozen=True)
+class Frozen(Base):
+    transform: Any = None
+    get: Any = None
+
+
+Pair = collections.namedtuple("Pair", "image label")
+
+# --- transforms -----------------------------------------------------------------------------------------------------
+
+
 def noisy(value: Any) -> Any:
-    return value + random.random()
-
-
-def normal(value: Any) -> Any:
-    return value + torch.randn(()).item() + np.random.rand()
+    return value + random.random() + torch.rand(()).item() + np.random.rand()
 
 
 def tripled(value: Any) -> Any:
     return value * 3
 
 
+def negative(label: int) -> int:
+    return -label
+
+
+def both(image: Any, mask: Any) -> Any:
+    shift = random.random()
+    return image + shift, mask - shift
+
+
+def named(**parts: Any) -> Any:
+    shift = random.random()
+    return {name: value + shift for name, value in parts.items()}
+
+
+def row(sample: Any) -> Any:
+    return {"image": sample["image"] + random.random(), "label": sample["label"]}
+
+
 def crops(image: Any, shift: int) -> Any:
     return [image + random.random(), image + shift, image]
 
 
-Pair = collections.namedtuple("Pair", "image label")
+# --- what `__getitem__` does ----------------------------------------------------------------------------------------
 
 
-def on_label(data: Base, id: int) -> Any:
-    return data.transform(data.read(id)), data.other(id)
+def guarded(data: Base, id: int) -> Any:
+    image, label = data.read(id), id
+    if data.transform:
+        image = data.transform(image)
+    if data.target_transform is not None:
+        label = data.target_transform(label)
+    return image, label
 
 
 def label_first(data: Base, id: int) -> Any:
-    label = data.other(id)
+    label = data.target_transform(id)
     return data.transform(data.read(id)), label
 
 
-def alone(data: Base, id: int) -> Any:
-    return data.transform(data.read(id))
+def unpacked(data: Base, id: int) -> Any:
+    image, mask = data.transform(data.read(id), data.read(id) + 1)
+    return image, mask
 
 
-def nested(data: Base, id: int) -> Any:
-    return {"image": [id, (data.transform(data.read(id)),)], "label": id}
-
-
-def named(data: Base, id: int) -> Any:
-    return Pair(data.transform(data.read(id)), id)
+def by_name(data: Base, id: int) -> Any:
+    made = data.transform(image=data.read(id), mask=data.read(id) + 1)
+    return made["image"], made["mask"], id
 
 
 def each_crop(data: Base, id: int) -> Any:
     """Each item of an output goes through another transform."""
-    return [data.other(crop) for crop in data.transform(data.read(id), 1)], id
+    return [data.target_transform(crop) for crop in data.transform(data.read(id), 1)], id
 
 
 def unused(data: Base, id: int) -> Any:
     data.transform(0)
-    return data.other(data.read(id)), id
+    return data.target_transform(data.read(id)), id
 
 
 def in_two_places(data: Base, id: int) -> Any:
@@ -102,19 +164,76 @@ def in_two_places(data: Base, id: int) -> Any:
     return image, image
 
 
-FLAT: dict[str, tuple[Base, tuple[str, ...]]] = {
-    "composed": (Base(sf.Compose([tripled, noisy, normal])), ("transform",)),
-    "two": (Base(normal, noisy, on_label), ("transform", "other")),
-    "one of two": (Base(normal, tripled, on_label), ("transform",)),
-    "label first": (Base(normal, noisy, label_first), ("transform", "other")),
-    "alone": (Base(noisy, get=alone), ("transform",)),
-    "nested": (Base(noisy, get=nested), ("transform",)),
+def in_a_dict(data: Base, id: int) -> Any:
+    return {"image": data.transform(data.read(id)), "id": id, "more": [id, {"twice": 2 * id}]}
+
+
+def by_a_helper(data: Base, id: int) -> Any:
+    def finished(image: Any) -> Any:
+        return data.transform(image)
+
+    return finished(data.read(id)), id
+
+
+BOTH = "transform and target_transform"
+FLAT: dict[str, tuple[Callable[[], Any], str]] = {
+    "if self.transform": (lambda: Base(noisy, get=guarded), "transform"),
+    "a composition": (lambda: Base(sf.Compose([tripled, noisy])), "transform"),
+    "two attributes": (lambda: Base(noisy, negative, guarded), BOTH),
+    "label first": (lambda: Base(noisy, noisy, label_first), BOTH),
+    "in a dict": (lambda: Base(noisy, get=in_a_dict), "transform"),
+    "alone": (lambda: Base(noisy, get=lambda data, id: data.transform(data.read(id))), "transform"),
+    "a helper": (lambda: Base(noisy, get=by_a_helper), "transform"),
+    "a subset": (lambda: Subset(Base(noisy), range(3, 21)), "dataset.transform"),
+    "over a subset": (lambda: OverSubset(Subset(Base(get=guarded), range(3, 21)), noisy), "transform"),
+    "frozen": (lambda: Frozen(noisy), "transform"),
+    "a data set in it": (
+        lambda: Base(None, Base(noisy), lambda data, id: data.target_transform[id]),
+        "target_transform.transform",
+    ),
+    "two views": (
+        lambda: Base(noisy, get=lambda data, id: ([data.transform(data.read(id)) for _ in "ab"], id)),
+        "transform",
+    ),
+    "a chain": (
+        lambda: Base(noisy, tripled, lambda data, id: (data.target_transform(data.transform(data.read(id))), id)),
+        BOTH,
+    ),
 }
-PLANNED: dict[str, tuple[Base, tuple[str, ...]]] = {
-    "crops": (Base(crops, noisy, each_crop), ("transform", "other")),
-    "named tuple": (Base(noisy, get=named), ("transform",)),
-    "unused": (Base(noisy, noisy, unused), ("transform", "other")),
-    "in two places": (Base(noisy, get=in_two_places), ("transform",)),
+PLANNED: dict[str, tuple[Callable[[], Any], str]] = {
+    "unpacked": (lambda: Base(both, get=unpacked), "transform"),
+    "by name": (lambda: Base(named, get=by_name), "transform"),
+    "a dict in, a dict out": (
+        lambda: Base(row, get=lambda data, id: data.transform({"image": data.read(id), "label": id})),
+        "transform",
+    ),
+    "some samples": (
+        lambda: Base(noisy, get=lambda data, id: (data.transform(data.read(id)) if id % 3 else data.read(id), id)),
+        "transform",
+    ),
+    "joined": (
+        lambda: ConcatDataset([Few(noisy, get=guarded), Few(tripled, negative, guarded)]),
+        "datasets.0.transform and datasets.1.transform and datasets.1.target_transform",
+    ),
+    "crops": (lambda: Base(crops, noisy, each_crop), BOTH),
+    "a named tuple": (lambda: Base(noisy, get=lambda data, id: Pair(data.transform(data.read(id)), id)), "transform"),
+    "unused": (lambda: Base(noisy, noisy, unused), BOTH),
+    "in two places": (lambda: Base(noisy, get=in_two_places), "transform"),
+}
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "arithmetic on the output": (
+        lambda: Base(noisy, get=lambda data, id: data.transform(data.read(id)) / 255),
+        "__truediv__ was applied to its output",
+    ),
+    "draws of its own": (
+        lambda: Base(noisy, get=lambda data, id: data.transform(data.read(id) + random.random())),
+        "outside of the transform",
+    ),
+    "a generator made inside": (
+        lambda: Base(lambda image: image + np.random.default_rng().random()),
+        "differs each time",
+    ),
+    "no transform": (lambda: [torch.zeros(2)] * 9, "no attribute of list holds a transform"),
 }
 
 
@@ -133,45 +252,109 @@ def agree(data: Source, dataset: Any) -> None:
 
 @pytest.mark.parametrize("name", [*FLAT, *PLANNED])
 def test_samples_are_the_same(name: str) -> None:
-    dataset, attributes = (FLAT | PLANNED)[name]
+    make, words = (FLAT | PLANNED)[name]
+    dataset = make()
     before = dict(vars(dataset))
-    data = sf.cut(dataset, *attributes)
-    assert isinstance(data, Source)
-    assert len(data) == COUNT
-    assert not data.threads
-    agree(data, dataset)
-    agree(pickle.loads(pickle.dumps(data)), dataset)
+    data, said = cut_any(dataset)
+    assert isinstance(data, Source), said
+    assert said == f"cut at {words}"
+    assert len(data) == len(dataset)
+    assert not data.threads  # type: ignore[attr-defined]
+    agree(pickle.loads(pickle.dumps(data)) if name == "unpacked" else data, dataset)
     assert vars(dataset) == before
     steps = all(type(step) is OnItem or step is noisy for step in data.pipeline)
     assert steps is (name in FLAT), "steps on places of a sample are classified one by one"
 
 
+@pytest.mark.parametrize("name", REFUSED)
+def test_the_reason_is_given(name: str) -> None:
+    make, why = REFUSED[name]
+    source, said = cut_any(make())
+    assert source is None
+    assert why in said
+
+
+EVERYDAY = ("a composition", "unpacked", "joined", "draws of its own")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in EVERYDAY else pytest.mark.slow)
+        for name in (*FLAT, *PLANNED, "arithmetic on the output", "draws of its own")
+        if name not in ("alone", "label first", "frozen")
+    ],
+)
+def test_batches_under_auto(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cut by `cache="auto"` alone, with the batches of no cache; a sample that is cut is read once."""
+    make, words = (FLAT | PLANNED | REFUSED)[name]
+    log = tmp_path / "log"
+    monkeypatch.setattr(Base, "log", str(log))
+    options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 5, "num_workers": 1}
+    with sf.DataLoader(make(), **options) as loader:
+        plain = [list(loader) for _ in range(2)]
+    with sf.DataLoader(make(), cache="auto", capacity="4MiB", **options) as loader:
+        batches = [list(loader)]
+        read = log.stat().st_size
+        batches.append(list(loader))
+        assert words in loader.decision
+        assert (log.stat().st_size == read) is (name not in REFUSED)
+    assert same(batches, plain)
+    assert not same(batches[0], batches[1])
+
+
+class Loaded(Base):
+    def __init__(self) -> None:
+        super().__init__(noisy)
+        self.loader, self.calls = float, 0
+
+    def __getitem__(self, id: int) -> Any:
+        self.calls += 1
+        return self.transform(torch.tensor(self.loader(id))), id
+
+
+def test_readers_are_no_transforms_and_this_process_makes_no_sample() -> None:
+    data = Loaded()
+    assert cut_any(data)[1] == "cut at transform"
+    assert data.calls == 0
+
+
 def test_fetch_gives_what_the_transform_is_called_with() -> None:
     data = sf.cut(Base(sf.Compose([tripled, noisy])), "transform")
-    assert same(data.fetch(4), (np.full((2, 3), 4, np.int64), 4))
+    assert same(data.fetch(4), (np.full((2, 3), 4, np.float32), 4))
     assert [str(step) for step in data.pipeline] == ["OnItem(0, test_cut.tripled)", "OnItem(0, test_cut.noisy)"]
+    agree(sf.cut(Own(), "augment"), Own())
+    one = Base(noisy, tripled, guarded)
+    agree(sf.cut(one, "transform"), one)  # one of two
 
 
+def picture(id: int) -> Any:
+    return (np.arange(192).reshape(8, 8, 3) * (2 * id + 7) % 251).astype(np.uint8)
+
+
+@pytest.mark.filterwarnings("error::stallfree.StallfreeWarning")
 def test_albumentations() -> None:
-    def read(id: int) -> Any:
-        return (np.arange(192).reshape(8, 8, 3) * (2 * id + 7) % 251).astype(np.uint8)
-
-    def one_image(data: Base, id: int) -> Any:
-        return data.transform(image=read(id))["image"], id
+    """A composition has a length and items, as a data set has; a step keeps the parameters of its last call."""
 
     def with_mask(data: Base, id: int) -> Any:
-        made = data.transform(image=read(id), mask=read(id)[..., 0])
+        made = data.transform(image=picture(id), mask=picture(id)[..., 0])
         return made["image"], made["mask"]
 
     flips = albumentations.Compose([albumentations.HorizontalFlip(), albumentations.RandomCrop(4, 4)], seed=3)
-    data = sf.cut(Base(flips, get=one_image), "transform")
-    assert same(data.fetch(2), (read(2), 2))
-    assert type(data.pipeline.transforms[0]) is OnItem
     masks = sf.cut(Base(flips, get=with_mask), "transform")
     image, mask = masks[1]
     assert image.shape == (4, 4, 3)
     assert np.array_equal(image[..., 0], mask)
     assert sf.split(masks.pipeline).verdicts[0].random
+    data = Base(flips, get=lambda data, id: (data.transform(image=picture(id))["image"], id))
+    source, words = cut_any(data)
+    assert source is not None, words
+    assert same(source.fetch(2), (picture(2), 2))
+    assert type(source.pipeline.transforms[0]) is OnItem
+    with sf.CachedDataset(source, capacity="4MiB") as cached:
+        for _ in range(2):
+            data[0]
+            assert sum(len(ids) for _, ids in sf.DataLoader(cached, batch_size=8)) == COUNT
 
 
 def test_files_that_are_closed_after_the_call(tmp_path: Path) -> None:
@@ -196,37 +379,6 @@ def test_buffers_that_are_used_again() -> None:
     data = sf.cut(Base(tripled, get=reused), "transform")
     records = [data.fetch(id) for id in range(4)]
     assert [data.pipeline(record).tolist() for record in records] == [[0, 0], [3, 3], [6, 6], [9, 9]]
-
-
-def test_dotted_attributes() -> None:
-    outer = SimpleNamespace(inner=Base(noisy))
-    dataset = Base(None, outer, lambda data, id: data.other.inner[id])
-    data = sf.cut(dataset, "other.inner.transform")
-    agree(data, dataset)
-    assert outer.inner.transform is noisy
-    joined = ConcatDataset([Base(noisy), Base(tripled)])
-    agree(sf.cut(joined, "datasets.0.transform", "datasets.1.transform"), joined)
-    part = Subset(Base(noisy), [3, 5])
-    agree(sf.cut(part, "dataset.transform"), part)
-
-
-class Own(Base):
-    def augment(self, image: Any) -> Any:
-        return image + random.random()
-
-    def __getitem__(self, id: int) -> Any:
-        return self.augment(self.read(id)), id
-
-
-@dataclass(frozen=True)
-class Frozen(Base):
-    transform: Any = noisy
-    get: Any = None
-
-
-def test_a_method_as_transform_and_a_frozen_data_set() -> None:
-    agree(sf.cut(Own(), "augment"), Own())
-    agree(sf.cut(Frozen(), "transform"), Frozen())
 
 
 def test_the_fingerprint_is_that_of_the_rest() -> None:
@@ -323,11 +475,19 @@ class Fixed(Base):
     ("make", "names", "said"),
     [
         (lambda: Base(noisy), ["tranform"], r"Base has no attribute 'tranform' .*: name one .* such as transform"),
-        (lambda: Base(noisy), ["transform", "other"], "has no attribute 'other' that can be called"),
+        (
+            lambda: Base(noisy),
+            ["transform", "target_transform"],
+            "has no attribute 'target_transform' that can be called",
+        ),
         (lambda: Base(3), ["transform"], "has no attribute 'transform' that can be called"),
         (lambda: Base(noisy), ["inner.transform"], r"no attribute 'inner\.transform'"),
         (lambda: Base(noisy), [], "got no attribute"),
-        (lambda: Base(noisy, noisy), ["transform", "other"], "does not call its other for any of the samples 0,"),
+        (
+            lambda: Base(noisy, noisy),
+            ["transform", "target_transform"],
+            "does not call its target_transform for any of the samples 0,",
+        ),
         (Fixed, ["transform"], "make the transform a plain attribute"),
         (lambda: sf.cut(Base(noisy), "transform"), ["transform"], "apart already"),
         (lambda: Subset(Base(noisy), []), ["dataset.transform"], "length 0"),  # type: ignore[arg-type]
@@ -362,16 +522,16 @@ def changed_later(data: Base, id: int) -> Any:
 
 class Keeping(Base):
     def __getitem__(self, id: int) -> Any:
-        self.other = self.other or {}
-        if id not in self.other:
-            self.other[id] = self.transform(self.read(id))
-        return self.other[id]
+        self.target_transform = self.target_transform or {}
+        if id not in self.target_transform:
+            self.target_transform[id] = self.transform(self.read(id))
+        return self.target_transform[id]
 
 
 class Last(Base):
     def __getitem__(self, id: int) -> Any:
-        before, self.other = self.other, self.transform(self.read(id))
-        return self.other, before
+        before, self.target_transform = self.target_transform, self.transform(self.read(id))
+        return self.target_transform, before
 
 
 def factor(image: Any) -> Any:
@@ -395,7 +555,7 @@ factor.size = 3  # type: ignore[attr-defined]
 def test_samples_that_cannot_be_made_later(dataset: Base, said: str) -> None:
     with pytest.raises(InputError, match=said):
         sf.cut(dataset, "transform")
-    assert not isinstance(dataset, Keeping) or dataset.other is None
+    assert not isinstance(dataset, Keeping) or dataset.target_transform is None
 
 
 def test_a_sample_unlike_those_that_were_compared() -> None:
@@ -424,7 +584,7 @@ def test_a_transform_that_is_replaced_later() -> None:
 
 class Damaged(Base):
     def read(self, id: int) -> Any:
-        if id in self.other:
+        if id in self.target_transform:
             raise OSError("damaged")
         return id
 

@@ -1,7 +1,5 @@
 """Files as samples: where they may lie, what may go wrong, and what it costs to keep their paths."""
 
-from __future__ import annotations
-
 import io
 import multiprocessing
 import os
@@ -19,12 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pictures import encode, picture
 
+from loader_data import same
 from stallfree.errors import InputError, MissingExtraError
-from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Compose, Source
 from stallfree.sources import paths
-from stallfree.sources.decode import DecodeImage
-from stallfree.sources.files import FileDataset, ImageFolder
+from stallfree.sources.files import DecodeImage, FileDataset, ImageFolder
 
 
 @pytest.fixture
@@ -145,7 +142,7 @@ def test_no_picture_names_id_and_path(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("paths", "labels", "message"),
-    [(["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "is one path"), ([b"a.jpg"], None, "bytes")],
+    [(["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "no list of paths"), ([b"a.jpg"], None, "bytes")],
 )
 def test_bad_arguments(paths: Any, labels: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
@@ -174,31 +171,19 @@ def test_short_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shrinks: b
 @pytest.mark.parametrize(
     "labels",
     [
-        [1, 2, 3],
-        [0.5, 1.5, 2.5],
-        [1, 2.5, None],
-        [True, False, True],
-        [2**80, 0, 1],
-        ["cat", "dog", "cow"],
-        ({"box": 1}, {"box": 2}, {"box": 3}),
-        np.array([1, 2, 3], np.int16),
-        torch.tensor([1.0, 2.0, 3.0]),
+        *([1, 2, 3], [0.5, 1.5, 2.5], [1, 2.5, None], [True, False, True], [2**80, 0, 1], [2**63, -1, 0]),
+        *(["cat", "dog", "cow"], ({"box": 1}, {"box": 2}, {"box": 3}), np.array([1, 2, 3], np.int16)),
+        *(torch.tensor([1.0, 2.0, 3.0]), np.zeros((3, 2)), torch.zeros(3, 2)),
     ],
     ids=repr,
 )
 def test_labels_come_out_as_they_went_in(folder: Path, labels: Any) -> None:
     dataset = FileDataset([folder / f"{number}.bin" for number in range(3)], labels)
     for id in range(3):
-        label = dataset.fetch(id)[1]
-        assert label == labels[id]
-        assert type(label) is type(labels[id])
-
-
-@pytest.mark.parametrize("labels", [np.zeros((5, 2)), torch.zeros(5, 2)], ids=["array", "tensor"])
-def test_changing_a_label_in_place_changes_nobody_elses(folder: Path, labels: Any) -> None:
-    dataset = FileDataset([folder / f"{number}.bin" for number in range(5)], labels)
-    dataset.fetch(1)[1][:] = 7
-    assert dataset.fetch(1)[1].tolist() == [0, 0]
+        assert same(dataset.fetch(id)[1], labels[id])
+    if np.ndim(labels) == 2:  # a change in place affects no other sample
+        dataset.fetch(1)[1][:] = 7
+        assert dataset.fetch(1)[1].tolist() == [0, 0]
 
 
 @given(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=8), max_size=20))
@@ -213,25 +198,19 @@ def test_path_list_is_a_list(texts: list[str]) -> None:
 def test_paths_take_few_bytes_and_few_objects(tmp_path: Path) -> None:
     count = 20_000
     dataset = FileDataset([f"{tmp_path}/class/{number:08d}.jpg" for number in range(count)], list(range(count)))
-    assert len(pickle.dumps(dataset)) < 32 * count
-    assert pickle.loads(pickle.dumps(dataset)).where(17_777) == f"{tmp_path}/class/00017777.jpg"
+    sent = pickle.dumps(dataset)
+    assert len(sent) < 32 * count
+    assert pickle.loads(sent).where(17_777) == f"{tmp_path}/class/00017777.jpg"
 
 
 def test_fingerprint_changes_with_the_data(dataset: FileDataset, folder: Path) -> None:
-    files = [folder / f"{number}.bin" for number in range(5)]
-    labels = [10, 11, 12, 13, 14]
-    first = dataset.fingerprint()
-    assert FileDataset(files, labels).fingerprint() == first
-    assert FileDataset(files, labels, twice).fingerprint() == first
-    others = {
-        FileDataset(files, labels[::-1]).fingerprint(),
-        FileDataset(files[::-1], labels).fingerprint(),
-        FileDataset(files).fingerprint(),
-        FileDataset(files[:4], labels[:4]).fingerprint(),
-    }
+    files, labels = [folder / f"{number}.bin" for number in range(5)], [10, 11, 12, 13, 14]
+    prints = [dataset.fingerprint()]
+    assert FileDataset(files, labels, twice).fingerprint() == prints[0]
+    for data in (files, labels[::-1]), (files[::-1], labels), (files, None), (files[:4], labels[:4]):
+        prints.append(FileDataset(*data).fingerprint())
     (folder / "2.bin").write_bytes(b"another size")
-    others.add(FileDataset(files, labels).fingerprint())
+    prints.append(FileDataset(files, labels).fingerprint())
     (folder / "2.bin").unlink()
-    others.add(FileDataset(files, labels).fingerprint())
-    assert first not in others
-    assert len(others) == 6
+    prints.append(FileDataset(files, labels).fingerprint())
+    assert len(set(prints)) == 7

@@ -1,7 +1,5 @@
 """A folder of pictures: order, labels, places it may lie in, and what is wrong with some."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +12,7 @@ from pictures import encode, picture
 from PIL import Image
 
 from stallfree.errors import InputError
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source
 from stallfree.sources.files import ImageFolder
 
 ORDER = ["cat/1.JPG", "cat/2.jpg", "cat/more/0.png", "dog/a.jpg", "dog/b.jpeg"]  # of torchvision's ImageFolder
@@ -46,14 +44,9 @@ def test_samples_are_pictures(image_root: Path) -> None:
     data, label = folder.fetch(3)
     assert (data, label) == ((image_root / "dog/a.jpg").read_bytes(), 1)
     image, label = folder[3]
-    assert image.shape == (10, 32, 3)
-    assert image.dtype == np.uint8
-    assert type(label) is int
+    assert (image.shape, image.dtype, type(label)) == ((10, 32, 3), np.uint8, int)
     np.testing.assert_array_equal(folder.pipeline((data, label))[0], image)
     assert [step_label for _, step_label in folder] == LABELS
-
-
-def test_pil_and_greyscale(image_root: Path) -> None:
     assert isinstance(ImageFolder(image_root, output="pil")[0][0], Image.Image)
     assert ImageFolder(image_root, mode="L")[0][0].shape == (24, 32)
 
@@ -73,11 +66,17 @@ def test_links_are_followed_but_not_in_circles(image_root: Path) -> None:
     assert folder.targets.tolist() == [*LABELS, 2, 2]
 
 
-def test_memory_url(image_root: Path) -> None:
-    fsspec.filesystem("memory").put(str(image_root), "/stallfree-folder", recursive=True)
-    check_same(ImageFolder("memory://stallfree-folder"), ImageFolder(image_root), "memory://stallfree-folder")
-    check_same(ImageFolder("memory:///stallfree-folder/"), ImageFolder(image_root), "memory:///stallfree-folder")
-    fsspec.filesystem("memory").rm("/stallfree-folder", recursive=True)
+def test_urls(image_root: Path, tmp_path: Path) -> None:
+    local = ImageFolder(image_root)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(image_root), "/stallfree-folder", recursive=True)
+    check_same(ImageFolder("memory://stallfree-folder"), local, "memory://stallfree-folder")
+    check_same(ImageFolder("memory:///stallfree-folder/"), local, "memory:///stallfree-folder")
+    memory.rm("/stallfree-folder", recursive=True)
+    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "pictures")
+    folder = ImageFolder(f"zip://pictures::{archive}")
+    assert folder.where(0) == f"zip://pictures/cat/1.JPG::{archive}"
+    assert [folder.fetch(id) for id in range(5)] == [local.fetch(id) for id in range(5)]
 
 
 def test_http_url(image_root: Path, serve: Callable[[Path], str]) -> None:
@@ -126,10 +125,3 @@ def test_classes_without_pictures(image_root: Path) -> None:
     (image_root / "texts/a.txt").touch()
     with pytest.raises(InputError, match=r"2 of 4 classes in .* have no picture: 'empty', 'texts'\."):
         ImageFolder(image_root)
-
-
-def test_zip_url(image_root: Path, tmp_path: Path) -> None:
-    archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "pictures")
-    folder = ImageFolder(f"zip://pictures::{archive}")
-    assert folder.where(0) == f"zip://pictures/cat/1.JPG::{archive}"
-    assert [folder.fetch(id) for id in range(5)] == [ImageFolder(image_root).fetch(id) for id in range(5)]

@@ -1,7 +1,5 @@
 """Other people's data sets as sources."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +12,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
 import stallfree as sf
 from stallfree.errors import InputError
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source
 from stallfree.sources.files import ImageFolder
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.testing.throttle import ThrottledSource
@@ -65,16 +63,14 @@ def test_a_data_set_becomes_a_source() -> None:
     assert source.where(0) == ""
     assert as_source(source) is source
     assert pickle.loads(pickle.dumps(source))[2] == 4
+    assert source.fingerprint() == as_source(Squares()).fingerprint() != as_source(Squares(6)).fingerprint()
+    with pytest.raises(KeyError, match=r"'three is broken'\n.*fetching sample 3"):
+        source[-2]
 
 
 @pytest.mark.parametrize("dataset", [[1, 2, 3], (1, 2, 3), np.arange(1, 4), TensorDataset(torch.tensor([1, 2, 3]))])
 def test_all_that_can_be_indexed(dataset: Any) -> None:
     assert [int(np.ravel(sample)[0]) for sample in as_source(dataset)] == [1, 2, 3]  # type: ignore[attr-defined]
-
-
-def test_an_error_names_the_sample() -> None:
-    with pytest.raises(KeyError, match=r"'three is broken'\n.*fetching sample 3"):
-        as_source(Squares())[-2]
 
 
 def test_a_subset_of_a_source_keeps_fetch_and_prep_apart(image_root: Path) -> None:
@@ -107,11 +103,6 @@ def test_other_subsets_are_data_sets(image_root: Path) -> None:
     assert as_source(Subset(Squares(), [4, 2]))[0] == 16
     with pytest.raises(InputError, match="length 0"):
         as_source(Subset(ImageFolder(image_root), []))  # type: ignore[arg-type]
-
-
-def test_fingerprint_is_that_of_the_data_set() -> None:
-    assert as_source(Squares()).fingerprint() == as_source(Squares()).fingerprint()
-    assert as_source(Squares()).fingerprint() != as_source(Squares(6)).fingerprint()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import Dataset
 
 from stallfree import Compose, mark_deterministic
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 
 
 class Numbers(BaseSource):

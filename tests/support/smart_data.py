@@ -13,7 +13,7 @@ import torch
 
 from children import PATIENCE
 from stallfree import Compose
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 
 
 class Rows(BaseSource):

@@ -41,9 +41,8 @@ from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.locks import FileLock
 from stallfree.loader.pool import Options
 from stallfree.notes import is_users
-from stallfree.pipeline.compose import Compose, Transform
+from stallfree.pipeline.compose import Compose, Source, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
-from stallfree.pipeline.protocol import Source
 from stallfree.platform import cpu_count
 from stallfree.sources.cut import cut_any
 from stallfree.sources.mapped import MapSource, as_source

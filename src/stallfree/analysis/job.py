@@ -33,8 +33,7 @@ from stallfree.loader.dataloader import DataLoader
 from stallfree.notes import described, note_sample
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import OPEN, shares_memory
-from stallfree.sources.base import BaseSource
-from stallfree.sources.mapped import MapSource, as_source
+from stallfree.sources.mapped import BaseSource, MapSource, as_source
 
 _OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
 """Loader arguments that the analysis sets for its runs."""

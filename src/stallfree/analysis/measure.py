@@ -24,8 +24,8 @@ from stallfree.errors import CodecError
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
 from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.compose import Source
 from stallfree.pipeline.fingerprint import same
-from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.values import payload_bytes, private
 

@@ -32,7 +32,7 @@ from stallfree.ipc.folders import is_path
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.sources.base import BaseSource
+from stallfree.sources.mapped import BaseSource
 from stallfree.sources.paths import PathList, canonical, is_url
 from stallfree.units import parse_whole
 

@@ -36,9 +36,8 @@ from stallfree.errors import (
 from stallfree.frames import users_level
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.shared_array import SharedCounts
-from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
-from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
 from stallfree.stats import CacheStats

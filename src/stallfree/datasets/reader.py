@@ -23,10 +23,9 @@ from stallfree.datasets.split import Reclassified, TransformSplit
 from stallfree.errors import StallfreeError, object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.notes import raisable
-from stallfree.pipeline.compose import Compose, drew, works_in_place
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Compose, Source, drew, works_in_place
 from stallfree.pipeline.randomness import Drew, Randomness
-from stallfree.pipeline.reached import Settings, warn_of_changes
+from stallfree.pipeline.settings import Settings, warn_of_changes
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 

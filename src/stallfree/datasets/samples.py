@@ -23,7 +23,7 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.split import Reclassified
 from stallfree.errors import CodecError, WaitError, batch_timeout
 from stallfree.notes import note_sample, note_samples, raisable
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source
 from stallfree.pipeline.values import as_cached, payload_bytes, private
 from stallfree.sources.mapped import MapSource
 

@@ -26,9 +26,8 @@ from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
 from stallfree.notes import described
 from stallfree.pipeline.codec import encode, record_size
-from stallfree.pipeline.compose import Compose
+from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
-from stallfree.pipeline.protocol import Source
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux

@@ -20,8 +20,7 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeWarning, WaitError, WorkerError
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify import StepError, Trust, make_twice
-from stallfree.pipeline.compose import Compose, Transform, describe_step, note_drew
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Compose, Source, Transform, describe_step, note_drew
 from stallfree.pipeline.randomness import States
 
 _FIRST_LOOKS, _LOOK_EVERY = 64, 32

@@ -6,37 +6,22 @@ library makes, C code, a clock. They are looked at again while a cache is filled
 albumentations and MONAI are recognised by name and module, so that no library is imported here.
 """
 
-from __future__ import annotations
-
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 from stallfree.errors import StallfreeWarning, text_of
 from stallfree.frames import users_level
 from stallfree.ipc.forked import call_in_child
-from stallfree.pipeline.compose import (
-    Compose,
-    OnItem,
-    Transform,
-    as_call,
-    describe_step,
-    drew,
-    flatten,
-    halves_of,
-    is_albumentations,
-    is_monai_compose,
-    mark_of,
-    note_drew,
-)
+from stallfree.pipeline import compose
+from stallfree.pipeline.compose import Compose, OnItem, Transform, describe_step, flatten, mark_of
 from stallfree.pipeline.fingerprint import same
-from stallfree.pipeline.objects import class_functions, code_names, comes_from
+from stallfree.pipeline.objects import class_functions, code_names, comes_from, random_name
 from stallfree.pipeline.randomness import States, find_generators, sample_seed
-from stallfree.pipeline.reached import random_name
 from stallfree.pipeline.values import private
 
 # --- what marks and libraries declare --------------------------------------------------------------------------------
@@ -57,14 +42,20 @@ def known(transform: Any) -> tuple[bool, str] | None:
     mark = mark_of(transform)
     if mark is not None:
         return mark, "mark"
-    if drew(transform):
+    if compose.drew(transform):
         return True, "seen"
-    inner = _wrapped(transform)
-    if inner is not None:
-        return known(inner)
+    # To these it only passes its value.
+    if type(transform) is OnItem:
+        return known(transform.transform)
+    if isinstance(transform, functools.partial):
+        return known(transform.func)
+    if type(transform).__name__ == "Lambda" and comes_from(type(transform), "torchvision.transforms"):
+        return known(transform.lambd)
+    if compose.is_monai_compose(transform) and len(transform.transforms) == 1:
+        return known(transform.transforms[0])
     parts = flatten(transform)
     if parts and parts[0] is not transform:
-        return _first_random(parts)
+        return _known_of_all(parts)
     for library, sign in (("torchvision", _torchvision), ("albumentations", _albumentations), ("monai", _monai)):
         random = sign(transform)
         if random is not None:
@@ -72,28 +63,10 @@ def known(transform: Any) -> tuple[bool, str] | None:
     return None
 
 
-def _wrapped(transform: Any) -> Any:
-    """Return the transform to which `transform` only passes its value; None if there is none."""
-    if type(transform) is OnItem:
-        return transform.transform
-    if isinstance(transform, functools.partial):
-        return transform.func
-    if type(transform).__name__ == "Lambda" and comes_from(type(transform), "torchvision.transforms"):
-        return transform.lambd
-    if is_monai_compose(transform) and len(transform.transforms) == 1:
-        return transform.transforms[0]
-    return None
-
-
-def _first_random(transforms: Iterable[Any]) -> tuple[bool, str] | None:
+def _known_of_all(transforms: Iterable[Any]) -> tuple[bool, str] | None:
     """Return the sign of the first random one of `transforms`; else of the first one, or None if not all are known."""
-    signs = [known(transform) for transform in transforms]
+    signs = [known(transform) for transform in transforms] or [(False, "")]
     return next((sign for sign in signs if sign is not None and sign[0]), None if None in signs else signs[0])
-
-
-def _any_random(transforms: Any) -> bool | None:
-    sign = _first_random(transforms) if transforms else (False, "")
-    return None if sign is None else sign[0]
 
 
 def _torchvision(transform: Any) -> bool | None:
@@ -109,7 +82,7 @@ def _torchvision(transform: Any) -> bool | None:
 
 def _albumentations(transform: Any) -> bool | None:
     """Deterministic are library transforms that always (`p=1`) or never run, and whose code draws no random numbers."""
-    if not is_albumentations(transform):
+    if not compose.is_albumentations(transform):
         return None
     cls, library = type(transform), comes_from(type(transform), "albumentations")
     if 0 < transform.p < 1:
@@ -117,7 +90,7 @@ def _albumentations(transform: Any) -> bool | None:
     if hasattr(transform, "transforms"):
         if not library or cls.__name__ not in ("Compose", "Sequential"):
             return True
-        return False if transform.p <= 0 else _any_random(transform.transforms)
+        return False if transform.p <= 0 else (_known_of_all(transform.transforms) or (None,))[0]
     if not library or cls.__name__ == "Lambda":
         return None
     if transform.p <= 0:
@@ -134,8 +107,8 @@ def _albumentations(transform: Any) -> bool | None:
 
 def _monai(transform: Any) -> bool | None:
     """Random are subclasses of `RandomizableTrait`; deterministic are other library transforms, except wrappers."""
-    if is_monai_compose(transform):
-        return _any_random(transform.transforms)
+    if compose.is_monai_compose(transform):
+        return (_known_of_all(transform.transforms) or (None,))[0]
     bases = {base.__name__ for base in type(transform).__mro__ if comes_from(base, "monai")}
     if bases & {"RandomizableTrait", "Randomizable"}:
         return True
@@ -154,7 +127,7 @@ DIFFERS = "it returned something else for the same input"
 
 @dataclass(frozen=True)
 class Trust:
-    """What is known of a step, or of the data set, without running it."""
+    """What is known of a step, or of the data set, without a run of it."""
 
     draws: bool = False
     """Its draws do not affect its output: it is marked as deterministic, or its library draws in any case."""
@@ -162,7 +135,7 @@ class Trust:
     """It is marked as deterministic, so its outputs are not compared."""
 
     @classmethod
-    def of(cls, thing: object) -> Trust:
+    def of(cls, thing: object) -> Self:
         """Return the trust in a step or data set: its mark, or what its library declares.
 
         A composition of albumentations draws to decide whether to run, even if it always runs.
@@ -205,7 +178,7 @@ def make_twice(
         fetch: fetches the record.
         again: fetches it again; None if fetches are not compared.
         steps: applied to the record in turn.
-        trust: in what fetches, and in each of `steps`: one entry more than there are steps.
+        trust: in what fetches, and in each of `steps`.
         states: if given, a step is also random if these states change while it runs, or if its outputs cannot be
             compared.
 
@@ -220,31 +193,27 @@ def make_twice(
         states.moved()
     for at in range(SOURCE, len(steps)):
         trusted = trust[at + 1]
-        call = as_call(steps[at]) if at != SOURCE else None
+        call = None if at == SOURCE else compose.as_call(steps[at])
         first: Callable[[], Any] = fetch if call is None else functools.partial(call, output)
         second = again if call is None else functools.partial(call, other)
+        repeats = compares and second is not None and not trusted.outputs
         try:
-            output, other = private(first()), None  # the result may be a buffer of the step
+            output = private(first())  # the result may be a buffer of the step
         except Exception as error:
             raise StepError(at, error) from error
-        repeats = compares and second is not None and not trusted.outputs
-        if repeats and second is not None:
-            try:
-                other = second()
-            except Exception:
-                compares = repeats = False
+        try:
+            other = second() if repeats and second is not None else output
+        except Exception:
+            compares = repeats = False
         if states is not None and states.moved() and not trusted.draws:
             return output, Found(at, DREW)
-        if repeats:
-            equal = same(output, other)
-            if equal is False:
-                return output, Found(at, DIFFERS)
-            if equal is None and states is not None:
-                why = f"its outputs, of type {type(output).__name__}, cannot be compared"
-                return output, Found(at, why, certain=False)
-            other = private(other)
-        elif compares:
-            other = private(output)
+        equal = same(output, other) if repeats else True
+        if equal is False:
+            return output, Found(at, DIFFERS)
+        if equal is None and states is not None:
+            why = f"its outputs, of type {type(output).__name__}, cannot be compared"
+            return output, Found(at, why, certain=False)
+        other = private(other) if compares else None
     return output, None
 
 
@@ -344,12 +313,9 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
     """
     steps = flatten(transform)
     count = declared(steps)
-    if all(known(step) is not None for step in steps[:count]) and probe is None:
-        found = None
-    elif probe is None:
-        at = next(at for at, step in enumerate(steps) if known(step) is None)
-        found = Found(at, "there is no sample to try it on", certain=False)
-    else:
+    unknown = [at for at, step in enumerate(steps[:count]) if known(step) is None]
+    found = Found(unknown[0], "there is no sample to try it on", certain=False) if unknown else None
+    if probe is not None:
         found = call_in_child(lambda: _trial(steps[:count], probe), "the trial of the transform")
     warn_of_doubt(steps, found)
     return divide(steps, found)
@@ -389,19 +355,19 @@ def divide(steps: Sequence[Transform], found: Found | None) -> Split:
     parts: list[Transform] = []
     end = count
     for at, step in enumerate(steps):
-        name, sign = describe_step(step), known(step)
+        sign = known(step)
         if found is not None and at == count:
             if found.certain and sign is not None:
-                note_drew(step)  # its library declares it deterministic
+                compose.note_drew(step)  # its library declares it deterministic
             sign = True, "undecided" if not found.certain else "probe" if sign is None else "seen"
-        halves = halves_of(step) if at == count else None
+        halves = compose.halves_of(step) if at == count else None
         if halves is not None:
             verdicts += (Verdict(describe_step(half), half is halves[1], "halves") for half in halves)
-            parts += halves
             end = count + 1
-            continue
-        verdicts.append(Verdict(name, *(sign or ((True, "after") if at > count else (False, "probe")))))
-        parts.append(step)
+        else:
+            sign = sign or ((True, "after") if at > count else (False, "probe"))
+            verdicts.append(Verdict(describe_step(step), *sign))
+        parts += halves or (step,)
     return Split(Compose(parts[:end]), Compose(parts[end:]), tuple(verdicts))
 
 

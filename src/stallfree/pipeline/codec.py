@@ -32,8 +32,6 @@ A *record* describes itself. All numbers are in the host's byte order (others fa
 Types match exactly: a subclass of a type above is not that type, because a cache hit must return the same as a miss.
 """
 
-from __future__ import annotations
-
 import ast
 import json
 import math
@@ -44,30 +42,20 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stallfree.errors import CodecError, value_unstorable
-from stallfree.pipeline.values import (
-    BANDS,
-    CARRIERS,
-    TORCH_DTYPES,
-    TORCH_NAMES,
-    U8,
-    aligned_tensor,
-    in_order,
-    is_image,
-    pickled,
-)
+from stallfree.pipeline import values
+from stallfree.pipeline.values import BANDS, CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8
 
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 MAGIC = 0x5AFE0D01
 _HEAD = struct.Struct("=IIII")
 _DEPTH = 100  # deeper nesting is treated as a value that contains itself
@@ -84,6 +72,7 @@ _MANY = 8
 """Items from which a container of leaves is made from a slice of them, and in a record for processes of this job, of
 plain values, is one pickle."""
 _KEY_TYPES = {str, int, bool, type(None)}
+_SIMPLE = {*_KEY_TYPES, float, complex, bytes}
 
 
 class MissingClassError(CodecError):
@@ -137,8 +126,7 @@ def _text(pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any]) -> _Plai
     return _Plain(pack, lambda buffer, start, nbytes: unpack(buffer[start : start + nbytes].tobytes()), None)
 
 
-def _utf8(text: str) -> bytes:
-    return str.encode(text, "utf-8", "surrogatepass")
+_utf8 = partial(str.encode, encoding="utf-8", errors="surrogatepass")
 
 
 def _unpickled(data: bytes) -> Any:
@@ -156,7 +144,7 @@ _PLAIN = {
     "str": _text(_utf8, lambda data: data.decode("utf-8", "surrogatepass")),
     "npstr": _text(_utf8, lambda data: np.str_(data.decode("utf-8", "surrogatepass"))),
     "npbytes": _text(bytes, np.bytes_),
-    "pickle": _text(pickled, _unpickled),
+    "pickle": _text(values.pickled, _unpickled),
 }
 _TYPES = {kind.__name__: kind for kind in (int, float, bool, bytes, str)} | {"npstr": np.str_, "npbytes": np.bytes_}
 _PACKS: dict[type, tuple[str, Callable[[Any], bytes]]] = {_TYPES[kind]: (kind, _PLAIN[kind].pack) for kind in _TYPES}
@@ -216,7 +204,7 @@ def leaf_dtypes(kind: str, text: str) -> tuple[np.dtype[Any], torch.dtype | None
 
 def _array_reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: torch.dtype | None) -> _Reader:
     ndarray = np.ndarray
-    from_numpy = torch.from_numpy if dtype != np.complex128 else aligned_tensor
+    from_numpy = torch.from_numpy if dtype != np.complex128 else values.aligned_tensor
     if kind == "array":
         return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start)
     if kind == "scalar":
@@ -254,13 +242,10 @@ class Structure:
             expression = _expression(lines, leaves, 0)
             flat = key[:2] == b"t " and key.count(b"\n") == len(leaves)  # the common case
             self.make: Callable[[Sequence[Any]], Any] = tuple if flat else _maker(expression)
-            more = next(lines, None)
-        except CodecError:
-            raise
+            if next(lines, None) is not None:
+                raise ValueError(f"it has more than {len(leaves)} leaves")
         except (*_MALFORMED, StopIteration) as error:
             raise CodecError(f"malformed description of a value: {error}") from error
-        if more is not None:
-            raise CodecError(f"malformed description of a value: it has more than {len(leaves)} leaves")
         self.key, self.leaves = key, tuple(leaves)
         self.readers: tuple[_Reader, ...] = tuple([leaf.read for leaf in leaves])
         self.nbytes = tuple([leaf.nbytes for leaf in leaves])
@@ -274,7 +259,7 @@ class Structure:
         self.offsets, self.size = _lay_out(self.nbytes) if self.fixed else ((), -1)
         self.starts = tuple([len(head) + offset for offset in self.offsets])
 
-    def with_rows(self, count: int) -> Structure:
+    def with_rows(self, count: int) -> "Structure":
         """Return this structure with `count` rows in each leaf, which has rows."""
         lines = self.key.split(b"\n")
         at = [number for number, line in enumerate(lines) if line[1:2] not in (b"", b" ")]
@@ -294,9 +279,9 @@ _alive: weakref.WeakValueDictionary[bytes, Structure] = weakref.WeakValueDiction
 
 def structure_of(key: bytes) -> Structure:
     """Return the structure that a key describes. Raises CodecError if the key is malformed."""
-    return (_structure_of_short if len(key) <= _SHORT else _structure_of_medium if len(key) <= _MEDIUM else _intern)(
-        key
-    )
+    if len(key) <= _SHORT:
+        return _structure_of_short(key)
+    return _structure_of_medium(key) if len(key) <= _MEDIUM else _intern(key)
 
 
 def _intern(key: bytes) -> Structure:
@@ -397,16 +382,13 @@ def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
     dictionaries of modules and classes: no descriptor and no `__getattr__` runs.
     """
     owner: Any = sys.modules.get(module)
-    names = _MODULE_DICT(owner) if issubclass(type(owner), ModuleType) else {}
+    names = _DICT_OF_MODULE(owner) if issubclass(type(owner), ModuleType) else {}
     for name in qualname.split("."):
         owner = names.get(name)
-        if not issubclass(type(owner), type):
-            break
-        names = _CLASS_DICT(owner)
-    else:
-        bodies = [_CLASS_DICT(base) for base in _MRO(owner)]
-        known = next((body["_fields"] for body in bodies if "_fields" in body), None)
-        if tuple in _MRO(owner) and type(known) is tuple and known == fields:
+        names = _DICT_OF_CLASS(owner) if issubclass(type(owner), type) else {}
+    if names and tuple in (bases := _MRO(owner)):
+        known = next((body["_fields"] for base in bases if "_fields" in (body := _DICT_OF_CLASS(base))), None)
+        if type(known) is tuple and known == fields:
             return owner  # type: ignore[no-any-return]
     raise MissingClassError(
         f"a record holds a named tuple {module}.{qualname} with the fields {', '.join(map(str, fields))}, whose class "
@@ -415,10 +397,8 @@ def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
     )
 
 
-_MODULE_DICT: Callable[[Any], dict[str, Any]] = vars(ModuleType)["__dict__"].__get__
-_CLASS_DICT: Callable[[Any], dict[str, Any]] = vars(type)["__dict__"].__get__
+_DICT_OF_MODULE, _DICT_OF_CLASS = (vars(kind)["__dict__"].__get__ for kind in (ModuleType, type))
 _MRO: Callable[[Any], tuple[type, ...]] = vars(type)["__mro__"].__get__
-
 
 _NODES: dict[str, Any] = {
     "__builtins__": {},
@@ -495,13 +475,12 @@ def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode:
     """Append the lines of `value` to `lines`, and the bytes of its leaves to `arrays`."""
     kind = type(value)
     if kind is torch.Tensor:
-        dtype = value.dtype
-        try:
-            array = value.numpy() if dtype not in CARRIERS else _carried(value)
-            dtype_name = TORCH_NAMES[dtype]
-        except (KeyError, TypeError, RuntimeError):
-            return _add_unusual(value, lines, arrays, depth, mode)
-        return _add_array("tensor", array, dtype_name, lines, arrays, mode)
+        array = _array_of(value)
+        if array is not None:
+            return _add_array("tensor", array, TORCH_NAMES[value.dtype], lines, arrays, mode)
+        what = f"{value.layout}{', nested' * value.is_nested}, {value.dtype}, on {value.device}"
+        reason = f"is {what}{', and requires grad' * value.requires_grad}; make it dense, on the CPU and detached"
+        return _add_pickle(value, reason, lines, arrays, mode)
     packs = _PACKS.get(kind)
     if packs is not None:
         name, pack = packs
@@ -530,7 +509,7 @@ def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode:
         line, children = _dict_line(kind, tuple(value), tuple(map(type, value))), value.values()
     elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
         line = _OTHER if getattr(value, "__dict__", None) else _named_tuple_line(kind)
-    elif is_image(value):
+    elif values.is_image(value):
         line, children = f"p {value.mode}", (np.asarray(value), value.info)
     elif issubclass(kind, np.generic) and (text := dtype_text(value.dtype)) and kind is dtype_of(text).type:
         return _add_array("scalar", np.array(value), text, lines, arrays, mode)
@@ -547,12 +526,21 @@ def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode:
         _walk(child, lines, arrays, depth, mode)
 
 
-_SIMPLE = frozenset({*_KEY_TYPES, float, complex, bytes})
+def _array_of(tensor: torch.Tensor) -> Any:
+    """Return the elements of a tensor as an array; None if it is not dense, on the CPU and detached."""
+    carrier = CARRIERS.get(tensor.dtype)
+    if tensor.requires_grad or tensor.dtype not in TORCH_NAMES:
+        return None
+    try:
+        return tensor.numpy() if carrier is None else tensor.resolve_conj().resolve_neg().view(carrier).numpy()
+    except (TypeError, RuntimeError):
+        lazy = tensor.device.type == "cpu" and (tensor.is_conj() or tensor.is_neg())
+        return _array_of(tensor.resolve_conj().resolve_neg()) if lazy else None
 
 
 def _add_array(kind: str, array: Any, dtype: str, lines: list[_Line], arrays: list[Bytes], mode: int) -> None:
     if mode == _OWN and not array.flags.c_contiguous:
-        array, order = in_order(array)
+        array, order = values.in_order(array)
         if order:
             lines.append(f"s {json.dumps(order)}")
     lines.append((kind, array.shape, dtype))
@@ -564,27 +552,11 @@ def _add_pickle(value: Any, reason: str, lines: list[_Line], arrays: list[Bytes]
     if mode == _REFUSE:
         raise _Unstorable(value, f"{reason}, or pass allow_pickle=True")
     try:
-        data = pickled(value)
+        data = values.pickled(value)
     except Exception as error:
         raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
     lines.append("pickle")
     arrays.append(np.frombuffer(data, U8))
-
-
-def _carried(value: torch.Tensor) -> Any:
-    if value.requires_grad:  # the view would hide it
-        raise TypeError
-    return value.resolve_conj().resolve_neg().view(CARRIERS[value.dtype]).numpy()
-
-
-def _add_unusual(value: torch.Tensor, lines: list[_Line], arrays: list[Bytes], depth: int, mode: int) -> None:
-    """Append a tensor that NumPy does not take as it is."""
-    usable = not value.requires_grad and value.device.type == "cpu" and value.dtype in TORCH_NAMES
-    if usable and (value.is_conj() or value.is_neg()):
-        return _walk(value.resolve_conj().resolve_neg(), lines, arrays, depth, mode)
-    what = f"{value.layout}{', nested' * value.is_nested}, {value.dtype}, on {value.device}"
-    reason = f"is {what}{', and requires grad' * value.requires_grad}; make it dense, on the CPU and detached"
-    _add_pickle(value, reason, lines, arrays, mode)
 
 
 @lru_cache(4096)
@@ -628,31 +600,28 @@ def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> i
 
     Bytes between leaves keep the contents of `out`.
     """
-    head, nbytes = structure.head, [array.size for array in arrays]
-    used = head.size
-    starts, end = _layout(structure, nbytes)
-    if end > out.size or len(arrays) != len(starts):
-        raise CodecError(f"a record of {end} bytes and {len(starts)} leaves: {len(arrays)} leaves for {out.size} bytes")
-    out[:used] = head
-    if not structure.fixed:
-        lengths = [size for size, fixed in zip(nbytes, structure.nbytes, strict=True) if fixed < 0]
-        out[used : used + 8 * len(lengths)] = np.array(lengths, np.uint64).view(U8)
-    for start, size, array in zip(starts, nbytes, arrays, strict=True):
-        out[start : start + size] = array
-    return end
+    nbytes = [array.size for array in arrays]
+    for region, array in zip(open_record(structure, out, nbytes), arrays, strict=True):
+        region[:] = array
+    return _layout(structure, nbytes)[1]
 
 
-def open_record(structure: Structure, out: Bytes) -> list[Bytes]:
-    """Write the head of a record of this fixed structure at the start of `out` (1-D uint8, writable).
+def open_record(structure: Structure, out: Bytes, nbytes: Sequence[int] | None = None) -> list[Bytes]:
+    """Write the head of a record of leaves of these sizes, of a fixed structure by default, at the start of `out`.
 
-    Return the part of `out` for each leaf's data, so that the record is composed in place. Bytes between leaves keep
-    the contents of `out`. Raises CodecError if the structure is not fixed or `out` is too small.
+    Return the part of `out` (1-D uint8, writable) for each leaf's data, so that the record is composed in place. Bytes
+    between leaves keep the contents of `out`. Raises CodecError if `out` is too small, or the sizes do not fit.
     """
-    head = structure.head
-    if not structure.fixed or head.size + structure.size > out.size:
-        raise CodecError(f"open_record needs a fixed structure and {head.size + structure.size} bytes, not {out.size}")
-    out[: head.size] = head
-    return [out[start : start + size] for start, size in zip(structure.starts, structure.nbytes, strict=True)]
+    sizes = structure.nbytes if nbytes is None else nbytes
+    starts, end = _layout(structure, sizes)
+    if end > out.size or len(sizes) != len(structure.leaves) or -1 in sizes:
+        raise CodecError(f"a record of {end} bytes and {len(structure.leaves)} leaves, not {out.size} and {sizes}")
+    used = structure.head.size
+    out[:used] = structure.head
+    if not structure.fixed:
+        lengths = [size for size, fixed in zip(sizes, structure.nbytes, strict=True) if fixed < 0]
+        out[used : used + 8 * len(lengths)] = np.array(lengths, np.uint64).view(U8)
+    return [out[start : start + size] for start, size in zip(starts, sizes, strict=True)]
 
 
 def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any:
@@ -667,37 +636,35 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
     imported: a named tuple whose class is not imported yet raises `MissingClassError`.
     """
     try:
-        return _read_record(buffer, copy, allow_pickle)
+        available = buffer.size
+        if available < _HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
+            raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
+        magic, key_size, variable, _ = _HEAD.unpack_from(buffer)  # type: ignore[arg-type]
+        if magic != MAGIC or _HEAD.size + key_size > available:
+            raise CodecError("malformed record: wrong magic number or truncated")
+        structure = structure_of(buffer[_HEAD.size : _HEAD.size + key_size].tobytes())
+        base, nbytes, starts = structure.head.size, structure.nbytes, structure.starts
+        end = base + structure.size
+        if variable or not structure.fixed:
+            if variable != nbytes.count(-1):
+                raise CodecError("malformed record: wrong number of variable leaves")
+            lengths = iter(np.frombuffer(buffer, np.uint64, variable, base).tolist())
+            nbytes = tuple([next(lengths) if size < 0 else size for size in nbytes])
+            starts, end = _layout(structure, nbytes)
+        if end > available:
+            raise CodecError(f"malformed record: {available} bytes of {end}")
+        if structure.pickled and not allow_pickle:
+            raise CodecError("the record holds a pickled leaf, which is loaded only with allow_pickle=True")
+        if structure.has_views and (copy or not buffer.flags.writeable):
+            buffer = buffer[base & ~63 : end].copy()
+            starts = structure.offsets if structure.fixed else tuple([start - (base & ~63) for start in starts])
+        return structure.make(
+            [read(buffer, at, n) for read, at, n in zip(structure.readers, starts, nbytes, strict=True)]
+        )
     except CodecError:
         raise
     except _MALFORMED as error:
         raise CodecError(f"malformed record: {error}") from error
-
-
-def _read_record(buffer: Bytes, copy: bool, allow_pickle: bool) -> Any:
-    available = buffer.size
-    if available < _HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
-        raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
-    magic, key_size, variable, _ = _HEAD.unpack_from(buffer)  # type: ignore[arg-type]
-    if magic != MAGIC or _HEAD.size + key_size > available:
-        raise CodecError("malformed record: wrong magic number or truncated")
-    structure = structure_of(buffer[_HEAD.size : _HEAD.size + key_size].tobytes())
-    base, nbytes, starts = structure.head.size, structure.nbytes, structure.starts
-    end = base + structure.size
-    if variable or not structure.fixed:
-        if variable != nbytes.count(-1):
-            raise CodecError("malformed record: wrong number of variable leaves")
-        lengths = iter(np.frombuffer(buffer, np.uint64, variable, base).tolist())
-        nbytes = tuple([next(lengths) if size < 0 else size for size in nbytes])
-        starts, end = _layout(structure, nbytes)
-    if end > available:
-        raise CodecError(f"malformed record: {available} bytes of {end}")
-    if structure.pickled and not allow_pickle:
-        raise CodecError("the record holds a pickled leaf, which is loaded only with allow_pickle=True")
-    if structure.has_views and (copy or not buffer.flags.writeable):
-        buffer = buffer[base & ~63 : end].copy()
-        starts = structure.offsets if structure.fixed else tuple([start - (base & ~63) for start in starts])
-    return structure.make([read(buffer, at, n) for read, at, n in zip(structure.readers, starts, nbytes, strict=True)])
 
 
 def read_own_record(buffer: Bytes, *, copy: bool) -> Any:
@@ -746,7 +713,7 @@ def _rows(leaf: Leaf, column: Bytes, count: int) -> Sequence[Any]:
     dtype, seen_as = leaf_dtypes(kind, text)
     typed = column.view(dtype).reshape(count, *shape)
     if kind == "tensor":
-        stacked = aligned_tensor(typed)
+        stacked = values.aligned_tensor(typed)
         return (stacked.view(seen_as) if seen_as else stacked).unbind(0)
     if kind == "array" and not shape:
         return [typed[row, ...] for row in range(count)]

@@ -1,4 +1,7 @@
-"""`Compose` and `OnItem`: a pipeline as a flat sequence of steps; the user's marks on steps; steps that work in place.
+"""`Compose` and `OnItem`: a pipeline as a flat sequence of steps; sources of samples; marks; steps that work in place.
+
+A sample is `random_part(deterministic_part(fetch(id)))`. A *source* separates the two stages: `fetch` does only I/O,
+`pipeline` does the rest. Any other map-style data set works too; its `__getitem__` then serves as `fetch`.
 
 In-place steps write their result directly into a batch. A loader that composes a batch in place calls these steps with
 `out=`, the batch rows that the sample will fill. A step that makes an array calls `empty`, which returns such a row if
@@ -7,23 +10,19 @@ the batch, so `out` is passed only if the classes of all steps are marked `in_pl
 their input, except for rows of this sample.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MethodType
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
-import numpy.typing as npt
 from torch import nn
 
 from stallfree.errors import InputError, transform_input
 from stallfree.pipeline.objects import attribute, comes_from, describe
 
 Transform: TypeAlias = Callable[[Any], Any]
-Array = npt.NDArray[Any]
+Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 
@@ -81,6 +80,30 @@ class Compose:
         return f"Compose([{', '.join(describe_step(step) for step in self.transforms)}])"
 
 
+@runtime_checkable
+class Source(Protocol):
+    """A map-style data set that separates fetch from prep.
+
+    `fetch` must be thread-safe. `source[id]` equals `source.pipeline(source.fetch(id))`.
+    """
+
+    pipeline: Compose
+    """Converts the result of `fetch` into the sample, step by step."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, id: int) -> Any: ...
+
+    def fetch(self, id: int) -> Any:
+        """Return the record of sample `id` as stored, for instance `(encoded bytes, label)`. I/O only."""
+
+    def where(self, id: int) -> str:
+        """Return the location of the record (a path or URL), for error messages."""
+
+    def fingerprint(self) -> str:
+        """Return a text that changes when the records change. It need not cover `pipeline`."""
+
+
 class OnItem:
     """Applies `transform` to one element of a container and leaves the others unchanged.
 
@@ -113,10 +136,8 @@ class OnItem:
         try:
             item = value[self.key]
         except (LookupError, TypeError) as error:
-            given = f"{type(value).__name__} of {len(value)}"
-            raise transform_input(
-                f"{self!r} got a {given} that has no element {self.key!r}: give a key that is there"
-            ) from error
+            what = f"{type(value).__name__} of {len(value)} that has no element {self.key!r}"
+            raise transform_input(f"{self!r} got a {what}: give a key that is there") from error
         made = self._call(item) if out is None else self.transform(item, out=out)  # type: ignore[call-arg]
         return with_item(value, self.key, made)
 
@@ -139,19 +160,19 @@ def flatten(transform: Transform | None) -> tuple[Transform, ...]:
         return ()
     if mark_of(transform) is not None:
         return (transform,)
-    if isinstance(transform, Compose) and type(transform).__call__ is Compose.__call__:
-        return tuple(step for part in transform.transforms for step in flatten(part))
     if type(transform) is OnItem:
         inner = flatten(transform.transform)
-        if len(inner) == 1 and inner[0] is transform.transform:
-            return (transform,)
-        return tuple(OnItem(transform.key, step) for step in inner)
+        return (transform,) if inner == (transform.transform,) else tuple(OnItem(transform.key, step) for step in inner)
     if is_monai_compose(transform):
         return _flatten_monai(transform)
-    parts = _sequence_in(transform)
-    if parts is None:
-        return (transform,)
-    return tuple(step for part in parts for step in flatten(part))
+    cls = type(transform)
+    ours = isinstance(transform, Compose) and cls.__call__ is Compose.__call__
+    torchvision = cls.__name__ in ("Compose", "Sequential") and comes_from(cls, "torchvision.transforms")
+    hooked = attribute(transform, "_forward_hooks") or attribute(transform, "_forward_pre_hooks")
+    if ours or ((torchvision or cls is nn.Sequential) and not hooked):
+        parts: Any = transform if cls is nn.Sequential else transform.transforms  # type: ignore[attr-defined]
+        return tuple(step for part in parts for step in flatten(part))
+    return (transform,)
 
 
 def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
@@ -221,26 +242,10 @@ def describe_step(step: Transform) -> str:
     return describe(step)
 
 
-def _sequence_in(transform: Any) -> tuple[Transform, ...] | None:
-    """Return the parts of a torchvision `Compose` or a `torch.nn.Sequential`; None for anything else."""
-    cls = type(transform)
-    if attribute(transform, "_forward_hooks") or attribute(transform, "_forward_pre_hooks"):
-        return None
-    if cls is nn.Sequential:
-        return tuple(transform)
-    sequence = cls.__name__ in ("Compose", "Sequential") and comes_from(cls, "torchvision.transforms")
-    return tuple(transform.transforms) if sequence else None
-
-
 def _flatten_monai(compose: Any) -> tuple[Transform, ...]:
     """Return one `Compose` per step, so that MONAI maps each step over lists of samples as before."""
-    usual = (
-        compose.map_items in (True, 1)
-        and not getattr(compose, "unpack_items", False)
-        and not getattr(compose, "lazy", False)
-        and not getattr(compose, "overrides", None)
-    )
-    if not usual:
+    options = (getattr(compose, name, False) for name in ("unpack_items", "lazy", "overrides"))
+    if compose.map_items not in (True, 1) or any(options):
         return (compose,)
     steps: list[Transform] = []
     for part in compose.transforms:
@@ -261,9 +266,6 @@ MARK = "_stallfree_random"
 DREW = "_stallfree_drew"
 """Name of the attribute of a transform or data set that was observed to draw random numbers."""
 
-_noted: dict[tuple[Any, ...], tuple[object, Any]] = {}
-"""The attributes above of objects that accept none. An object is kept alive, so that its identity is never reused."""
-
 
 def mark_random(transform: T) -> T:
     """Mark `transform` as random: its output may differ for the same input.
@@ -271,9 +273,10 @@ def mark_random(transform: T) -> T:
     Returns `transform` itself.
 
     Works on functions, classes (also as a decorator) and instances, and takes precedence over any other evidence. A
-    class marked random marks its subclasses too. The mark is an attribute of `transform`. For an object that rejects
-    attributes (a builtin, a bound method, an instance with slots), a table of this process holds it; the table keeps
-    the object alive and is not pickled.
+    class marked random marks its subclasses too. The mark is an attribute of `transform`.
+
+    Raises `InputError` for what takes no attributes: a builtin, a bound method, an instance with slots. Mark a
+    `functools.partial` of it.
 
     Example:
         ```python
@@ -304,13 +307,11 @@ def mark_deterministic(transform: T) -> T:
 
 def mark_of(transform: object) -> bool | None:
     """Return True if `transform` is marked random, False if it is marked deterministic, None without a mark."""
-    _, noted = _noted.get(_key(transform, MARK), (None, None))
-    if noted is not None:
-        return bool(noted)
     mark = attribute(transform, MARK)
-    if mark is False and not _own(transform):
-        return None
-    return mark if isinstance(mark, bool) else None
+    if mark is False:  # of `transform` itself or of its class, not inherited from a base class
+        own = MARK in attribute(transform, "__dict__", ())
+        return mark if own or (not isinstance(transform, type) and MARK in vars(type(transform))) else None
+    return mark if mark is True else None
 
 
 def note_drew(transform: object) -> bool:
@@ -323,37 +324,25 @@ def note_drew(transform: object) -> bool:
 
 def drew(transform: object) -> bool:
     """Return whether `note_drew` was called with `transform`."""
-    return _key(transform, DREW) in _noted or attribute(transform, DREW) is True
+    return attribute(transform, DREW) is True
 
 
 def _mark(transform: T, random: bool) -> T:
     if not callable(transform) and not hasattr(type(transform), "__getitem__"):
         raise InputError(f"{transform!r:.80} cannot be marked: give a transform, a class of them, or a data set")
-    _note(transform, MARK, random)
+    if not _note(transform, MARK, random):
+        name = describe(transform)
+        raise InputError(f"{transform!r:.80} takes no attributes, so no mark: mark functools.partial({name})")
     return transform
 
 
-def _note(thing: object, name: str, value: bool) -> None:
+def _note(thing: object, name: str, value: bool) -> bool:
+    """Set an attribute, also that of a frozen dataclass; return False if `thing` takes none."""
     try:
-        setattr(thing, name, value)
-        _noted.pop(_key(thing, name), None)
+        (type if isinstance(thing, type) else object).__setattr__(thing, name, value)
     except (AttributeError, TypeError):
-        _noted[_key(thing, name)] = thing, value
-
-
-def _key(thing: object, name: str) -> tuple[Any, ...]:
-    if isinstance(thing, MethodType):  # each access to a method makes a new object
-        return name, id(thing.__self__), id(thing.__func__)
-    return name, id(thing)
-
-
-def _own(transform: Any) -> bool:
-    """Return whether the mark is on `transform` itself or on its class, not inherited from a base class."""
-    if isinstance(transform, MethodType):
-        transform = transform.__func__
-    if MARK in getattr(transform, "__dict__", ()):
-        return True
-    return not isinstance(transform, type) and MARK in vars(type(transform))
+        return False
+    return True
 
 
 # --- steps that work in place ----------------------------------------------------------------------------------------

@@ -4,8 +4,6 @@ Objects are pickled into a hash by `pickle` of the standard library, at the spee
 they are, all others as a tuple of what they consist of, by `_form`.
 """
 
-from __future__ import annotations
-
 import copyreg
 import enum
 import functools
@@ -14,32 +12,24 @@ import logging
 import os
 import pickle
 import reprlib
+import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import PurePath
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
 from stallfree.errors import CodecError, InputError, StallfreeError
+from stallfree.pipeline import objects
 from stallfree.pipeline.codec import encode
-from stallfree.pipeline.compose import DREW, mark_of
-from stallfree.pipeline.objects import (
-    attribute,
-    closure_values,
-    comes_from,
-    current,
-    library_version,
-    module_of,
-    named_values,
-)
-from stallfree.pipeline.reached import GENERATOR_TYPES, label_of
+from stallfree.pipeline.compose import DREW, Array, mark_of
+from stallfree.pipeline.objects import attribute, comes_from, library_version
 from stallfree.pipeline.values import private
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
@@ -128,23 +118,19 @@ def key_of(**parts: Any) -> str:
 def differing_parts(there: str, wanted: str) -> str:
     """Return the parts in which two keys of `key_of` differ, as text; empty for other texts."""
     parts = [dict(pair.split("=", 1) for pair in key[33:].split(";") if "=" in pair) for key in (there, wanted)]
-    if not all(parts):
-        return ""
     return "; ".join(
-        f"its {name} {'is ' if name in _SHOWN else 'differ' if name.endswith('s') else 'differs'}"
-        + (f"{parts[0].get(name)}, yours is {part}" if name in _SHOWN else " from yours in code, parameters or files")
+        f"its {name} is {parts[0].get(name)}, yours is {part}"
+        if name in ("form", "format", "window")
+        else f"its {name} differ{'' if name.endswith('s') else 's'} from yours in code, parameters or files"
         for name, part in parts[1].items()
-        if parts[0].get(name) != part
+        if parts[0] and parts[0].get(name) != part
     )
-
-
-_SHOWN = ("form", "format", "window")
 
 
 def _digest(things: Any, numbers: dict[int, tuple[int, object]], *, fast: bool = True) -> bytes:
     """Return the digest of `things`, which may refer to objects of `numbers`, and does not add to them."""
     known, hashed = len(numbers), xxhash.xxh3_128()
-    walker = _Walker(SimpleNamespace(write=hashed.update), 4)
+    walker = _Walker(types.SimpleNamespace(write=hashed.update), 4)
     walker.root, walker.numbers, walker.fast = things, numbers, fast  # not fast, shared values count otherwise
     try:
         walker.dump(things)
@@ -193,7 +179,7 @@ class _Walker(pickle.Pickler):
         form = self.form_of(_form, thing)
         return (kind.__name__, form, mark_of(thing)) if marked else (kind.__name__, form)
 
-    def form_of(self, form: Callable[[Any, _Walker], Any], thing: Any) -> Any:
+    def form_of(self, form: Callable[[Any, Any], Any], thing: Any) -> Any:
         """Return `form(thing, self)`, or `"unknown"` and a type within `tolerant`. Else raise `NoFingerprintError`."""
         try:
             return form(thing, self)
@@ -201,7 +187,7 @@ class _Walker(pickle.Pickler):
             raise
         except Exception as error:  # it cannot be copied, or code of the user's raised it
             kind, unknown = _name(thing), _unknown.get()
-            label = "" if unknown else label_of(thing, (*self.root, *self.pending))
+            label = "" if unknown else objects.label_of(thing, (*self.root, *self.pending))
             if unknown is None:
                 what = f"{reprlib.repr(thing)} of type {kind}"
                 raise NoFingerprintError(
@@ -253,7 +239,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that code names. Locks, loggers and their like count by their type."""
 
     def silent(value: Any) -> bool:
-        return module_of(type(value)).partition(".")[0] in _SILENT and not isinstance(value, weakref.ref)
+        return objects.module_of(type(value)).partition(".")[0] in _SILENT and not isinstance(value, weakref.ref)
 
     return {name: type(value).__qualname__ if silent(value) else value for name, value in values.items()}
 
@@ -262,7 +248,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 @_form.register(type)
 def _form_of_definition(thing: Any, walker: _Walker) -> Any:
     """Of a library, the name and the version; with the user's functions that a decorator of a library holds."""
-    module = module_of(thing)
+    module = objects.module_of(thing)
     version = library_version(module)
     if version is None:
         walker.pending.append(thing)
@@ -273,7 +259,7 @@ def _form_of_definition(thing: Any, walker: _Walker) -> Any:
     with tolerant():  # of the values of a library
         held = {
             name: value if callable(value) else _digest((value,), walker.numbers)
-            for name, value in _named(closure_values(thing)).items()
+            for name, value in _named(objects.closure_values(thing)).items()
         }
     return name, thing.__code__, held
 
@@ -281,7 +267,7 @@ def _form_of_definition(thing: Any, walker: _Walker) -> Any:
 def _definition(thing: Any, walker: _Walker) -> Any:
     """Return what stands for a function or class of the user's: its code, and what its code names."""
     if isinstance(thing, FunctionType):
-        values = _named(named_values(thing))
+        values = _named(objects.named_values(thing))
         return thing.__code__, thing.__defaults__, thing.__kwdefaults__, _state(vars(thing), FunctionType), values
     ignored = {DREW, *(_OF_PROCESS if comes_from(type(thing), "fsspec") else ())}
     members = {
@@ -296,15 +282,15 @@ def _definition(thing: Any, walker: _Walker) -> Any:
     return thing.__qualname__, thing.__bases__, type(thing), _named(members)
 
 
-@_form.register(CodeType)
-def _form_of_code(code: CodeType, walker: _Walker) -> Any:
+@_form.register(types.CodeType)
+def _form_of_code(code: types.CodeType, walker: _Walker) -> Any:
     """Without file names and line numbers."""
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
     return code.co_code, getattr(code, "co_exceptiontable", b""), shape, names, code.co_consts
 
 
-@_form.register(BuiltinFunctionType)
+@_form.register(types.BuiltinFunctionType)
 @_form.register(np.ufunc)
 def _form_of_builtin(function: Any, walker: _Walker) -> Any:
     owner = attribute(function, "__self__")
@@ -349,7 +335,7 @@ def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
     return str(tensor.dtype), tuple(tensor.shape), _bytes(array), _state(vars(tensor), torch.Tensor)
 
 
-def _bytes(array: npt.NDArray[Any], file: str | None = None) -> Any:
+def _bytes(array: Array, file: str | None = None) -> Any:
     """Return a digest of `array`; of a sample if it is large or mapped from `file`. Takes no memory."""
     hashed = xxhash.xxh3_128()
     if file is not None or array.nbytes > _LARGE:
@@ -384,15 +370,15 @@ def _file_of(array: Any) -> str | None:
 
 _FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [
     ((PurePath, complex), str),
-    (GENERATOR_TYPES, lambda thing: None),
+    (objects.GENERATOR_TYPES, lambda thing: None),
     ((logging.Logger,), lambda thing: thing.name),
     ((ModuleType,), lambda thing: f"{thing.__name__} {library_version(thing.__name__)}"),
-    ((MethodType,), lambda thing: (thing.__self__, thing.__func__)),
+    ((types.MethodType,), lambda thing: (thing.__self__, thing.__func__)),
     ((functools.partial,), lambda thing: (type(thing), thing.func, thing.args, thing.keywords)),
     ((enum.Enum,), lambda thing: (type(thing), thing.name, thing.value)),
     ((bytearray, memoryview), lambda thing: np.asarray(memoryview(thing))),
     ((staticmethod, classmethod), lambda thing: thing.__func__),
-    ((ContextVar, weakref.ref), current),
+    ((ContextVar, weakref.ref), objects.current),
     ((property,), lambda thing: (thing.fget, thing.fset)),
     ((functools.cached_property,), lambda thing: thing.func),
 ]

@@ -1,7 +1,5 @@
 """Randomness as a pure function of (seed, epoch, id): generators, their states, and the seeding of samples."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -9,14 +7,14 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
 from stallfree.pipeline.compose import Transform, flatten
-from stallfree.pipeline.reached import generators_of
+from stallfree.pipeline.objects import generators_of
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _STEP = 0x9E3779B97F4A7C15
@@ -103,22 +101,15 @@ def _comparable(state: Any) -> Any:
 
 @contextlib.contextmanager
 def before_drawing(wait: Callable[[], None]) -> Iterator[None]:
-    """Make this thread call `wait`, inside the block, before it uses a process-wide generator."""
+    """Make this thread call `wait`, inside the block, before `Randomness` uses the process-wide generators.
+
+    `wait` returns when nothing else in the process draws.
+    """
     _thread.wait = wait
     try:
         yield
     finally:
         del _thread.wait
-
-
-def wait_to_draw() -> None:
-    """Wait until nothing else in the process draws; called before a global generator is seeded. See `before_drawing`.
-
-    Returns at once in a thread outside `before_drawing`.
-    """
-    wait = getattr(_thread, "wait", None)
-    if wait is not None:
-        wait()
 
 
 def draw_seed(generator: torch.Generator | None = None) -> int:
@@ -195,48 +186,39 @@ class Randomness:
         self, transform: Transform | None, pipeline: Iterable[object] | None = None, *, lazy: bool = False
     ) -> None:
         steps = flatten(transform)
-        self._arguments = transform, None if pipeline is None else tuple(pipeline), lazy
-        shared = [handle_of(generator) for generator in _globals()] if steps else []
+        parts = steps if pipeline is None else tuple(pipeline)
+        self._arguments = transform, parts, lazy
         owned = find_generators(steps) if steps else []
-        whole = steps if self._arguments[1] is None else self._arguments[1]
-        places = _places(whole, owned) if owned else []
-        self._seeders = [handle.seed for handle in shared]
-        self._owned = [(handle.seed, _mix(place + _STEP)) for handle, place in zip(owned, places, strict=True)]
-        self._handles = [*shared, *owned]
+        self._handles = [*map(handle_of, _globals()), *owned] if steps else []
+        places = [-1, -2, -3, *(_places(parts, owned) if owned else ())]  # equal seeds would make equal streams
+        self._seeders = [(handle.seed, _mix(at + _STEP)) for handle, at in zip(self._handles, places, strict=False)]
         self._saved: list[list[Any] | None] = []
-        self.draws: bool | None = None if lazy and shared and not owned else True  # None: not known yet
+        self.draws: bool | None = None if lazy and steps and not owned else True  # None: not known yet
         self._states = States() if self.draws is None else None
         self._tried = False  # whether a sample was seeded
         self._pid = -1  # the process whose states are known
 
     def seed(self, seed: int, epoch: int, id: int) -> None:
         """Set all generators to the state of sample `id` in `epoch`. Takes about 10 µs."""
-        self._look()
-        if self._tried and self.draws is None:
+        if not self.moved() and self._tried and self.draws is None:
             self.draws = False
         if self._seeders and self.draws is not False:
             self._tried = True
             number = sample_seed(seed, epoch, id)
-            for seeder in self._seeders:
-                number = _mix(number + _STEP)  # one per generator: equal seeds would make equal streams
-                seeder(number)
-            for seeder, place in self._owned:
+            for seeder, place in self._seeders:
                 seeder(_mix(number + place))
             if self._states is not None:
                 self._states.moved()
 
     def moved(self) -> bool:
         """Check, while it is unknown, whether anything has drawn since the last call of `seed`."""
-        self._look()
-        return self.draws is True
-
-    def _look(self) -> None:
         if self._states is not None and self.draws is None and self._states.moved():
             self.draws, self._states = True, None
+        return self.draws is True
 
-    def __enter__(self) -> Randomness:
+    def __enter__(self) -> Self:
         if self._handles:
-            wait_to_draw()
+            getattr(_thread, "wait", lambda: None)()
         if self._states is not None and (self.draws is None or self._pid != os.getpid() or get_worker_info() is None):
             self._states.moved()  # in a worker, nothing else draws between two blocks
             self._pid = os.getpid()

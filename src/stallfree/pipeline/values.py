@@ -1,7 +1,5 @@
 """Values of samples, which are nested containers of tensors and arrays: copies, pickles, and sizes."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -29,8 +27,6 @@ BANDS = {"L": 1, "LA": 2, "RGB": 3, "RGBA": 4, "CMYK": 4, "YCbCr": 3, "HSV": 3}
 _NUMBERS = frozenset({str, int, float, bool, complex, type(None)})
 _PLAIN = _NUMBERS | {bytes}
 _DEEPEST = 100
-_CLONED_ALONE = 32768
-"""Number of elements from which torch copies with several threads."""
 
 
 def is_image(value: Any) -> bool:
@@ -78,13 +74,10 @@ def _cloned(tensor: torch.Tensor) -> torch.Tensor:
 
     For large tensors, `Tensor.clone` starts torch's threads, which then spin for milliseconds and slow other work.
     """
-    tensor = tensor.detach()
-    plain = tensor.device.type == "cpu" and tensor.layout is torch.strided and tensor.is_contiguous()
-    if not plain or tensor.numel() < _CLONED_ALONE or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-        return tensor.clone()
-    copied = torch.empty_like(tensor)
-    copied.view(-1).view(torch.uint8).numpy()[:] = tensor.view(-1).view(torch.uint8).numpy()
-    return copied
+    try:
+        return torch.from_numpy(tensor.detach().numpy().copy("K"))
+    except (TypeError, RuntimeError):  # NumPy does not take it as it is
+        return tensor.detach().clone()
 
 
 def as_cached(value: Any) -> Any:
@@ -101,23 +94,18 @@ def _contiguous(value: Any) -> Any:
 
 def payload_bytes(record: Any) -> int:
     """Return the bytes of the bytes objects, arrays and tensors in `record`, in nested mappings, lists and tuples."""
-    kind = type(record)
-    if kind in _NUMBERS:
+    if type(record) in _NUMBERS:
         return 0
-    if kind is tuple or kind is list:
+    if isinstance(record, (list, tuple)):
         return sum([payload_bytes(value) for value in record])
-    if kind is dict:
+    if isinstance(record, Mapping):
         return sum([payload_bytes(value) for value in record.values()])
     if isinstance(record, (bytes, bytearray)):
         return len(record)
-    dimensions = getattr(record, "ndim", None)
-    if dimensions is not None:  # an array or a tensor
-        try:
-            return int(getattr(record, "nbytes", 0)) if dimensions else 0
-        except RuntimeError:  # a layout that has no size in bytes, such as a sparse one
-            return 0
-    items = record.values() if isinstance(record, Mapping) else record if isinstance(record, (list, tuple)) else ()
-    return sum([payload_bytes(value) for value in items])
+    try:
+        return int(record.nbytes) if record.ndim else 0
+    except (AttributeError, RuntimeError):  # no array; a layout without a size in bytes, such as a sparse one
+        return 0
 
 
 # --- pickles and bytes -----------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ and modification time. The first time a loader opens a file, both are compared w
 file_opens.py says which calls are served.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable
@@ -21,11 +19,9 @@ from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.classify import spread
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.objects import class_functions, code_names
+from stallfree.pipeline.objects import class_functions, code_names, module_of, named_values
 from stallfree.sources import file_opens
-from stallfree.sources.base import BaseSource
-from stallfree.sources.file_opens import Files, serving
-from stallfree.sources.mapped import MapSource, as_source, samples_of
+from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
 
 _WAYS = 8
 """A file may take 8 of the ids of its cache, by the hash of its key. As these are many, 8 are rarely all taken."""
@@ -144,15 +140,12 @@ class CachedFiles(BaseSource):
         return len(self.source)
 
     def _record(self, id: int) -> Any:
-        with serving(Files(self.table, self._most)):
+        with file_opens.serving(file_opens.Files(self.table, self._most)):
             return self.source.dataset[id]
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set object."""
         return f"CachedFiles {self.source.fingerprint()}"
-
-    def __repr__(self) -> str:
-        return f"CachedFiles({type(self.source.dataset).__name__}, {len(self)} samples)"
 
 
 # --- the first look -------------------------------------------------------------------------------------------------
@@ -224,9 +217,9 @@ def _look(source: MapSource) -> FilesLook:
     memory, look, began = _Memory(), FilesLook([], file_opens.SMALL, ""), time.monotonic()
     name, library = type(source.dataset).__name__, _native_library(source.dataset)
 
-    def make(id: int) -> tuple[int, Files]:
-        files, before = Files(memory, look.most), _bytes_read() - memory.size()
-        with serving(files):
+    def make(id: int) -> tuple[int, file_opens.Files]:
+        files, before = file_opens.Files(memory, look.most), _bytes_read() - memory.size()
+        with file_opens.serving(files):
             source.dataset[id]
         return _bytes_read() - memory.size() - before, files
 
@@ -265,9 +258,8 @@ def _bytes_read() -> int:
 
 def _native_library(dataset: Any) -> str:
     """Return the libraries by which a data set opens files, as far as its code shows."""
-    functions = [function for cls in type(dataset).__mro__[:-1] for function in class_functions(cls)]
-    names = set().union(*(code_names(function.__code__) for function in functions))
-    for function in functions:
-        used = [value for name, value in function.__globals__.items() if name in names]
-        names |= {str(getattr(value, "__module__", getattr(value, "__name__", ""))).partition(".")[0] for value in used}
+    names = set[str]()
+    for function in (function for cls in type(dataset).__mro__ for function in class_functions(cls)):
+        values = named_values(function, libraries=True).values()
+        names |= code_names(function.__code__) | {module_of(value).partition(".")[0] for value in values}
     return " or ".join(sorted(_NATIVE & names)) or "a library"

@@ -1,7 +1,5 @@
 """`cut` and `cut_any`: a child process makes eight samples with and without the cut, and compares them bit for bit."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -11,15 +9,12 @@ from typing import Any
 from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify import Trust, make_twice, spread
-from stallfree.pipeline.compose import Compose, Transform, mark_of
+from stallfree.pipeline.compose import Compose, Source, Transform, mark_of
 from stallfree.pipeline.fingerprint import same
-from stallfree.pipeline.objects import attribute, comes_from
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.objects import attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
-from stallfree.pipeline.reached import random_name
-from stallfree.sources.base import is_same, normalize_id, require_samples, value_at
+from stallfree.sources import mapped
 from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder
-from stallfree.sources.mapped import MapSource, as_source, is_source, require_map_style, samples_of
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -72,15 +67,15 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
         cached = sf.CachedDataset(data, capacity="8MiB")
         ```
     """
-    if is_source(dataset):
+    if mapped.is_source(dataset):
         raise cut_attribute(
             f"{type(dataset).__name__} has its transform apart already: give it to a loader or a CachedDataset as it is"
         )
-    require_map_style(dataset)
-    require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
+    mapped.require_map_style(dataset)
+    mapped.require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
     if not attributes:
         raise cut_attribute("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
-    ids = [normalize_id(id, len(dataset)) for id in check]
+    ids = [mapped.normalize_id(id, len(dataset)) for id in check]
     call = partial(_Check(dataset, ids), attributes)
     return CutSource(dataset, *call_in_child(call, f"the cut of {type(dataset).__name__}"))
 
@@ -121,11 +116,11 @@ def cut_any(dataset: Any, run: Callable[..., Any] | None = None) -> tuple[Source
 
 def as_cut_source(dataset: Any) -> Source:
     """Return a data set as a source; one of torchvision is cut at its transforms, if that is possible."""
-    source, inner = as_source(dataset), dataset
+    source, inner = mapped.as_source(dataset), dataset
     while type(inner).__name__ == "Subset":
         inner = inner.dataset
     reads = str(getattr(getattr(type(inner), "__getitem__", None), "__module__", ""))
-    if isinstance(source, MapSource) and reads.startswith("torchvision.datasets") and mark_of(inner) is None:
+    if isinstance(source, mapped.MapSource) and reads.startswith("torchvision.datasets") and mark_of(inner) is None:
         return cut_any(dataset)[0] or source
     return source
 
@@ -183,7 +178,7 @@ class _Check:
         self._what = f"{self._kind} cannot be cut at {' and '.join(map(repr, names))}"
         transforms = [self._transform_at(name) for name in names]
         with Randomness(Compose(transforms), [self._dataset, *transforms]) as self._randomness:
-            self._samples = dict(samples_of(self._dataset, self._ids, self._make))
+            self._samples = dict(mapped.samples_of(self._dataset, self._ids, self._make))
             try:
                 source = CutSource(self._dataset, names)
             except Exception as error:
@@ -193,7 +188,8 @@ class _Check:
                 ) from error
             plans, called = self._record(Recorder(source, learns=True))
             if leave_out:  # the transform of another attribute may be one that is called
-                called = {at for at, one in enumerate(transforms) if any(is_same(one, transforms[by]) for by in called)}
+                used = [transforms[at] for at in called]
+                called = {at for at, one in enumerate(transforms) if any(mapped.is_same(one, by) for by in used)}
             idle = [name for at, name in enumerate(names) if at not in called]
             if idle and called and leave_out:
                 return self([names[at] for at in sorted(called)], leave_out=True)
@@ -212,7 +208,7 @@ class _Check:
 
     def _transform_at(self, name: str) -> Transform:
         with suppress(AttributeError, LookupError, ValueError):
-            transform: Transform = value_at(self._dataset, name)
+            transform: Transform = mapped.value_at(self._dataset, name)
             if callable(transform):
                 return transform
         raise cut_attribute(

@@ -28,20 +28,13 @@ import torch
 from torch.utils import _pytree as pytree
 
 from stallfree.errors import InputError, cut_refused
+from stallfree.pipeline import compose
 from stallfree.pipeline.classify import known
-from stallfree.pipeline.compose import (
-    Compose,
-    OnItem,
-    Transform,
-    flatten,
-    is_albumentations,
-    mark_deterministic,
-    mark_random,
-)
+from stallfree.pipeline.compose import Compose, OnItem, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.values import private
 from stallfree.platform import at_fork
-from stallfree.sources.base import BaseSource, value_at
+from stallfree.sources.mapped import BaseSource, value_at
 
 _FORMAT = 3
 
@@ -128,7 +121,7 @@ class Recorder:
             keys = [getattr(key, "idx", getattr(key, "key", None)) for key in path]
             while type(leaf) is Output:
                 (number, args, kwargs), parts = leaf.call, leaf.parts
-                by_name = is_albumentations(self._transforms[number])
+                by_name = compose.is_albumentations(self._transforms[number])
                 form = (0, ["image"], ("image",)) if by_name else (1, [], ())
                 if None in keys or id(leaf.call) not in order or (len(args), list(kwargs), parts) != form:
                     return None
@@ -294,9 +287,9 @@ class CallTransforms:
         self.transforms = tuple(transforms)
         signs = [known(transform) for transform in transforms]
         if any(sign is not None and sign[0] for sign in signs):
-            mark_random(self)
+            compose.mark_random(self)
         elif all(sign in ((False, "mark"), (False, "albumentations")) for sign in signs):
-            mark_deterministic(self)
+            compose.mark_deterministic(self)
 
     def __call__(self, record: Mapping[str, Any]) -> Any:
         ((plan, values),) = record.items()
@@ -345,7 +338,7 @@ class CutSource(BaseSource):
             step: Transform = self.transforms[number]
             for key in reversed(keys):
                 step = OnItem(key, step)
-            steps += flatten(step)
+            steps += compose.flatten(step)
         self.pipeline = Compose(steps)
 
     def __len__(self) -> int:
@@ -369,9 +362,6 @@ class CutSource(BaseSource):
     def fingerprint(self) -> str:
         """The fingerprint of the data set without its transforms, and the form of the records."""
         return f"CutSource {_FORMAT} {fingerprint(self.without, self.names, str(self.plan))}"
-
-    def __repr__(self) -> str:
-        return f"CutSource({type(self.dataset).__name__}, {len(self)} samples)"
 
 
 def with_values(dataset: Any, values: Mapping[str, Any]) -> Any:

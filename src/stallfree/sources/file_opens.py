@@ -12,8 +12,6 @@ While samples are made, the attributes of the modules hold a `Replacement`, whic
 other thread; before and after, they hold that function itself.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools

@@ -1,22 +1,103 @@
-"""Data sets of files: a list of paths, or a folder of pictures with one folder per class."""
+"""Data sets of files: a list of paths, or a folder of pictures with one folder per class; decoding of pictures."""
 
-from __future__ import annotations
-
+import io
 import os
 from collections.abc import Callable, Iterable, Sequence, Sized
-from typing import Any, Literal
+from contextlib import suppress
+from functools import cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import unquote
 
 import numpy as np
 
-from stallfree.errors import InputError, StallfreeError, argument_conflict, image_folder
-from stallfree.pipeline.compose import Compose, OnItem, flatten
+from stallfree.errors import InputError, StallfreeError, argument_conflict, image_folder, image_unreadable
+from stallfree.pipeline.compose import Compose, OnItem, Out, flatten, in_place, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.sources.base import BaseSource, require_samples
-from stallfree.sources.decode import DecodeImage
+from stallfree.sources.mapped import BaseSource, require_samples
 from stallfree.sources.paths import LabelList, PathList, canonical, is_url, open_url, read_file
 
+if TYPE_CHECKING:
+    from PIL import Image
+
 IMAGE_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+_JPEG = b"\xff\xd8\xff"
+_TURBO_COLORSPACE = {"RGB": "RGB", "L": "GRAY"}
+
+
+@cache
+def _simplejpeg() -> Any:
+    """Return the binding of libjpeg-turbo that the extra `turbo` installs; None without it."""
+    with suppress(ImportError):
+        return import_module("simplejpeg")
+    return None
+
+
+@in_place
+@mark_deterministic
+class DecodeImage:
+    """Decodes an image from its encoded bytes.
+
+    Reads JPEG, PNG, WebP and all else that Pillow reads. The same bytes give the same image.
+
+    JPEG is decoded by `simplejpeg` where that is installed (`pip install 'stallfree[turbo]'`) and an array is asked
+    for, everything else by Pillow. The two may differ by a few units in some pixels, so their `fingerprint` differs.
+    Alpha is dropped, palettes, CMYK and greyscale are converted, and the orientation noted in EXIF is not applied.
+
+    Args:
+        output: `"numpy"` for a writable uint8 array of shape (H, W, 3), or (H, W) in mode `"L"`; `"pil"` for a
+            `PIL.Image.Image`, which the transforms of torchvision v1 work on.
+        mode: `"RGB"` or `"L"` (greyscale).
+
+    Raises:
+        InputError: for another `output` or `mode`, and when called with bytes that are no whole picture.
+
+    Example:
+        ```python
+        decode = sf.DecodeImage()
+        image = decode(Path("pictures/a/0.jpg").read_bytes())
+        assert image.shape == (24, 24, 3)
+        ```
+    """
+
+    def __init__(self, output: Literal["numpy", "pil"] = "numpy", mode: Literal["RGB", "L"] = "RGB") -> None:
+        if output not in ("numpy", "pil"):
+            raise InputError(f"output={output!r} is unknown: give 'numpy' or 'pil'")
+        if not isinstance(mode, str) or mode not in _TURBO_COLORSPACE:
+            raise InputError(f"mode={mode!r} is unknown: give 'RGB' or 'L'")
+        self.output = output
+        self.mode = mode
+
+    def __call__(self, data: bytes, out: Out | None = None) -> "np.ndarray[Any, Any] | Image.Image":
+        if self.output == "pil":
+            return self._pillow(data)
+        turbo = _simplejpeg()
+        if turbo is not None and data[:3] == _JPEG:
+            with suppress(ValueError):  # of an unknown kind, or damaged: Pillow reads it, or says what is wrong
+                array: np.ndarray[Any, Any] = turbo.decode_jpeg(data, colorspace=_TURBO_COLORSPACE[self.mode])
+                return array[:, :, 0] if self.mode == "L" else array
+        return np.array(self._pillow(data))
+
+    def _pillow(self, data: bytes) -> "Image.Image":
+        from PIL import Image
+
+        try:
+            with Image.open(io.BytesIO(data)) as image:
+                converted: Image.Image = image.convert(self.mode)
+                return converted
+        except Exception as error:
+            raise image_unreadable(f"no whole picture in these {len(data)} bytes: {error}") from error
+
+    def fingerprint(self) -> str:
+        """Return the output, the mode and the decoders with their versions, which decide the pixels."""
+        import PIL
+
+        turbo = _simplejpeg() if self.output == "numpy" else None
+        decoders = f"pillow {PIL.__version__}" + (f", simplejpeg {turbo.__version__}" if turbo else "")
+        return f"DecodeImage(output={self.output}, mode={self.mode}; {decoders})"
+
+    def __repr__(self) -> str:
+        return f"DecodeImage(output={self.output!r}, mode={self.mode!r})"
 
 
 class FileDataset(BaseSource):
@@ -53,10 +134,8 @@ class FileDataset(BaseSource):
         *,
         decode: Callable[[bytes], Any] | None = None,
     ) -> None:
-        if isinstance(paths, (str, bytes, os.PathLike)):
-            raise InputError(f"paths={paths!r} is one path: give a list of them")
-        if isinstance(paths, type) or not isinstance(paths, Iterable):
-            raise InputError(f"paths={paths!r:.80} cannot be iterated: give a list of paths")
+        if isinstance(paths, (str, bytes, os.PathLike, type)) or not isinstance(paths, Iterable):
+            raise InputError(f"paths={paths!r:.80} is no list of paths: give a list, also for one path")
         if labels is not None and not isinstance(labels, Sized):
             raise InputError(f"labels={labels!r:.80} has no length: give a list with one label per path, or None")
         self._paths = PathList(canonical(path) for path in paths)
@@ -156,9 +235,9 @@ class ImageFolder(FileDataset):
         super().__init__(paths, labels.tolist(), transform, decode=_decoder(transform, output, mode))
 
     @property
-    def samples(self) -> Samples:
-        """`(path, label)` of every sample, made when asked for."""
-        return Samples(self._paths, self.targets)
+    def samples(self) -> list[tuple[str, int]]:
+        """The path and label of each sample, in a new list."""
+        return list(zip(self._paths, self.targets.tolist(), strict=True))
 
     @property
     def targets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -167,22 +246,6 @@ class ImageFolder(FileDataset):
         view: np.ndarray[Any, np.dtype[np.int64]] = self._labels.values.view()
         view.flags.writeable = False
         return view
-
-
-class Samples(Sequence[tuple[str, int]]):
-    """The paths and labels of an `ImageFolder`, as a list of pairs that is not kept in memory."""
-
-    def __init__(self, paths: PathList, labels: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        self._paths = paths
-        self._labels = labels
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return list(zip(self._paths[index], self._labels[index].tolist(), strict=True))
-        return self._paths[index], int(self._labels[index])
 
 
 def _decoder(
@@ -212,23 +275,20 @@ def _require_pictures(files: dict[str, list[str]], root: str, endings: tuple[str
 
 
 def _list_local(root: str) -> dict[str, list[str]]:
-    """The files beneath each folder in `root`, their paths relative to that folder. Links are followed."""
-    names = [entry.name for entry in os.scandir(root) if entry.is_dir()]
-    return {name: [file[len(name) + 1 :] for file in _walk(root, name, ())] for name in names}
+    """Return the files beneath each folder in `root`, relative to it. Links are followed, but not to a folder above."""
 
+    def fail(error: OSError) -> None:
+        raise error
 
-def _walk(root: str, folder: str, above: tuple[tuple[int, int], ...]) -> list[str]:
-    """All files beneath `root/folder`, relative to `root`; a link back to a folder `above` is not entered again."""
-    path = os.path.join(root, folder)
-    status = os.stat(path)
-    here = (status.st_dev, status.st_ino)
-    if here in above:
-        return []
-    files: list[str] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            inner = f"{folder}/{entry.name}"
-            files += _walk(root, inner, (*above, here)) if entry.is_dir() else [inner]
+    files: dict[str, list[str]] = {entry.name: [] for entry in os.scandir(root) if entry.is_dir()}
+    for name, inside in files.items():
+        top = os.path.join(root, name)
+        for folder, folders, names in os.walk(top, onerror=fail, followlinks=True):
+            real = os.path.realpath(folder) + os.sep
+            folders[:] = [
+                each for each in folders if not real.startswith(os.path.realpath(f"{folder}/{each}") + os.sep)
+            ]
+            inside += [os.path.join(folder[len(top) + 1 :], file) for file in names]
     return files
 
 

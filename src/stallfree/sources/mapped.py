@@ -1,27 +1,119 @@
-"""Any map-style data set as a source."""
-
-from __future__ import annotations
+"""Sources of samples: what all of them share, and any map-style data set as a source."""
 
 import operator
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import PurePath
+from types import MethodType
 from typing import Any, TypeGuard
 
 import numpy as np
+from torch.utils.data import Dataset, IterableDataset, Subset
 
-from stallfree.errors import dataset_type, iterable_unsupported
-from stallfree.notes import note_sample
-from stallfree.pipeline.compose import Compose, OnItem, mark_of
+from stallfree.errors import dataset_changed, dataset_empty, dataset_type, iterable_unsupported
+from stallfree.notes import note_sample, raisable
+from stallfree.pipeline.compose import Compose, OnItem, Source, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.objects import comes_from
-from stallfree.pipeline.protocol import Source
-from stallfree.sources.base import BaseSource, require_samples
-
-_KNOWN = ("torchvision.datasets", "datasets")
-"""Libraries whose data sets are cut into reading and transform."""
 
 _FOLDER = "torchvision.datasets.folder"
+
+
+def normalize_id(id: int, length: int) -> int:
+    """`id` as an int in 0..length-1: negative ids count from the end, integers of any type are taken.
+
+    Raises `IndexError` when it is out of range, as a list does, and `TypeError` when it is no integer.
+    """
+    index = operator.index(id)
+    if not -length <= index < length:
+        raise IndexError(f"id {index} is out of range: the data set has {length} samples")
+    return index + length if index < 0 else index
+
+
+class BaseSource(ABC):
+    """A `Source` made from four methods: its length, a record, its location, and the fingerprint.
+
+    Attributes:
+        pipeline: turns what `fetch` returned into the sample.
+        threads: whether `fetch` may run in several threads at once.
+        watched: attributes of a data set, each as the data set, a dotted name, and the value that was used. `fetch`
+            raises `InputError` when one has been replaced since: it would have no effect.
+    """
+
+    pipeline: Compose
+    threads: bool = True
+    watched: Sequence[tuple[Any, str, Any]] = ()
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _record(self, id: int) -> Any:
+        """The record of `id`, which is in 0..len-1."""
+
+    def _where(self, id: int) -> str:
+        """The place of `id`, which is in 0..len-1; empty if it is not known."""
+        return ""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """A text that changes when the records change. Does not cover `pipeline`."""
+
+    def where(self, id: int) -> str:
+        """The path or URL of sample `id`; empty when it is not known."""
+        return self._where(normalize_id(id, len(self)))
+
+    def fetch(self, id: int) -> Any:
+        """The record of sample `id` as storage holds it. Raises `IndexError` for an id out of range."""
+        for dataset, name, value in self.watched:
+            if not is_same(value_at(dataset, name), value):
+                raise dataset_changed(
+                    f"the {name.removeprefix('_')} of {type(dataset).__name__} was changed after the data set was "
+                    "given away: make a new loader (and CachedDataset) with the data set as it is now"
+                )
+        return self._record(normalize_id(id, len(self)))
+
+    def __getitem__(self, id: int) -> Any:
+        id = normalize_id(id, len(self))
+        doing = "fetching"
+        try:
+            record = self.fetch(id)
+            doing = "preparing"
+            return self.pipeline(record)
+        except Exception as error:
+            note_sample(error, self, id, doing)
+            if isinstance(error, StopIteration):
+                raise raisable(error) from error
+            raise
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        origin = vars(self).get("dataset", vars(self).get("source"))
+        return f"{type(self).__name__}({'' if origin is None else f'{type(origin).__name__}, '}{len(self)} samples)"
+
+
+def require_samples(length: int, what: str, advice: str) -> None:
+    """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
+    if length == 0:
+        raise dataset_empty(f"{what} has length 0: there is nothing to train on. {advice}")
+
+
+def value_at(dataset: Any, name: str) -> Any:
+    """Return the value of a dotted attribute such as `"inner.transform"` or `"datasets.0.transform"`.
+
+    Raises `AttributeError`, `LookupError` or `ValueError` if there is none.
+    """
+    for part in name.split("."):
+        dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
+    return dataset
+
+
+def is_same(value: Any, other: Any) -> bool:
+    """Return whether both are one object; each access to a bound method makes a new one."""
+    return value is other or (isinstance(value, MethodType) and bool(value == other))
 
 
 class MapSource(BaseSource):
@@ -52,9 +144,6 @@ class MapSource(BaseSource):
     def fingerprint(self) -> str:
         """The fingerprint of the data set object: its class, its code and its attributes."""
         return f"MapSource {fingerprint(self.dataset)}"
-
-    def __repr__(self) -> str:
-        return f"MapSource({type(self.dataset).__name__}, {len(self)} samples)"
 
 
 class Singly:
@@ -109,9 +198,6 @@ class SubsetSource(BaseSource):
         indices = np.fromiter(map(operator.index, self.subset.indices), np.int64, len(self))
         return f"SubsetSource {self.source.fingerprint()} {fingerprint(indices)}"
 
-    def __repr__(self) -> str:
-        return f"SubsetSource({self.source!r}, {len(self)} samples)"
-
 
 def as_source(dataset: Any, *, divide: bool = True) -> Source:
     """Return a data set as a `Source`: itself if it is one, else in a `MapSource`.
@@ -125,14 +211,11 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
     if is_source(dataset):
         require_samples(len(dataset), f"The source {type(dataset).__name__}", "Give one with at least one sample.")
         return dataset
-    torch_data = sys.modules.get("torch.utils.data")
-    if torch_data is not None and type(dataset) is torch_data.Subset:
+    if type(dataset) is Subset:
         inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset)
-    if divide and any(comes_from(cls, library) for cls in type(dataset).__mro__ for library in _KNOWN):
-        return _known_source(dataset) or MapSource(dataset)
-    return MapSource(dataset)
+    return (_known_source(dataset) if divide else None) or MapSource(dataset)
 
 
 def is_source(dataset: Any) -> TypeGuard[Source]:
@@ -142,8 +225,7 @@ def is_source(dataset: Any) -> TypeGuard[Source]:
 
 def is_iterable(dataset: Any) -> bool:
     """Whether it is an iterable data set: only torch's own loader makes its batches."""
-    torch_data = sys.modules.get("torch.utils.data")  # an instance of its classes exists only if it has been imported
-    return torch_data is not None and isinstance(dataset, torch_data.IterableDataset)
+    return isinstance(dataset, IterableDataset)
 
 
 def require_map_style(dataset: Any) -> None:
@@ -161,20 +243,18 @@ def require_map_style(dataset: Any) -> None:
             f"{name} is an IterableDataset: samples are cached and planned by their id, so a map-style data set with "
             "__getitem__ and __len__ is needed. If it fits in memory, give list(dataset)"
         )
-    for methods in (("__getitem__", "__getitems__"), ("__len__",)):
-        if not any(hasattr(type(dataset), method) for method in methods):
-            method = methods[0]
-            raise dataset_type(
-                f"{name} has no {method}: give a map-style data set, whose samples are dataset[0] to "
-                "dataset[len(dataset) - 1]"
-            )
+    indexed = hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
+    if not indexed or not hasattr(type(dataset), "__len__"):
+        raise dataset_type(
+            f"{name} has no {'__len__' if indexed else '__getitem__'}: give a map-style data set, whose samples are "
+            "dataset[0] to dataset[len(dataset) - 1]"
+        )
 
 
 def _has_getitem(dataset: Any) -> bool:
     """Whether its class defines `__getitem__`; that of `torch.utils.data.Dataset` raises `NotImplementedError`."""
-    torch_data = sys.modules.get("torch.utils.data")
-    inherited = None if torch_data is None else torch_data.Dataset.__getitem__
-    return getattr(type(dataset), "__getitem__", None) not in (None, inherited) or not hasattr(dataset, "__getitems__")
+    own = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
+    return own or not hasattr(dataset, "__getitems__")
 
 
 def samples_of(source: object, ids: Sequence[int], make: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
@@ -211,16 +291,18 @@ def _known_source(dataset: Any) -> Source | None:
         if form["type"] != "custom" or transform is None or set(form["columns"]) != set(dataset.column_names):
             return None
         return RowSource(dataset, transform)
-    reads = getattr(cls.__getitem__, "__module__", "")  # a class of the user's may do anything with its transforms
+    # A class of the user's may do anything with its transforms.
+    reads = getattr(getattr(cls, "__getitem__", None), "__module__", "")
     if reads == _FOLDER and getattr(dataset.loader, "__module__", "") == _FOLDER and _decodes_with_pillow(dataset):
-        from stallfree.sources.decode import DecodeImage
-        from stallfree.sources.files import FileDataset
+        from stallfree.sources.files import DecodeImage, FileDataset
 
         paths, labels = zip(*dataset.samples, strict=True)
         files = FileDataset(paths, labels, decode=DecodeImage("pil"))
         transforms = enumerate((dataset.transform, dataset.target_transform))
         files.pipeline = Compose([*files.pipeline, *(OnItem(at, step) for at, step in transforms if step is not None)])
-        files.watched = _watched(dataset, "transform", "target_transform", "loader")
+        files.watched = [
+            (dataset, name, getattr(dataset, name)) for name in ("transform", "target_transform", "loader")
+        ]
         return files
     return None
 
@@ -228,10 +310,6 @@ def _known_source(dataset: Any) -> Source | None:
 def _decodes_with_pillow(dataset: Any) -> bool:
     backend = getattr(sys.modules.get("torchvision"), "get_image_backend", None)
     return dataset.loader.__name__ in ("default_loader", "pil_loader") and (backend is None or backend() == "PIL")
-
-
-def _watched(dataset: Any, *names: str) -> list[tuple[Any, str, Any]]:
-    return [(dataset, name, getattr(dataset, name)) for name in names if hasattr(dataset, name)]
 
 
 class RowSource(BaseSource):
@@ -242,7 +320,8 @@ class RowSource(BaseSource):
     def __init__(self, dataset: Any, transform: Callable[[dict[str, Any]], Any]) -> None:
         self._rows = dataset.with_format(None)
         self.pipeline = Compose([OnRow(transform)])
-        self.watched = _watched(dataset, "_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
+        names = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
+        self.watched = [(dataset, name, getattr(dataset, name)) for name in names if hasattr(dataset, name)]
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -253,9 +332,6 @@ class RowSource(BaseSource):
     def fingerprint(self) -> str:
         """The fingerprint of the data set without its transform."""
         return f"RowSource {fingerprint(self._rows)}"
-
-    def __repr__(self) -> str:
-        return f"RowSource({len(self)} samples)"
 
 
 class OnRow:

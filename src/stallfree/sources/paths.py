@@ -4,19 +4,19 @@ A forked worker that touches a Python object writes to its reference count and s
 of strings would end up copied into every worker; one buffer and one array of offsets are shared for good.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re
 import stat
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import xxhash
 
 from stallfree.errors import InputError, missing_extra
+from stallfree.pipeline.values import private
 from stallfree.platform import OPEN
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
@@ -73,44 +73,30 @@ class PathList(Sequence[str]):
         state.update(self._offsets.tobytes())
         state.update(self._buffer)
         for index in np.unique(np.linspace(0, len(self) - 1, min(len(self), _STATTED), dtype=np.int64)):
-            path = self[index]
-            if not is_url(path):
-                state.update(str(_size(path)).encode())
+            path, size = self[index], b"no file"
+            with suppress(OSError):
+                size = b"" if is_url(path) else b"%d " % os.stat(path).st_size
+            state.update(size)
         return state.hexdigest()
-
-
-def _size(path: str) -> int:
-    """Bytes of the file at `path`, -1 if there is none."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return -1
 
 
 class LabelList:
     """One label per sample. Python's ints and floats are kept in an array, everything else as it was given.
 
-    Labels come out as they went in; arrays and tensors come out as copies, so that a change affects no other sample.
+    Labels are returned as they were given, as copies, so that a change affects no other sample.
     """
 
     def __init__(self, labels: Sequence[Any]) -> None:
-        self._plain = False
-        self.values: Any = labels
         kinds = {type(label) for label in labels} if isinstance(labels, (list, tuple)) else set()
-        for kind, dtype in ((int, np.int64), (float, np.float64)):
-            if kinds == {kind} and (kind is float or all(-(2**63) <= label < 2**63 for label in labels)):
-                self.values, self._plain = np.array(labels, dtype), True
+        values = np.array(labels) if kinds in ({int}, {float}) else None
+        self._plain = values is not None and values.dtype == (np.int64 if int in kinds else np.float64)
+        self.values: Any = values if self._plain else labels
 
     def __len__(self) -> int:
         return len(self.values)
 
     def __getitem__(self, id: int) -> Any:
-        label = self.values[id]
-        if self._plain:
-            return label.item()
-        if isinstance(label, np.ndarray):
-            return label.copy()
-        return label.clone() if hasattr(label, "clone") else label
+        return self.values[id].item() if self._plain else private(self.values[id])
 
 
 def open_url(url: str) -> tuple[Any, str]:

@@ -5,10 +5,7 @@ that share their name up to the first dot of its last part are one sample, and f
 is the extension, lower case. Where the files are is read once from the headers, by `tarfile`, and kept.
 """
 
-from __future__ import annotations
-
 import contextlib
-import hashlib
 import io
 import json
 import os
@@ -24,22 +21,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stallfree.errors import InputError, StallfreeWarning, tar_samples, tar_unreadable
 from stallfree.ipc.folders import is_path
-from stallfree.pipeline.compose import Compose, flatten
+from stallfree.pipeline.compose import Array, Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.platform import OPEN
-from stallfree.sources.base import BaseSource, require_samples
+from stallfree.sources.mapped import BaseSource, require_samples
 from stallfree.sources.paths import PathList, canonical, is_url, open_url, read_exactly
 
 _KEY = "__key__"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
 _NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
 _META = re.compile(r"__[^/]*__($|/)")
-_COMPRESSED = {b"\x1f\x8b": "gzip", b"BZh": "bzip2", b"\xfd7zXZ": "xz", b"\x28\xb5\x2f\xfd": "zstd"}
 _VERSION = 2
 _NEAR = 64 << 10
 """Bytes between two files of a sample up to which both are read at once."""
@@ -122,7 +117,7 @@ class TarDataset(BaseSource):
         self._wanted = None if self._keys is None else self._choose(self._keys)
         self.pipeline = Compose(flatten(transform))
 
-    def _choose(self, keys: tuple[str, ...]) -> npt.NDArray[np.int64]:
+    def _choose(self, keys: tuple[str, ...]) -> Array:
         """Return for each sample the numbers of the files that `keys` stand for; -1 for its name."""
         owner = np.repeat(np.arange(len(self)), np.diff(self._first))
         wanted = np.full((len(self), len(keys)), -1, np.int64)
@@ -232,7 +227,7 @@ class _Index(NamedTuple):
     digest: str
     keys: list[str]
     extensions: list[str]
-    rows: npt.NDArray[np.int64]
+    rows: Array
 
 
 def _index_of(shard: str, folder: Path) -> _Index:
@@ -246,19 +241,22 @@ def _index_of(shard: str, folder: Path) -> _Index:
     try:
         if is_url(shard):
             filesystem, path = open_url(shard)
-            stamp = f"{filesystem.info(path)['size']} {filesystem.ukey(path)}"
+            stamp, opened = (
+                f"{filesystem.info(path)['size']} {filesystem.ukey(path)}",
+                partial(filesystem.open, path, "rb"),
+            )
         else:
-            stamp = _stamp_of(os.stat(shard))
+            stamp, opened = _stamp_of(os.stat(shard)), partial(open, shard, "rb")
     except Exception as error:
         raise _unreadable(shard, error) from error
-    file = folder / f"{os.path.basename(shard)[:100]}-{hashlib.sha256(os.fsencode(shard)).hexdigest()[:16]}.index"
+    file = folder / f"{os.path.basename(shard)[:100]}-{xxhash.xxh3_64_hexdigest(os.fsencode(shard))}.index"
     with contextlib.suppress(Exception):  # there is none, or it is damaged
         checksum, (head, rows) = file.read_bytes()[:16], file.read_bytes()[16:].split(b"\n", 1)
         *what, digest, keys, extensions = json.loads(head)
         if checksum == xxhash.xxh3_128_digest(head + b"\n" + rows) and what == [_VERSION, shard, stamp]:
             return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))
     try:
-        index = _read_headers(shard, stamp)
+        index = _read_headers(shard, stamp, opened)
     except OSError as error:
         raise _unreadable(shard, error) from error
     head = json.dumps([_VERSION, shard, *index[:-1]]).encode()
@@ -284,19 +282,11 @@ def _stamp_of(status: os.stat_result) -> str:
     return f"{status.st_size} {status.st_mtime_ns}"
 
 
-def _read_headers(shard: str, stamp: str) -> _Index:
+def _read_headers(shard: str, stamp: str, opened: Callable[[], Any]) -> _Index:
     """Return the index from all headers, without hidden files, names without extension, and `__...__`."""
     digest, keys, extensions = xxhash.xxh3_128(), dict[str, int](), dict[str, int]()
     rows, inside, key = list[tuple[int, int, int, int]](), set[str](), None
-    with contextlib.closing(_opened(shard)) as file:
-        start = file.read(tarfile.BLOCKSIZE)
-        for magic, name in _COMPRESSED.items():
-            if start.startswith(magic):
-                raise tar_unreadable(
-                    f"the shard {shard!r} is compressed with {name}, so no sample can be read from the midst of it: "
-                    "decompress it (pictures in it are compressed anyhow)"
-                )
-        file.seek(0)
+    with contextlib.closing(opened()) as file:
         try:
             tar: Any
             with tarfile.open(fileobj=file, mode="r:") as tar:
@@ -306,9 +296,7 @@ def _read_headers(shard: str, stamp: str) -> _Index:
                     if not member.isreg() or _META.match(member.name) or parts is None:
                         continue
                     if member.issparse():
-                        raise tar_samples(
-                            f"{member.name!r} in {shard!r} is stored sparse: write the tar without --sparse"
-                        )
+                        raise ValueError(f"{member.name!r} is stored sparse")
                     if parts[1] != key:
                         key, inside = parts[1], set()
                         if key in keys:
@@ -335,14 +323,10 @@ def _read_headers(shard: str, stamp: str) -> _Index:
     return _Index(stamp, digest.hexdigest(), list(keys), list(extensions), np.array(rows, np.int64).reshape(-1, 4))
 
 
-def _opened(shard: str) -> Any:
-    filesystem, path = open_url(shard) if is_url(shard) else (None, shard)
-    return open(path, "rb") if filesystem is None else filesystem.open(path, "rb")
-
-
 def _unreadable(shard: str, error: Exception) -> InputError:
     return tar_unreadable(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
 
 
 def _damaged(shard: str, why: str) -> InputError:
-    return tar_unreadable(f"the shard {shard!r} is damaged, cut off or no tar file ({why}): write or download it again")
+    what = "compressed, damaged, cut off or no tar file"
+    return tar_unreadable(f"the shard {shard!r} is {what} ({why}): write or download it again, as a plain tar")

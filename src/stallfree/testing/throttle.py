@@ -17,10 +17,9 @@ from stallfree.clock import Clock, SystemClock
 from stallfree.errors import InputError, object_closed
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source
 from stallfree.pipeline.values import payload_bytes
-from stallfree.sources.base import BaseSource
-from stallfree.sources.mapped import as_source
+from stallfree.sources.mapped import BaseSource, as_source
 from stallfree.units import parse_rate
 
 LOCK_SECONDS = 30.0

@@ -18,7 +18,7 @@ import torch
 from stallfree.errors import InputError, transform_input
 from stallfree.pipeline.compose import Out, in_place, mark_deterministic, mark_random
 from stallfree.pytree import take_apart
-from stallfree.sources.decode import DecodeImage
+from stallfree.sources.files import DecodeImage
 from stallfree.units import parse_whole
 from stallfree.vision import native
 from stallfree.vision.encoded import EncodedPicture, baseline_size

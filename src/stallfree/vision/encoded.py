@@ -17,7 +17,7 @@ import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
 from stallfree.errors import InputError, image_unreadable
-from stallfree.sources.decode import DecodeImage
+from stallfree.sources.files import DecodeImage
 
 _BYTES_AT_ONCE = 256 << 20
 """Memory on the device for the crops that are resized together, before they are resized."""
