@@ -1,7 +1,5 @@
 """The same seed gives the same batches, whatever is cached, in how many workers, and however these are started."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -120,7 +118,8 @@ FORMS = ["fetched", "prepared"]
         users,
         shared,
         late,
-        *(pytest.param(x, marks=pytest.mark.libraries) for x in (albumentations, monai)),
+        pytest.param(albumentations, marks=pytest.mark.libraries),
+        pytest.param(monai, marks=[pytest.mark.libraries, pytest.mark.slow]),
     ],
 )
 def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> None:
@@ -130,7 +129,8 @@ def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> 
 
 
 @pytest.mark.parametrize(
-    ("form", "method"), [("prepared", "forkserver"), pytest.param("fetched", "spawn", marks=pytest.mark.slow)]
+    ("form", "method"),
+    [("fetched", "fork"), ("prepared", "forkserver"), pytest.param("fetched", "spawn", marks=pytest.mark.slow)],
 )
 def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert equal(epochs(shared, form, 2, method), epochs(shared, None))

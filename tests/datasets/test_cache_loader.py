@@ -1,7 +1,5 @@
 """`CacheLoader`: any value by a key."""
 
-from __future__ import annotations
-
 import enum
 import multiprocessing
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """A cached cut of a data set gives the batches of the data set itself, and reads each sample once."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from pathlib import Path

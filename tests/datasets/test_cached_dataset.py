@@ -1,7 +1,5 @@
 """`CachedDataset`: what a sample is, whichever way it came."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

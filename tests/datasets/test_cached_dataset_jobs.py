@@ -1,9 +1,5 @@
 """`CachedDataset` in several jobs: one cache on the host, what stays and what goes."""
 
-from __future__ import annotations
-
-import os
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +7,6 @@ from typing import Any
 import stallfree as sf
 from cached_data import Numbers, doubled, tripled, with_draws
 from children import Child, Holder
-from stallfree.ipc.folders import sweep as collect_garbage
 from stallfree.testing import ThrottledSource
 from unseen import unseen_ids
 
@@ -68,23 +63,3 @@ def test_jobs_at_once_see_the_right_samples_and_count_every_read(store_root: Pat
         assert stats.resident_items == 60
     source.close()
     assert not list(store_root.iterdir())
-
-
-def test_a_job_that_is_killed_leaves_the_others_in_peace(store_root: Path) -> None:
-    source = Numbers(40, [doubled])
-    with sf.CachedDataset(source, capacity="1MiB") as data:
-        endless = Child(job, source, 1 << 30)
-        job(source)
-        endless.kill()
-        job(source)
-        assert data.stats().resident_items == 40
-    assert not list(store_root.iterdir())
-    Child(kill_oneself_with, source).wait()
-    assert list(store_root.iterdir())
-    collect_garbage(store_root)
-    assert not list(store_root.iterdir())
-
-
-def kill_oneself_with(source: Any) -> None:
-    with sf.CachedDataset(source, capacity="1MiB"):
-        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,7 +1,5 @@
 """`CachedDataset` under torch's loader and under ours, with worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files that change between two jobs or two loaders: where files are cached, the next one reads them anew."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

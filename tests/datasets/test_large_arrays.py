@@ -1,7 +1,5 @@
 """A data set or a step over a large array or mapping: its bytes are neither read nor copied beyond what samples use."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

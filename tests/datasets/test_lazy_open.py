@@ -1,7 +1,5 @@
 """A data set that opens its file at the first sample: no process reads through what another one opened."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from cases import half
 from lazy_rows import PLACES, BehindFlag, InGlobal, InReader, OverSocket, Rows, lazy_rows
 
 SOME = (InReader, OverSocket)
@@ -62,8 +61,7 @@ def test_each_place(place: type[Rows], tmp_path: Path) -> None:
     check(place, tmp_path, "cached", 2)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "cached"])
-@pytest.mark.parametrize("place", SOME)
+@pytest.mark.parametrize(("place", "way"), half(SOME, [way for way in WAYS if way != "cached"]))
 def test_each_way(place: type[Rows], way: str, tmp_path: Path) -> None:
     check(place, tmp_path, way, 2)
 

@@ -1,17 +1,16 @@
 """The plan in which nodes prefer what they own: exactly once, and as much at home as there can be."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stallfree.datasets.cached_dataset import local_shares
 from stallfree.datasets.epoch_source import make_plan
 
 
+@settings(max_examples=30)
 @given(st.data(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 200), st.integers(0, 3), st.booleans())
 def test_every_sample_once_and_at_home_where_it_can_be(
     data: st.DataObject, nodes: int, per_node: int, samples: int, epoch: int, drop_last: bool

@@ -1,7 +1,5 @@
 """A data set that holds an object without a fingerprint is cached all the same: for this job, or under a name."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 import warnings

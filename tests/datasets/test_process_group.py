@@ -1,10 +1,9 @@
-"""Ranks that only their process group knows, as `torch.multiprocessing.spawn` starts them: they are one job."""
-
-from __future__ import annotations
+"""Ranks that their process group knows, as `torch.multiprocessing.spawn` starts them, or that variables tell."""
 
 import json
 import os
 from collections.abc import Callable
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -49,28 +48,38 @@ def in_ranks(folder: Path, run: Callable[[int], Any]) -> list[Any]:
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(RANKS)]
 
 
-def train(kind: str, **options: Any) -> list[list[int]]:
+def train(kind: str, together: Callable[[], object], workers: int) -> list[list[int]]:
     """The ids of this rank in four epochs."""
     epochs = []
-    with sf.SmartCacheDataset(Rows(24), cache_num=12, replace_rate=0.25, on_late="wait", **options) as data:
+    with sf.SmartCacheDataset(Rows(24), cache_num=12, replace_rate=0.25, on_late="wait") as data:
         sampler = data.rank_sampler()
-        loader = LOADERS[kind](data, batch_size=2, sampler=sampler)
+        options = {"num_workers": workers, "persistent_workers": workers > 0}
+        loader = LOADERS[kind](data, batch_size=2, sampler=sampler, **options)
         for epoch in range(4):
             sampler.set_epoch(epoch)
-            batches = iter(loader)
-            ids = ids_of([next(batches)])
-            distributed.barrier()  # all ranks have begun the epoch
-            ids += ids_of(batches)
-            distributed.barrier()
+            ids = []
+            for batch in loader:
+                ids += ids_of([batch])
+                together()  # as the exchange of gradients is
             epochs.append(ids)
+        del loader
     return epochs
 
 
-@pytest.mark.parametrize("kind", LOADERS)
-def test_the_ranks_of_a_process_group_split_one_window(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "known", "workers"),
+    [("stallfree", "group", 0), ("torch", "group", 0), ("stallfree", "variables", 1), ("torch", "variables", 0)],
+)
+def test_the_ranks_of_a_host_split_one_window(kind: str, known: str, workers: int, tmp_path: Path) -> None:
+    """They know each other by their process group, or by the variables of a launcher."""
+    barrier = get_context("fork").Barrier(RANKS)
+
     def run(rank: int) -> Any:
-        join(rank, tmp_path)
-        return train(kind)
+        if known == "group":
+            join(rank, tmp_path)
+        else:
+            os.environ |= {"MASTER_PORT": "4711", "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(RANKS)}
+        return train(kind, lambda: barrier.wait(60), workers)
 
     seen: set[int] = set()
     for parts in zip(*in_ranks(tmp_path, run), strict=True):

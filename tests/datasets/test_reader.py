@@ -1,7 +1,5 @@
 """`Reader`: the samples of a batch."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter
@@ -62,15 +60,6 @@ def test_a_source_that_forbids_threads_is_read_in_this_one() -> None:
         pending = reader.start(np.arange(4))
         assert not pending.fetches
         assert set(reader.finish(pending, 0, 0, skip=False).values) == {threading.get_ident()}
-
-
-def test_the_error_of_a_fetch_names_the_sample() -> None:
-    for cached in (True, False):
-        with (
-            reading(Given([1, OSError("gone"), 3]), cached=cached) as reader,
-            pytest.raises(OSError, match=r"gone\n.*fetching sample 1 \(given/1\)"),
-        ):
-            reader.finish(reader.start(ids(0, 1, 2)), 0, 0, skip=False)
 
 
 def odd(value: int) -> int:

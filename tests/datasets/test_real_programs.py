@@ -1,7 +1,5 @@
 """Data sets as users of public libraries write them: with `form="files"` they give the batches of torch's loader."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ from benchmarks.volumes import make_volumes
 import stallfree as sf
 from torch_batches import digest, torch_epochs
 
-pytestmark = pytest.mark.libraries
+pytestmark = [pytest.mark.libraries, pytest.mark.slow]  # test_files_form.py has each way to open a file
 EPOCHS, SAMPLES, SEED = 3, 8, 5
 
 

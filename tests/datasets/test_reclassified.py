@@ -3,8 +3,6 @@
 These samples are not among those of the first look, and no name in the code shows that the steps draw.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import warnings

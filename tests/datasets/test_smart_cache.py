@@ -1,7 +1,5 @@
 """The Smart Cache under every loader: right windows, fresh augmentation, one count of epochs, states."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -42,8 +40,8 @@ def samples_of(loader: Any) -> dict[int, float]:
 SETTINGS = [
     ("stallfree", None, 0, False),
     ("stallfree", "fork", 2, True),
-    ("torch", "fork", 2, False),
     ("torch", "forkserver", 2, True),
+    pytest.param("torch", "fork", 2, False, marks=pytest.mark.slow),
     *(pytest.param(kind, "spawn", 2, True, marks=pytest.mark.slow) for kind in LOADERS),
 ]
 

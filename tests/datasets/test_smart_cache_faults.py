@@ -1,11 +1,9 @@
 """The Smart Cache when files are bad, replacements late, processes killed, ranks many."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading
-from multiprocessing import active_children, get_context
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -180,33 +178,6 @@ def test_fill_processes_die_with_their_parent(method: str) -> None:
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------------
-
-RANKS = 3
-
-
-def rank_main(rank: int, report: int, together: Any, kind: str, workers: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="4711", LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(RANKS))
-    with smart(Rows(24), 12, 0.25, on_late="wait") as data:
-        sampler = data.rank_sampler()
-        loader = LOADERS[kind](data, batch_size=2, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
-        for epoch in range(4):
-            sampler.set_epoch(epoch)
-            for batch in loader:
-                os.write(report, b"".join(b"%d %d\n" % (epoch, id) for id in ids_of([batch])))
-                together.wait(60)  # as the exchange of gradients does
-            del batch
-
-
-@pytest.mark.parametrize(("kind", "workers"), [("torch", 0), ("stallfree", 1)])
-def test_the_ranks_of_a_host_split_one_window(kind: str, workers: int) -> None:
-    read, write = os.pipe()
-    together = get_context("fork").Barrier(RANKS)
-    children = [Child(rank_main, rank, write, together, kind, workers) for rank in range(RANKS)]
-    os.close(write)
-    assert [child.wait() for child in children] == [0] * RANKS
-    lines = [tuple(map(int, line.split())) for line in os.read(read, 1 << 16).splitlines()]
-    os.close(read)
-    assert [sorted(id for epoch, id in lines if epoch == number) for number in range(4)] == due(24, 12, 3, *range(4))
 
 
 def ids(data: sf.SmartCacheDataset, positions: range) -> list[int]:

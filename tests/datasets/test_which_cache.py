@@ -1,7 +1,5 @@
 """Code, values and marks decide which cache a data set gets: none finds the samples of other ones."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import warnings
@@ -10,10 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import stallfree as sf
-from unseen import fraction, unseen_ids
+from cases import half
 from warm import Interpreter
 
 PROJECT = """
@@ -61,7 +58,7 @@ def install(site: Path, by: int, origin: str) -> None:
         file.write_text(text)
 
 
-@pytest.mark.parametrize("origin", ["folder", "index", "copied"])
+@pytest.mark.parametrize("origin", ["index", *(pytest.param(o, marks=pytest.mark.slow) for o in ("folder", "copied"))])
 def test_a_project_in_site_packages_is_edited(origin: str, tmp_path: Path, interpreter: Interpreter) -> None:
     """Its version stays the same."""
     for number, by in enumerate((2, 3, 2)):
@@ -108,16 +105,18 @@ class Scale:
         return scale(x)
 
 
-@pytest.mark.parametrize("held", [False, True], ids=["numbers", "beside a file"])
-@pytest.mark.parametrize(
-    ("dataset", "transform"),
-    [(Rows, scale), (Rows, Scale()), (Scaled, None), (Holds, None)],
-    ids=["function", "object", "data set", "attribute"],
-)
-def test_two_jobs_of_a_sweep(
-    dataset: Any, transform: Any, held: bool, monkeypatch: pytest.MonkeyPatch, store_root: Path
-) -> None:
+USES: dict[str, tuple[Any, Any]] = {
+    "function": (Rows, scale),
+    "object": (Rows, Scale()),
+    "data set": (Scaled, None),
+    "attribute": (Holds, None),
+}
+
+
+@pytest.mark.parametrize(("use", "held"), half(USES, [False, True]))
+def test_two_jobs_of_a_sweep(use: str, held: bool, monkeypatch: pytest.MonkeyPatch, store_root: Path) -> None:
     """A cache is private if code names an object beside which there is one without a fingerprint."""
+    dataset, transform = USES[use]
     with open(os.devnull) as file:
         monkeypatch.setattr(args, "log", file if held else None, raising=False)
         caches = []
@@ -134,36 +133,3 @@ def test_two_jobs_of_a_sweep(
             )
         for cached in caches:
             cached.close()
-
-
-LATE = unseen_ids(16)[0]
-
-
-class DrawsLate(Rows):
-    """Draws for one sample, which does not depend on it. The first look does not show it."""
-
-    def __getitem__(self, id: int) -> Any:
-        if id == LATE:
-            fraction()
-        return super().__getitem__(id)
-
-
-@pytest.mark.parametrize("where", ["memory", "tier"])
-def test_a_marked_data_set_has_a_new_cache(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was noted in the persistent one, that it is random, has no effect on it."""
-    monkeypatch.setenv("STALLFREE_ROOT", str(tmp_path))
-    options: dict[str, Any] = {"persist": True}
-    if where == "tier":
-        options = {"store": sf.DiskTier(tmp_path, capacity="1MiB", persist=True)}
-    keys = set()
-    for mark in (lambda thing: thing, sf.mark_deterministic):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            with sf.CachedDataset(mark(DrawsLate()), capacity="1MiB", **options) as cached:
-                for _ in range(3):
-                    rows = torch.cat(list(sf.DataLoader(cached, batch_size=4)))[:, 0]
-                    assert rows.tolist() == list(range(16))
-                keys.add(cached.cache.fingerprint)
-    assert len(keys) == 2
-    assert cached.stats().hits >= 32
-    assert not [each for each in caught if issubclass(each.category, sf.StallfreeWarning)]

@@ -1,7 +1,5 @@
 """The plan of a window against a model that is nothing but a queue."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 
 import pytest

@@ -1,7 +1,5 @@
 """A data set whose attributes change between epochs: followed without a cache, noticed with one."""
 
-from __future__ import annotations
-
 import time
 import warnings
 from collections.abc import Callable
@@ -125,16 +123,6 @@ def test_without_a_cache_it_is_followed(auto: bool, kind: str, data: Any) -> Non
         assert loader.cached is None
         CHANGES[kind](data)
         assert values(loader) == [data[id] for id in range(COUNT)]
-
-
-def test_what_a_data_set_changes_itself_is_not_noticed(data: Any) -> None:
-    """The training process prepares, so its data set counts reads."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", StallfreeWarning)
-        with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
-            for _ in range(3):
-                values(loader)
-    assert data.reads > 0
 
 
 # -- parts of a source ------------------------------------------------------------------------------------------------

@@ -1,16 +1,19 @@
 """What changes after a loader was made: the length of the data set, and attributes of the loader."""
 
-from __future__ import annotations
-
+import copy
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.utils.data
 from torch.utils.data import SequentialSampler
 
 import stallfree as sf
+from cases import half
 from stallfree import StallfreeWarning
 from stallfree.errors import InputError
 
@@ -70,27 +73,26 @@ def tell(worker: int) -> None:
     torch.utils.data.get_worker_info().dataset.told = 7  # type: ignore[union-attr]
 
 
-SET: dict[str, Any] = {
-    "num_workers": 0,
-    "worker_init_fn": tell,
-    "timeout": 9,
-    "prefetch_factor": 3,
+SET: dict[str, Any] = {  # every second one needs workers
     "pin_memory": True,
+    "num_workers": 0,
     "pin_memory_device": "",
+    "worker_init_fn": tell,
     "in_order": True,
-    "multiprocessing_context": "forkserver",
+    "timeout": 9,
     "generator": torch.Generator(),
+    "prefetch_factor": 3,
     "collate_fn": lambda samples: len(samples),
+    "multiprocessing_context": "forkserver",
 }
 
 
-@pytest.mark.parametrize("name", SET)
-@pytest.mark.parametrize(("workers", "before"), [(0, False), (2, True)])
-def test_what_torch_lets_others_set(workers: int, name: str, before: bool) -> None:
+@pytest.mark.parametrize(("name", "workers"), half(SET, [0, 1]))
+def test_what_torch_lets_others_set(name: str, workers: int) -> None:
     """It applies from the next iteration on, before the first one or between two."""
     if name in ("multiprocessing_context", "timeout") and not workers:
         pytest.skip("torch's loader needs workers for it")
-    found = []
+    found, before = [], workers > 0
     for kind in (torch.utils.data.DataLoader, sf.DataLoader):
         loader = kind(Told(), 2, num_workers=workers)
         seen = [] if before else [repr(list(loader))]
@@ -162,9 +164,9 @@ def endless(kind: Any, *, way: str) -> Any:
     return Endless
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("size", [4, None])
-@pytest.mark.parametrize("way", ["object.__setattr__", "__initialized", "_get_iterator"])
+@pytest.mark.parametrize(
+    ("way", "size", "workers"), half(["object.__setattr__", "__initialized", "_get_iterator"], [4, None], [0, 1])
+)
 def test_a_subclass_that_repeats_its_sampler(way: str, size: int | None, workers: int) -> None:
     if way == "object.__setattr__" and size is None:
         pytest.skip("it replaces the batch sampler, which there is none of")
@@ -238,3 +240,46 @@ def test_worker_init_fn_reaches_the_data_set_within_a_cache(subset: bool, method
             warnings.simplefilter("ignore")
             seen = [value for batch in batches(loader) for value in batch]
     assert set(seen) == {-1, 0, 1}  # the first look has made some of them, before there were workers
+
+
+# -- copies: the same arguments, and iterations of their own -----------------------------------------------------------
+
+DATA = list(range(20))
+
+MAKE: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.utils.data.DataLoader(DATA, 4, num_workers=1),  # type: ignore[arg-type]
+    "plain": lambda: sf.DataLoader(DATA, 4, shuffle=True),
+    "workers": lambda: sf.DataLoader(DATA, 4, num_workers=1),
+    "persistent workers": lambda: sf.DataLoader(DATA, 4, num_workers=1, persistent_workers=True),
+    "sampler": lambda: sf.DataLoader(DATA, 4, sampler=torch.utils.data.RandomSampler(DATA)),  # type: ignore[arg-type]
+    "cached": lambda: sf.DataLoader(sf.CachedDataset(DATA, capacity="1MiB"), 4),
+    "window": lambda: sf.DataLoader(sf.SmartCacheDataset(DATA, cache_num=20), 4),
+}
+COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda loader: pickle.loads(pickle.dumps(loader))}
+
+
+def ids_of(batches: Any) -> list[int]:
+    return [id for batch in batches for id in batch.tolist()]
+
+
+def close(loader: Any) -> None:
+    for opened in (loader, loader.dataset):
+        if hasattr(opened, "close"):
+            opened.close()
+
+
+@pytest.mark.parametrize(("kind", "copied", "taken"), half(MAKE, COPIES, [1, 5]))
+def test_a_copy_goes_on_by_itself(kind: str, copied: str, taken: int) -> None:
+    loader = MAKE[kind]()
+    iterator = iter(loader)
+    before = ids_of(next(iterator) for _ in range(taken))
+    if taken == 5:
+        assert next(iterator, None) is None
+    other = COPIES[copied](loader)
+    assert (len(other), other.batch_size, other.num_workers) == (len(loader), 4, loader.num_workers)
+    for _ in range(2):
+        assert sorted(ids_of(other)) == DATA
+    assert sorted(before + ids_of(iterator)) == DATA
+    assert sorted(ids_of(loader)) == DATA
+    close(loader)
+    close(other)

@@ -1,7 +1,5 @@
 """Batches composed in place equal those of torch's `default_collate`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -79,12 +77,6 @@ def test_stacking_gives_what_torch_gives(samples: list[Any]) -> None:
         assert same(read_record(memory.bytes, copy=True), expected)
     else:
         assert same(outcome(lambda: collate_default(samples)), expected)
-
-
-def test_samples_of_two_structures() -> None:
-    assert stack([torch.zeros(3), torch.zeros(4)], Memory().reserve) == (0, None)
-    assert stack([1, 2.0], Memory().reserve) == (0, None)
-    assert stack([{"a": 1, "b": 2}, {"b": 1, "a": 2}], Memory().reserve) == (0, None)
 
 
 def test_a_collation_that_does_not_stack_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,7 @@
 """`DataLoader` gives what `torch.utils.data.DataLoader` gives, and refuses what cannot be meant."""
 
-from __future__ import annotations
-
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import DistributedSampler
@@ -13,16 +10,9 @@ import stallfree as sf
 from loader_data import (
     Made,
     as_list,
-    picture,
-    same,
     zero_dim,
 )
 from names import named
-
-
-def theirs(dataset: Any, **arguments: Any) -> list[Any]:
-    arguments.pop("multiprocessing_context", None)
-    return list(torch.utils.data.DataLoader(dataset, **{**arguments, "num_workers": 0}))
 
 
 def ours(dataset: Any, **arguments: Any) -> list[Any]:
@@ -34,37 +24,6 @@ def test_without_workers_objects_are_handed_over_as_they_are() -> None:
     assert ours(Made(2, things.__getitem__), batch_size=2, collate_fn=as_list) == [things]
     grad = torch.ones(2, requires_grad=True)
     assert ours(Made(1, lambda _: grad * 2), collate_fn=as_list)[0][0].grad_fn is not None
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"batch_size": 20, "drop_last": True},
-        {"sampler": range(9, 0, -2), "batch_size": 2},
-        {"sampler": torch.tensor([4, 2]), "batch_size": 2},
-        {"sampler": [np.int32(3), 2, -1], "batch_size": 3},
-        {"batch_sampler": [[1, 2, 3], [0], (4, 5)]},
-        {"batch_size": 3, "prefetch_factor": 7},
-    ],
-    ids=named,
-)
-def test_arguments(arguments: dict[str, Any]) -> None:
-    workers = 2 if {"prefetch_factor", "timeout"} & arguments.keys() else 0
-    dataset = [picture(id) for id in range(11)]
-    plain = {key: value for key, value in arguments.items() if key not in ("prefetch_factor", "timeout")}
-    expected = theirs(dataset, **plain)
-    loader = sf.DataLoader(dataset, num_workers=workers, **arguments)
-    got = list(loader)
-    assert same(got, expected)
-    assert len(loader) == len(expected)
-
-
-def test_a_sampler_may_be_an_iterator_and_has_no_length_then() -> None:
-    loader = sf.DataLoader(Made(9, zero_dim), batch_size=2, sampler=iter([1, 2, 3]))
-    with pytest.raises(TypeError, match="len"):
-        len(loader)
-    assert [batch.tolist() for batch in loader] == [[1, 2], [3]]
-    assert list(loader) == []
 
 
 def test_distributed_sampler_shuffles_anew_without_set_epoch() -> None:
@@ -164,14 +123,3 @@ def test_samplers_that_give_something_else(sampler: Any, message: str) -> None:
         got.extend(loader)
     iterator = iter(loader)
     assert next(iterator).tolist() == [2]  # what came before the fault is handed out
-
-
-def test_a_sampler_that_raises() -> None:
-    def ids() -> Any:
-        yield from (1, 2, 3)
-        raise ZeroDivisionError("in the sampler")
-
-    iterator = iter(sf.DataLoader(Made(5, zero_dim), sampler=ids(), batch_size=2))
-    assert next(iterator).tolist() == [1, 2]
-    with pytest.raises(ZeroDivisionError, match="in the sampler"):
-        next(iterator)

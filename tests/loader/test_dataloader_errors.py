@@ -1,13 +1,14 @@
-"""Whatever goes wrong is heard of, with the sample, or left out and counted where that was asked for."""
+"""An error of the user's code is raised as it is, with a note that names the sample; or it is left out and counted.
 
-from __future__ import annotations
+Waits end with an error, and interrupts end an iteration.
+"""
 
 import logging
 import multiprocessing
 import re
-from collections.abc import Iterator
+import signal
+from collections.abc import Callable, Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,55 +17,245 @@ import torch
 import stallfree as sf
 from loader_data import Gate, Made, as_list, zero_dim
 from stallfree.loader.pool import WorkerPool
+from stallfree.platform import interrupts_later
+from warm import Interpreter
 
-WORKERS = pytest.mark.parametrize("workers", [0, 2])
-BAD = (3, 4, 5, 9)
+BAD = 5
+
+
+class Missing(FileNotFoundError):
+    """Takes other arguments than an exception does, and holds more."""
+
+    def __init__(self, folder: str, name: str, *, tries: int) -> None:
+        super().__init__(2, "no such volume", f"{folder}/{name}")
+        self.tries = tries
+
+
+class Holding(RuntimeError):
+    """Holds an object that has no pickle."""
+
+    def __init__(self) -> None:
+        super().__init__("holds")
+        self.call, self.number = lambda: 0, 7
+
+
+def local() -> Exception:
+    class Hidden(LookupError):
+        pass
+
+    return Hidden("seen")
+
+
+def chained() -> Exception:
+    error = ValueError("no volume", 3)
+    error.__cause__ = OSError(5, "no answer")
+    return error
+
+
+TABLE: list[tuple[Callable[[], Exception], dict[str, Any]]] = [
+    (lambda: Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}),
+    (lambda: KeyError("left label"), {}),
+    (lambda: IndexError(7), {}),
+    (lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), {"start": 0}),
+    (chained, {}),
+    (lambda: ExceptionGroup("several", [ValueError(1), KeyError("k")]), {}),
+    (Holding, {"number": 7}),
+    (lambda: sf.StorageError("full"), {"page": "folder-unusable"}),
+    (lambda: StopIteration("end"), {}),
+]
+LOCAL, FIRST = len(TABLE), 2
+
+
+class Failing:
+    """Sample 2 + n raises error n of the table, and the sample after these one of a class that has no pickle."""
+
+    def __len__(self) -> int:
+        return FIRST + LOCAL + 3
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        if FIRST <= id <= FIRST + LOCAL:
+            raise TABLE[id - FIRST][0]() if id - FIRST < LOCAL else local()
+        return torch.tensor(id)
+
+
+def outcomes(loader: Any) -> list[Any]:
+    """The batches of a loader, and its errors in their place."""
+    found: list[Any] = []
+    iterator = iter(loader)
+    for _ in range(len(Failing())):
+        try:
+            found.append(next(iterator))
+        except Exception as error:
+            found.append(error)
+    with pytest.raises(StopIteration):
+        next(iterator)
+    return found
+
+
+def is_as_raised(error: Any, expected: Exception) -> bool:
+    """Whether type, arguments and cause are equal; a `StopIteration` would end the loop."""
+    if isinstance(expected, StopIteration):
+        return type(error) is sf.BatchError and repr(error.__cause__) == repr(expected)
+    seen, raised = ((type(each), repr(each.args), repr(each.__cause__)) for each in (error, expected))
+    return seen == raised
+
+
+def plain(**options: Any) -> Iterator[Any]:
+    with sf.DataLoader(Failing(), **options) as loader:
+        yield loader
+
+
+def cached(**options: Any) -> Iterator[Any]:
+    with sf.CachedDataset(Failing(), capacity="1MiB") as data, sf.DataLoader(data, **options) as loader:
+        yield loader
+
+
+def under_torch(**options: Any) -> Iterator[Any]:
+    """Without workers: its own workers raise other errors."""
+    with sf.CachedDataset(Failing(), capacity="1MiB") as data:
+        yield torch.utils.data.DataLoader(data)  # type: ignore[arg-type]
+
+
+def shared(**options: Any) -> Iterator[Any]:
+    with sf.SharedLoader(Failing(), group="errors", **options) as loader:
+        yield loader
+
+
+@pytest.mark.parametrize(
+    ("make", "workers", "method"),
+    [
+        *((make, workers, "fork") for make in (plain, cached) for workers in (0, 2)),
+        (under_torch, 0, ""),
+        (shared, 2, "fork"),
+        *(pytest.param(make, 2, "spawn", marks=pytest.mark.slow) for make in (plain, cached, shared)),
+    ],
+)
+def test_errors_are_raised_as_they_are(make: Callable[..., Iterator[Any]], workers: int, method: str) -> None:
+    """The loop goes on with the batches that follow."""
+    for loader in make(num_workers=workers, **({"multiprocessing_context": method} if workers else {})):
+        found = outcomes(loader)
+        for id, (raised, fields) in enumerate(TABLE, FIRST):
+            error = found[id]
+            assert is_as_raised(error, raised()), repr(error)
+            assert {name: getattr(error, name) for name in fields} == fields
+            place = r", in worker \d \(process \d+\)" if workers else ""
+            assert re.fullmatch(rf"stallfree: fetching sample {id}{place}", error.__notes__[0])
+        hidden = found[FIRST + LOCAL]
+        assert type(hidden).__name__ == ("BatchError" if workers else "Hidden")
+        assert str(hidden).startswith("Hidden: seen (" if workers else "seen")
+        assert [int(found[id]) for id in (0, 1, -2, -1)] == [0, 1, len(found) - 2, len(found) - 1]
+        del loader, error, hidden, found
+
+
+class Raises:
+    """One sample raises an error of a kind."""
+
+    def __init__(self, kind: Any) -> None:
+        self.kind = kind
+
+    def __call__(self, id: int) -> torch.Tensor:
+        if id == BAD:
+            raise self.kind
+        return torch.tensor(id)
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_is_to_end_the_program(workers: int, kind: type[BaseException]) -> None:
+    """In a worker it ends that process, as with torch's loader; its batch is repeated, and then an error."""
+    with (
+        pytest.raises((RuntimeError, kind)) as caught,
+        sf.DataLoader(Made(8, Raises(kind)), num_workers=workers) as loader,
+    ):
+        list(loader)
+    assert type(caught.value) is (sf.WorkerError if workers else kind)
+
+
+# -- other functions of the user --------------------------------------------------------------------------------------
+
+
+def fails(_: Any) -> Any:
+    raise Missing("/data", "a", tries=3)
+
+
+def stops(_: Any) -> Any:
+    raise StopIteration
+
+
+class Sampler(torch.utils.data.Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield 0
+        fails(None)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("arguments", "note"),
+    [
+        ({"dataset": [1, 2, 3], "collate_fn": fails}, r"collating the samples \[0\]"),
+        ({"dataset": sf.FileDataset([__file__], transform=fails)}, rf"preparing sample 0 \({__file__}\)"),
+        ({"dataset": sf.FileDataset(["/nowhere"])}, r"fetching sample 0 \(/nowhere\)"),
+        ({"dataset": [1, 2, 3], "sampler": Sampler()}, None),
+        ({"dataset": [1, 2, 3], "worker_init_fn": fails}, "calling worker_init_fn"),
+    ],
+    ids=["collate_fn", "transform", "file", "sampler", "worker_init_fn"],
+)
+def test_errors_of_other_functions(arguments: dict[str, Any], note: str | None, workers: int) -> None:
+    if "worker_init_fn" in arguments and not workers:
+        return
+    with pytest.raises(FileNotFoundError) as caught, sf.DataLoader(**arguments, num_workers=workers) as loader:
+        list(loader)
+    assert caught.value.errno == 2
+    if type(caught.value) is Missing:
+        assert (caught.value.args, caught.value.tries) == ((2, "no such volume"), 3)
+    if note is not None:
+        assert re.match(f"stallfree: {note}{', in worker 0' if workers else ''}", caught.value.__notes__[0])
+        assert workers == 0 or "Traceback" in caught.value.__notes__[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("arguments", [{"collate_fn": stops}, {"worker_init_fn": stops}])
+def test_stop_iteration_of_other_functions(arguments: dict[str, Any], workers: int) -> None:
+    if "worker_init_fn" in arguments and not workers:
+        return
+    with sf.DataLoader([1, 2, 3], num_workers=workers, **arguments) as loader:
+        with pytest.raises(sf.BatchError, match="raised StopIteration") as caught:
+            list(loader)
+        assert type(caught.value.__cause__) is StopIteration
+
+
+FORMS: dict[str, Callable[[Any], Any]] = {
+    "loader": sf.DataLoader,
+    "cached": lambda data: sf.CachedDataset(data, capacity="1MiB"),
+    "window": lambda data: sf.SmartCacheDataset(data, cache_num=8, replace_rate=0),
+}
+
+
+def rows(loader: Any) -> Iterator[int]:
+    for batch in loader:
+        yield int(batch)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(IndexError, IndexError), (StopIteration, sf.BatchError)])
+@pytest.mark.parametrize("form", FORMS)
+def test_no_loop_ends_in_silence(form: str, kind: type[Exception], expected: type[Exception]) -> None:
+    """In this process: of our loader, of torch's, over the data set itself, and of a generator around it."""
+    with FORMS[form](Made(8, Raises(kind))) as made:
+        loops = [made] if form == "loader" else [sf.DataLoader(made), torch.utils.data.DataLoader(made), made]
+        for loop in loops:
+            with pytest.raises(expected, match="fetching sample 5"):
+                list(rows(loop))
+
+
+# -- samples that are left out ----------------------------------------------------------------------------------------
+
+LEFT_OUT = (3, 4, 5, 9)
 
 
 def broken(id: int) -> Any:
-    if id in BAD:
-        raise KeyError(f"no sample {id} here")
+    if id in LEFT_OUT:
+        raise OSError(f"bad\nsector {id}")
     return torch.tensor(id)
-
-
-def told(error: BaseException) -> str:
-    """The notes of an error."""
-    return "\n".join(error.__notes__)
-
-
-@WORKERS
-def test_an_error_in_a_sample(workers: int) -> None:
-    loader = sf.DataLoader(Made(12, broken), batch_size=2, num_workers=workers)
-    iterator = iter(loader)
-    assert next(iterator).tolist() == [0, 1]
-    with pytest.raises(KeyError, match=r"^'no sample 3 here'\nstallfree: fetching sample 3") as caught:
-        next(iterator)
-    assert caught.value.args == ("no sample 3 here",)
-    if workers:
-        assert re.search(
-            r"sample 3, in worker 1 \(process \d+\)\nTraceback .*\n(.*\n)* .*in broken", told(caught.value)
-        )
-    # A loop that goes on gets the batches that follow.
-    with pytest.raises(KeyError, match="sample 4"):
-        next(iterator)
-    assert next(iterator).tolist() == [6, 7]
-    with pytest.raises(KeyError, match="sample 9"):
-        next(iterator)
-    assert next(iterator).tolist() == [10, 11]
-    assert next(iterator, None) is None
-
-
-def test_where_a_file_lies(tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        (tmp_path / name).write_bytes(b"no picture")
-    source = sf.FileDataset(
-        [str(tmp_path / "a"), str(tmp_path / "b")], [0, 1], transform=sf.OnItem(0, sf.DecodeImage())
-    )
-    with pytest.raises(sf.InputError, match=rf"preparing sample 0 \({tmp_path / 'a'}\)"):
-        list(sf.DataLoader(source))
-    (tmp_path / "a").unlink()
-    with pytest.raises(FileNotFoundError, match=rf"fetching sample 0 \({tmp_path / 'a'}\), in worker 0"):
-        list(sf.DataLoader(source, num_workers=1))
 
 
 @pytest.mark.parametrize(("workers", "cached"), [(0, False), (2, True)])
@@ -79,17 +270,21 @@ def test_skip(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> N
     expected = [[0, 1], [2], [6, 7], [8], [10, 11]]  # 4 and 5 were a whole batch
     assert [batch.ids.tolist() for batch in batches] == expected
     assert [batch.data.tolist() for batch in batches] == expected
-    assert [f"sample {id} " in record.message for id, record in zip(BAD, caplog.records, strict=True)] == [True] * 4
+    place = r", in worker \d \(process \d+\)" if workers else ""
+    for id, record in zip(LEFT_OUT, caplog.records, strict=True):  # a line for each
+        text = rf"left out a sample: fetching sample {id}{place} failed: OSError: bad sector {id}.*"
+        assert re.fullmatch(text, record.message)
     list(loader)
     stats = loader.stats()
-    assert stats.skips == 8
-    assert stats.samples == 16
-    assert stats.batches == 10
+    assert (stats.skips, stats.samples, stats.batches) == (8, 16, 10)
     assert stats.hits + stats.misses == stats.samples + stats.skips
     assert len(caplog.records) == 5  # only the first ones are reported
     loader.close()
     if cached:
         dataset.close()
+
+
+# -- what workers cannot be given or give -----------------------------------------------------------------------------
 
 
 def test_batches_that_cannot_be_brought_over() -> None:
@@ -98,21 +293,41 @@ def test_batches_that_cannot_be_brought_over() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "culprit"),
+    ("arguments", "culprit"),
     [
-        (lambda: {"dataset": sf.FileDataset(["x"], [0], transform=lambda item: item)}, "the transform .*lambda"),
-        (lambda: {"dataset": Made(4, zero_dim), "collate_fn": lambda samples: samples}, "collate_fn"),
-        (lambda: {"dataset": Made(4, zero_dim), "worker_init_fn": lambda worker: None}, "worker_init_fn"),
-        (lambda: {"dataset": Made(4, lambda id: id)}, "the data set"),
+        ({"dataset": sf.FileDataset(["x"], [0], transform=lambda item: item)}, "the transform .*lambda"),
+        ({"collate_fn": lambda samples: samples}, "collate_fn"),
+        ({"worker_init_fn": lambda worker: None}, "worker_init_fn"),
+        ({"dataset": Made(4, lambda id: id)}, "the data set"),
     ],
     ids=["transform", "collate_fn", "worker_init_fn", "dataset"],
 )
-def test_what_cannot_be_sent_to_a_worker(make: Any, culprit: str) -> None:
-    method = "forkserver"
-    loader = sf.DataLoader(**make(), num_workers=2, multiprocessing_context=method)
+def test_what_cannot_be_sent_to_a_worker(arguments: dict[str, Any], culprit: str) -> None:
+    options = {"dataset": Made(4, zero_dim), "num_workers": 2, "multiprocessing_context": "forkserver"}
+    loader = sf.DataLoader(**options | arguments)
     for _ in range(2):
-        with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a process .*'{method}'"):
+        with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a process .*'forkserver'"):
             list(loader)
+
+
+@pytest.mark.parametrize("broken", ["aim", "gather"])
+def test_a_permanent_error_of_gathers_is_logged_once(
+    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError(f"in {broken}")
+
+    samples = [[float(id)] * 8 for id in range(40)]
+    with sf.CachedDataset(samples, capacity="1MiB") as data, sf.DataLoader(data, 4, num_workers=1) as loader:
+        whole = repr(list(loader))
+        monkeypatch.setattr(sf.cache.SampleCache, broken, fail)
+        assert [repr(list(loader)) for _ in range(3)] == [whole] * 3
+    [record] = caplog.records
+    assert record.getMessage().startswith("a batch could not be gathered from the cache and is made sample by sample")
+    assert f"ZeroDivisionError: in {broken}" in record.getMessage()
+
+
+# -- waits and interrupts ---------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -120,24 +335,6 @@ def gate() -> Iterator[Gate]:
     gate = Gate()
     yield gate
     gate.close()
-
-
-def test_a_wait_has_a_limit_and_says_for_what(gate: Gate) -> None:
-    with sf.DataLoader(
-        Made(8, gate), batch_size=2, num_workers=1, timeout=0.3, multiprocessing_context="fork"
-    ) as loader:
-        iterator = iter(loader)
-        got = [batch.tolist() for batch in islice(patient(iterator), 2)]
-        with pytest.raises(
-            sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout"
-        ) as caught:
-            next(iterator)
-        assert isinstance(caught.value, TimeoutError)
-        (worker,) = multiprocessing.active_children()
-        assert f"worker process {worker.pid}, alive" in str(caught.value)
-        gate.open()  # the wait may be taken up again
-        got += [batch.tolist() for batch in patient(iterator)]
-    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
 def patient(iterator: Any) -> Any:
@@ -151,15 +348,30 @@ def patient(iterator: Any) -> Any:
             return
 
 
+def test_a_wait_has_a_limit_and_says_for_what(gate: Gate) -> None:
+    options: dict[str, Any] = {"num_workers": 1, "timeout": 0.3, "multiprocessing_context": "fork"}
+    with sf.DataLoader(Made(8, gate), batch_size=2, **options) as loader:
+        iterator = iter(loader)
+        got = [batch.tolist() for batch in islice(patient(iterator), 2)]
+        expected = r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout"
+        with pytest.raises(sf.WaitError, match=expected) as caught:
+            next(iterator)
+        assert isinstance(caught.value, TimeoutError)
+        (worker,) = multiprocessing.active_children()
+        assert f"worker process {worker.pid}, alive" in str(caught.value)
+        gate.open()  # the wait may be taken up again
+        got += [batch.tolist() for batch in patient(iterator)]
+    assert got == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         gate.open()
         raise KeyboardInterrupt
 
-    with sf.DataLoader(
-        Made(8, gate), 2, num_workers=1, persistent_workers=persistent, multiprocessing_context="fork"
-    ) as loader:
+    options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
+    with sf.DataLoader(Made(8, gate), 2, num_workers=1, **options) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with monkeypatch.context() as patched:
@@ -169,3 +381,35 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypa
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):
             next(iterator)
         assert len(list(loader)) == 4
+
+
+PROGRAM = """
+import os, signal, stallfree as sf, torch
+class Data:
+    def __len__(self):
+        return 8
+    def __getitem__(self, id):
+        if id == 5:
+            {workers} or os.killpg(0, signal.SIGINT)
+        return torch.tensor(id)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+os.setpgid(0, 0)
+for sample in sf.DataLoader(Data(), num_workers={workers}):
+    if {workers} and sample == 3:
+        os.killpg(0, signal.SIGINT)
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_interrupt(workers: int, interpreter: Interpreter) -> None:
+    """The signal goes to the whole group of processes, as from a terminal; without workers, while a sample is read."""
+    done = interpreter.run(PROGRAM.format(workers=workers))
+    assert done.err.strip().splitlines()[-1] == "KeyboardInterrupt"
+    assert done.err.count("Traceback") == 1, done.err
+
+
+def test_interrupts_wait_only_in_this_thread() -> None:
+    for method in ("fork", "forkserver"):
+        with interrupts_later(method):
+            assert (signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (method == "fork")
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -1,7 +1,5 @@
 """The log of events that a loader writes."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import time

@@ -1,17 +1,19 @@
 """A process that is forked while a batch is held, such as an asynchronous saver, keeps reading that batch."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
+import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import torch
 
 import stallfree as sf
+from cases import half
 from loader_data import Made
 
 COUNT, SIZE = 48, 5000
@@ -76,7 +78,7 @@ def test_the_memory_of_forked_batches_is_given_back(cached: bool) -> None:
         list(loader)
         most = 2 * 2 + 3  # two batches in flight per worker, and three that may be kept
         size = loader.stats().staging_bytes
-        for _ in range(4):
+        for _ in range(2):
             for batch in loader:
                 assert len(Saver(batch).values()) == 4
                 del batch
@@ -95,3 +97,58 @@ def test_a_fork_costs_no_slot_of_a_batch_that_is_not_held() -> None:
             del batch
             assert Saver(np.zeros(1)).values() == [0]
         assert {line.split()[-1] for line in _maps(os.getpid())} == before
+
+
+# -- a loader in a forked child: parent and child both have every sample -----------------------------------------------
+
+EACH = 120
+
+
+class Numbers(torch.utils.data.Dataset[int]):
+    def __len__(self) -> int:
+        return EACH
+
+    def __getitem__(self, id: int) -> int:
+        return id
+
+
+def whole(loader: Any) -> bool:
+    return sorted(id for batch in loader for id in batch.tolist()) == list(range(EACH))
+
+
+def forked(loader: Any) -> int:
+    """Fork a child that iterates twice; returns its process id. It exits with 0 if both epochs were whole."""
+    child = os.fork()
+    if child == 0:
+        try:
+            found = whole(loader) and whole(loader)
+            loader.close()
+            os._exit(0 if found else 3)
+        except BaseException:
+            traceback.print_exc(file=sys.stderr)
+        os._exit(4)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("moment", "workers", "cached"), half(["in mid-epoch", "between epochs"], [0, 1, 2], [False, True])
+)
+def test_parent_and_child_have_every_sample(moment: str, workers: int, cached: bool) -> None:
+    dataset: Any = sf.CachedDataset(Numbers(), capacity="4MiB") if cached else Numbers()
+    loader = sf.DataLoader(
+        dataset, batch_size=4, shuffle=True, num_workers=workers, persistent_workers=workers > 0, timeout=60
+    )
+    seen = []
+    for number, batch in enumerate(loader):
+        seen += batch.tolist()
+        if number == 5 and moment == "in mid-epoch":
+            child = forked(loader)
+    assert sorted(seen) == list(range(EACH))
+    if moment == "between epochs":
+        child = forked(loader)
+    assert whole(loader)
+    assert os.waitpid(child, 0)[1] == 0
+    assert whole(loader)
+    loader.close()
+    if cached:
+        dataset.close()

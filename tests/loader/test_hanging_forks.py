@@ -1,7 +1,5 @@
 """Forks that copy a lock in use hang, and are replaced."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable

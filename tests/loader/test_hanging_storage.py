@@ -1,7 +1,5 @@
 """Storage that does not answer: `timeout` holds without workers too, and nothing waits for it at the end."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

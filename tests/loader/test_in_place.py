@@ -1,7 +1,5 @@
 """Samples prepared in the rows of their batch, directly from the cache."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import random

@@ -3,8 +3,6 @@
 The ledger has a line (epoch, id, label, checksum of the pixels) for each sample that reached the loop.
 """
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os
@@ -105,7 +103,7 @@ def train_among_kills(kills: int, method: str, seed: int, monkeypatch: pytest.Mo
 
 
 def test_workers_killed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    train_among_kills(12, "fork", 0, monkeypatch)
+    train_among_kills(8, "fork", 0, monkeypatch)
 
 
 @pytest.mark.slow

@@ -1,7 +1,5 @@
 """Samples of every kind come from workers and caches as they were made."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections import OrderedDict, deque
 from collections.abc import Callable

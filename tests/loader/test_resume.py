@@ -1,9 +1,8 @@
 """A state taken at any step, and loaded into another loader, gives exactly what was left."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
 import stallfree as sf
+from cases import half
 from loader_data import Made, jittered, noisy_collate, picture, same
 
 SAMPLES = 23
@@ -145,18 +145,18 @@ def test_a_sampler_that_raises_has_no_state() -> None:
 
 
 class Endless:
-    """Permutations one after the other, or batches of them. Counts what is drawn; fails if that is more than needed."""
+    """Permutations without an end, or batches of them. Counts what is drawn; fails if that is more than needed."""
 
-    def __init__(self, size: int = 0, length: int | None = None) -> None:
-        self.size, self.length, self.drawn = size, length, 0
+    def __init__(self, count: int = SAMPLES, size: int = 0) -> None:
+        self.count, self.size, self.drawn = count, size, 0
 
     def __iter__(self) -> Any:
         generator = torch.Generator().manual_seed(1)
         while True:
-            ids = torch.randperm(SAMPLES, generator=generator).tolist()
+            ids = torch.randperm(self.count, generator=generator).tolist()
             self.drawn += len(ids)
             assert self.drawn < 1_000_000
-            yield from ([ids[at : at + self.size] for at in range(0, SAMPLES, self.size)] if self.size else ids)
+            yield from ([ids[at : at + self.size] for at in range(0, self.count, self.size)] if self.size else ids)
 
 
 class EndlessWithLength(Endless):
@@ -164,12 +164,10 @@ class EndlessWithLength(Endless):
         return SAMPLES
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [Endless, EndlessWithLength])
-@pytest.mark.parametrize("by_batches", [False, True], ids=["sampler", "batch_sampler"])
+@pytest.mark.parametrize(("by_batches", "kind", "workers"), half([False, True], [Endless, EndlessWithLength], [0, 1]))
 def test_a_sampler_that_does_not_end(by_batches: bool, kind: Any, workers: int) -> None:
     def make() -> sf.DataLoader:
-        order = {"batch_sampler": kind(5)} if by_batches else {"batch_size": 4, "sampler": kind()}
+        order = {"batch_sampler": kind(size=5)} if by_batches else {"batch_size": 4, "sampler": kind()}
         return sf.DataLoader(Made(SAMPLES, int), num_workers=workers, seed=6, **order)
 
     loader = make()
@@ -208,3 +206,66 @@ def test_a_long_sampler_that_ends_is_exact() -> None:
     resumed.load_state_dict(loader.state_dict())
     seen += [batch.tolist() for batch in batches]
     assert [seen[0], *(batch.tolist() for batch in resumed)] == seen
+
+
+# -- samples that come again: augmented anew, as in an endless epoch each one is ---------------------------------------
+
+FEW, SIZE = 6, 4
+
+
+def noisy(id: int) -> tuple[int, float]:
+    return id, torch.rand(()).item()
+
+
+def with_replacement() -> RandomSampler:
+    generator = torch.Generator().manual_seed(2)
+    return RandomSampler(range(FEW), replacement=True, num_samples=60, generator=generator)
+
+
+REPEATING: dict[str, Callable[[], dict[str, Any]]] = {
+    "endless": lambda: {"batch_size": SIZE, "sampler": Endless(FEW)},
+    "endless batches": lambda: {"batch_sampler": Endless(FEW, 3)},
+    "with replacement": lambda: {"batch_size": SIZE, "sampler": with_replacement()},
+    "a batch sampler": lambda: {"batch_sampler": BatchSampler(with_replacement(), SIZE, False)},
+    "single": lambda: {"batch_size": None, "sampler": Endless(FEW)},
+    "a list": lambda: {"batch_size": 2, "sampler": [0, 1, 2] * 5},
+}
+
+
+def pairs(batches: Any) -> list[Any]:
+    """(id, number drawn for it) of each sample; those of a batch that come twice in it once."""
+    found = []
+    for ids, numbers in batches:
+        made = zip(ids.tolist(), numbers.tolist(), strict=True) if torch.is_tensor(ids) else [(ids, numbers)]
+        found += sorted(set(made))
+    return found
+
+
+@pytest.mark.parametrize(("name", "workers"), half(REPEATING, [1, 0]))
+def test_a_sample_that_comes_again_is_another_one(name: str, workers: int) -> None:
+    cached = not workers
+    base: Any = Made(FEW, int)
+    data: Any = sf.CachedDataset(base, capacity="1MiB", transform=noisy) if cached else Made(FEW, noisy)
+
+    def loader() -> sf.DataLoader:
+        return sf.DataLoader(data, num_workers=workers, seed=3, **REPEATING[name]())
+
+    first = loader()
+    batches = iter(first)
+    seen = pairs(islice(batches, 3))
+    state = json.loads(json.dumps(first.state_dict()))
+    rest = pairs(islice(batches, 12))
+    drawn = [number for _, number in seen + rest]
+    assert len({id for id, _ in seen + rest}) < len(drawn) == len(set(drawn))
+    resumed = loader()
+    resumed.load_state_dict(state)
+    assert pairs(islice(iter(resumed), 12)) == rest
+    again = loader()  # nothing but the seed decides
+    assert pairs(islice(iter(again), 15)) == seen + rest
+    if name in ("with replacement", "a list"):
+        another = pairs(again)  # the next epoch, of the same generator or not
+        assert not {number for _, number in another} & set(drawn)
+    for made in (first, resumed, again):
+        made.close()
+    if cached:
+        data.close()

@@ -1,7 +1,5 @@
 """The ring: a held batch is never overwritten, and every slot becomes free again."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

@@ -1,7 +1,5 @@
 """The seed follows torch's generator, is the same in all processes of an iteration, and is in the state."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

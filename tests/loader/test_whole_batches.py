@@ -1,82 +1,79 @@
 """Data sets with `__getitems__`: a batch is one call, as under torch's loader, unless it draws random numbers."""
 
-from __future__ import annotations
-
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import stallfree as sf
+from cases import half
+
+WORKERS = pytest.mark.parametrize("workers", [0, 1])
 
 
-class Batched(torch.utils.data.Dataset[Any]):
-    """`__getitems__` gives other values than `__getitem__`."""
+class Batches(torch.utils.data.Dataset[Any]):
+    """Gives whole batches only."""
+
+    def __init__(self, several: Callable[[list[int]], Any]) -> None:
+        self.several = several
 
     def __len__(self) -> int:
         return 20
+
+    def __getitems__(self, ids: list[int]) -> Any:
+        return self.several(ids)
+
+
+class Both(Batches):
+    """Gives single samples too, which are other ones."""
 
     def __getitem__(self, id: int) -> Any:
-        return id
-
-    def __getitems__(self, ids: list[int]) -> list[Any]:
-        return [10 * id + min(ids) for id in ids]
+        return {"x": id, "y": str(id)}
 
 
-class OnlyBatches(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return 20
-
-    def __getitems__(self, ids: list[int]) -> list[Any]:
-        return [torch.full((3,), id) for id in ids]
+def noisy(ids: list[int]) -> list[float]:
+    return [id + random.random() for id in ids]
 
 
-class OnlyBatchesDrawn(OnlyBatches):
-    def __getitems__(self, ids: list[int]) -> list[Any]:
-        return [id + random.random() for id in ids]
-
-
-class Drawing(Batched):
+class Noisy(Batches):
     def __getitem__(self, id: int) -> float:
-        return id + random.random()
-
-    def __getitems__(self, ids: list[int]) -> list[Any]:
-        return [id + random.random() for id in ids]
+        return noisy([id])[0]
 
 
-class Failing(Batched):
-    def __getitems__(self, ids: list[int]) -> list[int]:
-        if 7 in ids:
-            raise FileNotFoundError("the file of the batch")
-        return ids
-
-
-@pytest.mark.parametrize("workers", [0, 1])
+@WORKERS
 def test_samples_of_a_data_set_with_batches_only_are_cached(workers: int) -> None:
-    data: Any = OnlyBatches()
-    torchs = torch.utils.data.DataLoader(data, batch_size=4)
+    data: Any = Batches(lambda ids: [torch.full((3,), id) for id in ids])
+    torchs = [batch.tolist() for batch in torch.utils.data.DataLoader(data, batch_size=4)]
     cached = sf.CachedDataset(data, capacity="1MiB")
     with cached, sf.DataLoader(cached, batch_size=4, num_workers=workers) as loader:
         for _ in range(2):
-            assert [batch.tolist() for batch in loader] == [batch.tolist() for batch in torchs]
+            assert [batch.tolist() for batch in loader] == torchs
             assert cached.stats().storage_reads == 20
         assert cached.stats().hits >= 20
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("data", [Drawing(), OnlyBatchesDrawn()], ids=type)
-def test_random_numbers_are_a_function_of_each_id(data: Any, workers: int) -> None:
-    with sf.DataLoader(data, batch_size=4, seed=5, num_workers=workers) as loader:
-        first = [value for batch in loader for value in batch.tolist()]
-    with sf.DataLoader(data, batch_size=10, seed=5, num_workers=1) as loader:
-        assert first == [value for batch in loader for value in batch.tolist()]
+@pytest.mark.parametrize("kind", [Noisy, Batches])
+def test_random_numbers_are_a_function_of_each_id(kind: Any, workers: int) -> None:
+    def values(size: int, workers: int) -> list[float]:
+        with sf.DataLoader(kind(noisy), batch_size=size, seed=5, num_workers=workers) as loader:
+            return [value for batch in loader for value in batch.tolist()]
+
+    first = values(4, workers)
+    assert first == values(10, 1)
     assert len({value - int(value) for value in first}) == 20
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@WORKERS
 def test_an_error_of_a_batch_is_raised(workers: int) -> None:
-    with sf.DataLoader(Failing(), batch_size=4, num_workers=workers) as loader:
+    def failing(ids: list[int]) -> list[int]:
+        if 7 in ids:
+            raise FileNotFoundError("the file of the batch")
+        return ids
+
+    with sf.DataLoader(Both(failing), batch_size=4, num_workers=workers) as loader:
         batches = iter(loader)
         assert next(batches).tolist() == [0, 1, 2, 3]
         with pytest.raises(FileNotFoundError, match=r"fetching the samples \[4, 5, 6, 7\]"):
@@ -94,40 +91,6 @@ def test_a_sample_that_contains_itself() -> None:
 # -- `__getitems__` that returns a batch, which torch's loader gives to `collate_fn` as it is -------------------------
 
 
-class Columns(torch.utils.data.Dataset[Any]):
-    """Tables, from which it is quickest to take all columns of a batch at once."""
-
-    def __len__(self) -> int:
-        return 10
-
-    def __getitems__(self, ids: list[int]) -> Any:
-        return {"x": torch.tensor(ids), "y": [str(id) for id in ids]}
-
-
-class Rows(Columns):
-    def __getitem__(self, id: int) -> Any:
-        return {"x": id, "y": str(id)}
-
-
-class Tensors(Columns):
-    def __getitems__(self, ids: list[int]) -> Any:
-        return torch.tensor(ids)[:, None] * torch.ones(3)
-
-
-class Pairs(Columns):
-    """As many columns as samples in some batches."""
-
-    def __getitems__(self, ids: list[int]) -> Any:
-        return torch.tensor(ids), torch.tensor(ids) * 10
-
-
-class Views(Rows):
-    """Two views of each sample."""
-
-    def __getitems__(self, ids: list[int]) -> Any:
-        return [id + view / 10 for id in ids for view in range(2)]
-
-
 class Table:
     def __init__(self, ids: list[int]) -> None:
         self.ids = ids
@@ -142,24 +105,28 @@ class Table:
         return f"Table({self.ids})"
 
 
-class Tables(Columns):
-    def __getitems__(self, ids: list[int]) -> Any:
-        return Table(ids)
+def columns(ids: list[int]) -> Any:
+    return {"x": torch.tensor(ids), "y": [str(id) for id in ids]}
 
 
-class Nothing(Columns):
-    def __getitems__(self, ids: list[int]) -> Any:
-        return None
+WHOLE: dict[str, Batches] = {
+    "columns": Batches(columns),
+    "columns, and rows": Both(columns),
+    "a tensor": Batches(lambda ids: torch.tensor(ids)[:, None] * torch.ones(3)),
+    "as many columns as samples": Batches(lambda ids: (torch.tensor(ids), torch.tensor(ids) * 10)),
+    "two views of each sample": Both(lambda ids: [id + view / 10 for id in ids for view in range(2)]),
+    "an object": Batches(Table),
+    "None": Batches(lambda ids: None),
+}
 
 
 def unchanged(batch: Any) -> Any:
     return batch
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("kind", [Columns, Rows, Tensors, Pairs, Views, Tables, Nothing])
-def test_a_batch_that_is_no_list_of_samples(kind: Any, workers: int) -> None:
-    for data in (kind(), torch.utils.data.Subset(kind(), [5, 4, 3, 2, 1, 0])):
+@pytest.mark.parametrize(("kind", "workers"), half(WHOLE, [0, 1]))
+def test_a_batch_that_is_no_list_of_samples(kind: str, workers: int) -> None:
+    for data in (WHOLE[kind], torch.utils.data.Subset(WHOLE[kind], [5, 4, 3, 2, 1, 0])):
         found = []
         for loader in (torch.utils.data.DataLoader, sf.DataLoader):
             made = loader(data, 4, collate_fn=unchanged, num_workers=workers)
@@ -167,26 +134,22 @@ def test_a_batch_that_is_no_list_of_samples(kind: Any, workers: int) -> None:
         assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@WORKERS
 def test_single_samples_are_not_asked_for_as_batches(workers: int) -> None:
     found = []
     for loader in (torch.utils.data.DataLoader, sf.DataLoader):
-        found.append(repr(list(loader(Rows(), batch_size=None, num_workers=workers))))
+        found.append(repr(list(loader(Both(columns), batch_size=None, num_workers=workers))))
     assert found[0] == found[1]
 
 
-class Noisy(Columns):
-    def __getitems__(self, ids: list[int]) -> Any:
-        return {"x": torch.tensor(ids), "noise": torch.rand(len(ids))}
+def test_the_draws_of_such_batches_depend_on_the_seed() -> None:
+    data = Batches(lambda ids: {"x": torch.tensor(ids), "noise": torch.rand(len(ids))})
 
-
-@pytest.mark.parametrize("workers", [1, 2])
-def test_the_draws_of_such_batches_depend_on_the_seed(workers: int) -> None:
-    def epochs(seed: int) -> list[Any]:
-        with sf.DataLoader(Noisy(), 4, seed=seed, collate_fn=unchanged, num_workers=workers) as loader:
-            return [[batch["noise"].tolist() for batch in loader] for _ in range(3)]
+    def epochs(seed: int, workers: int = 1) -> list[Any]:
+        with sf.DataLoader(data, 4, seed=seed, collate_fn=unchanged, num_workers=workers) as loader:
+            return [[batch["noise"].tolist() for batch in loader] for _ in range(2)]
 
     first = epochs(1)
-    assert first == epochs(1)
+    assert first == epochs(1, 2)
     noises = [noise for epoch in [*first, *epochs(2)] for batch in epoch for noise in batch]
     assert len(set(noises)) == len(noises)

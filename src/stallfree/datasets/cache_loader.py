@@ -1,14 +1,11 @@
 """`CacheLoader`: cache any value by a key."""
 
-from __future__ import annotations
-
 import contextlib
 import operator
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stallfree.cache.layout import chained_block
@@ -16,13 +13,13 @@ from stallfree.cache.policies import Policy, make_policy, mixed
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, room_of
+from stallfree.datasets.epoch_source import Ids
 from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
 from stallfree.stats import CacheStats
 from stallfree.typevars import T
 from stallfree.units import parse_size
 
-Places = npt.NDArray[np.int64]
 KeyT = TypeVar("KeyT", bound=str | int)
 
 _WAYS = np.arange(8, dtype=np.uint64)
@@ -114,7 +111,7 @@ class CacheLoader:
             self.cache.tier.put_many(free, [(plain, value)], 0)
         return value
 
-    def _keep(self, key: str | int, value: Any, places: Places) -> None:
+    def _keep(self, key: str | int, value: Any, places: Ids) -> None:
         """Store the value of `key` in a free place, or in one that the policy empties."""
         cache = self.cache
         if cache.policy.evicts and cache.resident(places).all():
@@ -130,7 +127,7 @@ class CacheLoader:
     def __contains__(self, key: str | int) -> bool:
         return self._find(*self._places(key))[0] is not MISS
 
-    def _find(self, key: str | int, places: Places) -> tuple[Any, Places]:
+    def _find(self, key: str | int, places: Ids) -> tuple[Any, Ids]:
         """Return the value of `key`, `MISS` if it is not there; and a free place in the tier, if it has one."""
 
         def is_ours(found: Any) -> bool:
@@ -151,7 +148,7 @@ class CacheLoader:
                 return value[1], places[:0]
         return MISS, places[[value is MISS for value in values]][:1]
 
-    def _places(self, key: str | int) -> tuple[str | int, Places]:
+    def _places(self, key: str | int) -> tuple[str | int, Ids]:
         """`key` as a plain str or int, and the places that it may take."""
         plain: str | int = str.__str__(key) if isinstance(key, str) else _as_int(key)
         text = f"str:{plain}" if isinstance(plain, str) else f"int:{plain:x}"

@@ -1,7 +1,5 @@
 """`CachedDataset`: a map-style data set whose samples stay in a cache that all processes share; and `LocalSampler`."""
 
-from __future__ import annotations
-
 import logging
 import operator
 import os
@@ -12,27 +10,17 @@ from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import Dataset, DistributedSampler, get_worker_info
 
+from stallfree import errors
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
-from stallfree.datasets.epoch_source import EpochSource, SourceSetup, make_plan
+from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_plan
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
 from stallfree.datasets.ranks import find_ranks, share
 from stallfree.datasets.reader import Reader
-from stallfree.errors import (
-    CodecError,
-    IdError,
-    InputError,
-    StallfreeWarning,
-    argument_conflict,
-    cache_required,
-    launch_environment,
-    no_fingerprint,
-)
 from stallfree.frames import users_level
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.shared_array import SharedCounts
@@ -46,6 +34,8 @@ from stallfree.units import parse_whole
 
 if TYPE_CHECKING:
     from stallfree.sources.cached_files import CachedFiles
+
+Array = np.ndarray[Any, Any]
 
 _FORMAT = "records-2"
 _MOST_EPOCHS = 2**31 - 2
@@ -135,7 +125,7 @@ class CachedDataset(Dataset[SampleT_co]):
         ```
     """
 
-    files: CachedFiles | None = None
+    files: "CachedFiles | None" = None
     """The data set, whose files are cached, with `form="files"`."""
 
     source: Source
@@ -157,7 +147,7 @@ class CachedDataset(Dataset[SampleT_co]):
         seed: int | None = None,
     ) -> None:
         if form not in ("auto", "fetched", "prepared", "files"):
-            raise InputError(f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto'")
+            raise errors.InputError(f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto'")
         size, policy = parse_capacity(capacity, store), make_policy(policy)
         if name is not None:
             check_name(name)
@@ -208,7 +198,7 @@ class CachedDataset(Dataset[SampleT_co]):
         self.reader = Reader(source, self.cache, before, after, steps=self.steps)
         self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
         for id, value in values.items():
-            with nullcontext() if id == first.first.id else suppress(CodecError):  # raised when it is asked for
+            with nullcontext() if id == first.first.id else suppress(errors.CodecError):  # raised when it is asked for
                 self.reader.store([id], [value])
 
     def _cache_files(self, steps: list[Any], store: Store, **options: Any) -> None:
@@ -218,10 +208,12 @@ class CachedDataset(Dataset[SampleT_co]):
         policy = options["policy"]
         if is_tier(store) or self._auto or policy.given:
             what = f"policy={policy.name!r}" if policy.given else "a tier"
-            raise argument_conflict(f"form='files' with {what}: give another policy, and store='memory' or a folder")
+            raise errors.argument_conflict(
+                f"form='files' with {what}: give another policy, and store='memory' or a folder"
+            )
         source, look = look_at_files(self.dataset)
         if look.warning:
-            warnings.warn(look.warning, StallfreeWarning, stacklevel=users_level())
+            warnings.warn(look.warning, errors.StallfreeWarning, stacklevel=users_level())
         with tolerant() as unknown:
             key = key_of(**{"data set": fingerprint(source.fingerprint())}, form="files", format=_FORMAT)
         sizes = sorted(len(data) for _, _, data in look.files)
@@ -267,7 +259,7 @@ class CachedDataset(Dataset[SampleT_co]):
             self._drawn = peek_seed()
         return self._drawn
 
-    def _epoch_of(self, ids: npt.NDArray[np.int64]) -> int | list[int]:
+    def _epoch_of(self, ids: Ids) -> int | list[int]:
         """The epoch that was set, or how often each of `ids` has been asked for."""
         counts = self._epochs.array
         return max(0, int(counts[0]) - 1) if counts[0] > 0 else _count_each(counts, ids + 1)
@@ -288,7 +280,7 @@ class CachedDataset(Dataset[SampleT_co]):
         """
         self.reader.check()
         if not 0 <= parse_whole(epoch, "epoch") <= _MOST_EPOCHS:
-            raise InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
+            raise errors.InputError(f"epoch={epoch}: give 0 or more, and less than 2**31 - 1")
         self._epochs.array[0] = epoch + 1
         if self.cache.tier is not None:
             self.cache.tier.begin_epoch()
@@ -356,7 +348,7 @@ def cached_after(first: FirstLook | None, dataset: Any, **options: Any) -> Cache
     return cached
 
 
-def _count_each(counts: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> list[int]:
+def _count_each(counts: Array, places: Ids) -> list[int]:
     """Return the counts at `places`, and increment them; those that occur again are one higher."""
     if len(set(places.tolist())) < len(places):
         return [_count_each(counts, places[at : at + 1])[0] for at in range(len(places))]
@@ -365,12 +357,12 @@ def _count_each(counts: npt.NDArray[Any], places: npt.NDArray[np.int64]) -> list
     return visits.tolist()  # type: ignore[no-any-return]
 
 
-def checked_ids(ids: Sequence[int], length: int) -> npt.NDArray[np.int64]:
+def checked_ids(ids: Sequence[int], length: int) -> Ids:
     """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for no integers."""
     wanted = np.array([operator.index(id) for id in ids], np.int64)
     bad = wanted[(wanted < -length) | (wanted >= length)]
     if len(bad):
-        raise IdError(f"id {bad[0]} is out of range: the data set has {length} samples")
+        raise errors.IdError(f"id {bad[0]} is out of range: the data set has {length} samples")
     return np.where(wanted < 0, wanted + length, wanted)
 
 
@@ -380,14 +372,14 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
     Raises `InputError` where a cache that others do not find is of no use.
     """
     if persist or (is_tier(store) and getattr(store, "persist", True)):
-        raise no_fingerprint(
+        raise errors.no_fingerprint(
             f"store={store!r:.80}, persist={persist}: no other job or node would find these samples, as {unknown} has "
             f"no fingerprint: {_CURE}"
         )
     warnings.warn(
         f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "
         f"with them. To share it with other jobs and ranks, {_CURE}",
-        StallfreeWarning,
+        errors.StallfreeWarning,
         stacklevel=users_level(),
     )
     return token()
@@ -406,7 +398,7 @@ def window_name(unknown: list[str], name: str) -> str:
     if not unknown:
         return name
     if find_ranks().here > 1:
-        raise no_fingerprint(
+        raise errors.no_fingerprint(
             f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
         )
     return token()
@@ -458,25 +450,25 @@ class LocalSampler(DistributedSampler[Any]):
     ) -> None:
         cache = getattr(dataset, "cache", None)
         if cache is None:
-            raise cache_required(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
+            raise errors.cache_required(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
         ranks = find_ranks()
         seed = parse_whole(seed, "seed")
         number = ranks.rank if rank is None else parse_whole(rank, "rank")
         count = ranks.count if num_ranks is None else parse_whole(num_ranks, "num_ranks", 1)
         if not 0 <= number < count:
-            raise launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
+            raise errors.launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
         super().__init__(dataset, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
         servers: Any = dataset.tier
         self._nodes: int = getattr(servers, "num_nodes", 1)
         if count % self._nodes:
-            raise launch_environment(
+            raise errors.launch_environment(
                 f"{count} ranks on {self._nodes} nodes: every node needs as many ranks as any other"
             )
         self._owner = np.zeros(len(dataset), np.int16)
         if self._nodes > 1:
             self._owner, node = servers.owner(np.arange(len(dataset))), number * self._nodes // count
             if node != servers.me:
-                raise launch_environment(
+                raise errors.launch_environment(
                     f"rank {number} of {count} should be on node {node} of {self._nodes} and is on node {servers.me}: "
                     "ranks have to be numbered node by node, as torchrun does"
                 )
@@ -499,8 +491,15 @@ class LocalSampler(DistributedSampler[Any]):
 
 
 def local_shares(
-    owner: npt.NDArray[Any], nodes: int, ranks_per_node: int, *, shuffle: bool, seed: int, epoch: int, drop_last: bool
-) -> npt.NDArray[Any]:
+    owner: Array,
+    nodes: int,
+    ranks_per_node: int,
+    *,
+    shuffle: bool,
+    seed: int,
+    epoch: int,
+    drop_last: bool,
+) -> Array:
     """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
 
     A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go to

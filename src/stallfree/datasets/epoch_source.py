@@ -4,8 +4,6 @@ A loader calls `EpochSource.begin` and iterates over the batches of the returned
 order, a sampler, a moving window or an importance plan.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -134,8 +132,9 @@ class SourceSetup:
         seed: of the loader; None before it is drawn.
         seed_of_data: whether the seed is that of the data set.
         counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
-        reader: reads the samples.
-        caches: returns whether the loader has made a cache for these samples.
+        source: source of the samples.
+        reader: reads them; None for a plain data set whose samples are indexed in this process.
+        auto: what makes the cache of `cache="auto"`; or None.
         context: `multiprocessing` context.
         counts: of the loader, by the names of `LoaderStats`.
         order: makes the loader's own order from a setup, for a source that is an order with something beside it.
@@ -151,11 +150,12 @@ class SourceSetup:
     seed: int | None = None
     seed_of_data: bool = False
     counter: Any = None
+    source: Any = None
     reader: Any = None
-    caches: Callable[[], bool] = bool
+    auto: Any = None
     context: Any = None
     counts: Mapping[str, Any] = field(default_factory=dict)
-    order: Callable[[SourceSetup], EpochSource] | None = None
+    order: Callable[["SourceSetup"], EpochSource] | None = None
 
     def make_order(self, **changes: Any) -> EpochSource:
         """Return the order that the loader would have without the object that asks, with `changes` of this setup."""

@@ -1,7 +1,5 @@
 """The rank and job of this process, and warnings if all ranks have the same samples."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time
@@ -15,7 +13,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -34,7 +31,7 @@ AGREE_SECONDS = 300.0
 
 _LOOK_SECONDS = 0.02
 
-Ids = npt.NDArray[np.int64]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 def job_name() -> str | None:

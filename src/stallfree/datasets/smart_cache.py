@@ -1,7 +1,5 @@
 """`SmartCacheDataset`: train on a window of the data set that moves while you train."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

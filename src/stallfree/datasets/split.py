@@ -4,8 +4,6 @@ A step before the cache that proves random moves behind the cache, with all step
 other processes that share the cache read the new split from its `uncached_steps`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -57,20 +55,16 @@ class TransformSplit:
         self, source: Source, cache: SampleCache | None, origin: Any, deterministic: Compose, later_steps: Compose
     ) -> None:
         self.source, self.origin, self._cache = source, origin, cache
-        self._steps, self._cached_steps = (
-            deterministic.transforms + later_steps.transforms,
-            len(deterministic.transforms),
-        )
+        self._steps = deterministic.transforms + later_steps.transforms
+        self._cached_steps = len(deterministic.transforms)
         self.quiet, self._home = False, os.getpid()
         self._looks = self._first = self._false_alarms = 0
-        self._divide(0)
-        self.deterministic, self.later_steps = deterministic, later_steps
+        self._adopt(deterministic, later_steps, 0)
 
-    def _divide(self, uncached: int) -> None:
-        """Leave the last `uncached` cached steps behind the cache, and determine which looks the others need."""
-        kept = max(0, self._cached_steps - uncached)
-        self.deterministic, self.later_steps = Compose(self._steps[:kept]), Compose(self._steps[kept:])
-        self._trust = [] if self._cache is None else [Trust.of(self.origin), *map(Trust.of, self.deterministic)]
+    def _adopt(self, deterministic: Compose, later_steps: Compose, uncached: int) -> None:
+        """Use these steps before and after the cache, and determine which looks those before it need."""
+        self.deterministic, self.later_steps = deterministic, later_steps
+        self._trust = [] if self._cache is None else [Trust.of(self.origin), *map(Trust.of, deterministic)]
         self.fetches_twice = bool(self._trust) and self.origin is not self.source and not self._trust[0].outputs
         self._compares = self.fetches_twice or not all(known.outputs for known in self._trust[1:])
         self._watches = not all(known.draws for known in self._trust)
@@ -151,7 +145,8 @@ class TransformSplit:
         """Move the last `count` cached steps behind the cache; returns whether the draw is new to this process."""
         kept = self._cached_steps - count
         new = note_drew(self._steps[kept] if kept >= 0 else self.origin)
-        self._divide(count)
+        kept = max(0, kept)
+        self._adopt(Compose(self._steps[:kept]), Compose(self._steps[kept:]), count)
         return new
 
     def _warn(self, why: str) -> None:

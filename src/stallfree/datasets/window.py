@@ -5,9 +5,6 @@ places, the first n samples leave and n new ones join. This is the Smart Cache o
 MONAI's `SmartCacheDataset` continues.
 """
 
-from __future__ import annotations
-
-import dataclasses
 import enum
 import logging
 import math
@@ -15,7 +12,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from multiprocessing import get_context
@@ -23,7 +20,6 @@ from multiprocessing.context import BaseContext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree.cache.sample_cache import SampleCache
@@ -167,7 +163,7 @@ class Window:
         """The plan, with the seed that all processes use."""
         seed = int(self.header[Field.SEED])
         if seed != self._plan.seed:
-            self._plan = dataclasses.replace(self._plan, seed=seed)
+            self._plan = replace(self._plan, seed=seed)
         return self._plan
 
     @property
@@ -258,9 +254,9 @@ class Window:
         plan, first = self.plan, self.start(self.epoch) + self._plan.size
         return plan.sequence(first, first + plan.replace), np.arange(first, first + plan.replace)
 
-    def lacking(self, ids: Ids, places: Ids) -> npt.NDArray[np.bool_]:
+    def lacking(self, ids: Ids, places: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which of the samples that join at `places` are neither prepared nor failed."""
-        lacking: npt.NDArray[np.bool_] = ~self.cache.resident(ids) & (self.failed[ids] != places + 1)
+        lacking: np.ndarray[Any, np.dtype[np.bool_]] = ~self.cache.resident(ids) & (self.failed[ids] != places + 1)
         return lacking
 
     def _move(self, epoch: int) -> None:

@@ -1,7 +1,5 @@
 """The arguments of a loader: their checks, and its `repr`."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import operator
@@ -14,7 +12,6 @@ from stallfree.datasets.epoch_source import plans_epochs
 from stallfree.datasets.ranks import check_ranks
 from stallfree.datasets.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.sources.mapped import is_iterable
 from stallfree.units import parse_room, parse_whole
 
 WAIT_SECONDS = 300.0
@@ -44,7 +41,7 @@ def check_arguments(loader: Any) -> int | float | None:
 
     Raises `InputError` if arguments of a `DataLoader`, which are its attributes, are invalid or contradict each other.
     """
-    if is_iterable(loader.dataset):
+    if loader._dataset_kind:
         for names, why in _NOT_OF_ITERABLES.items():
             for name in names:
                 value = getattr(loader, name)

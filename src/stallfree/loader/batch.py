@@ -3,8 +3,6 @@
 A batch that is used in the process that builds it, without a slot, is an object; all others are records in memory.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 import traceback
@@ -34,6 +32,59 @@ LARGE = 1 << 20
 
 _buffers = Buffers()
 log = logging.getLogger("stallfree")
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherTarget:
+    """The memory that a gather fills.
+
+    Attributes:
+        count: number of samples.
+        size: size of the batch in bytes.
+        head: the head of the batch's record in that memory.
+        saved_head: a copy of the head, since other batches overwrite the slot between two gathers.
+        aim: the target in the form that the cache expects.
+    """
+
+    count: int
+    size: int
+    head: Bytes
+    saved_head: Bytes
+    aim: Aim
+
+
+class _Destination:
+    """The memory that a batch is written to: its slot, or other memory if it has none or that is too small.
+
+    Args:
+        slots: slots of the ring; None in a worker on another machine.
+        slot: number of the slot.
+        here: whether the batch is used in this process.
+
+    Attributes:
+        memory: None for a batch in its slot.
+        status, size, value: of the result; of a batch without samples at first.
+    """
+
+    def __init__(self, slots: Slots | None, slot: int, here: bool = False) -> None:
+        self._slots, self.slot, self.here = slots, slot, here
+        self.memory: Bytes | None = None
+        self.status, self.size, self.value = EMPTY, 0, None
+
+    def reserve(self, size: int) -> Bytes:
+        """Return memory of at least `size` bytes."""
+        memory = None if self._slots is None else self._slots.reserve(self.slot, size)
+        if memory is not None:
+            self.memory = None
+            return memory
+        self.memory = _buffers.take(size) if self.here or self._slots is None else np.empty(size, np.uint8)
+        return self.memory
+
+    def finish(self, size: int) -> None:
+        """Note that the `size` bytes of the batch have been written."""
+        self.size, self.status = size, READY if self.memory is None else PRIVATE
+        if self.here and self.memory is not None:
+            self.status, self.value, self.memory = WHOLE, read_own_record(self.memory[:size], copy=False), None
 
 
 @dataclass
@@ -222,59 +273,6 @@ class BatchBuilder:
             destination.status, destination.memory, destination.value = WHOLE, None, value
         else:
             destination.finish(write_batch(value, destination.reserve))
-
-
-@dataclass(frozen=True, slots=True)
-class _GatherTarget:
-    """The memory that a gather fills.
-
-    Attributes:
-        count: number of samples.
-        size: size of the batch in bytes.
-        head: the head of the batch's record in that memory.
-        saved_head: a copy of the head, since other batches overwrite the slot between two gathers.
-        aim: the target in the form that the cache expects.
-    """
-
-    count: int
-    size: int
-    head: Bytes
-    saved_head: Bytes
-    aim: Aim
-
-
-class _Destination:
-    """The memory that a batch is written to: its slot, or other memory if it has none or that is too small.
-
-    Args:
-        slots: slots of the ring; None in a worker on another machine.
-        slot: number of the slot.
-        here: whether the batch is used in this process.
-
-    Attributes:
-        memory: None for a batch in its slot.
-        status, size, value: of the result; of a batch without samples at first.
-    """
-
-    def __init__(self, slots: Slots | None, slot: int, here: bool = False) -> None:
-        self._slots, self.slot, self.here = slots, slot, here
-        self.memory: Bytes | None = None
-        self.status, self.size, self.value = EMPTY, 0, None
-
-    def reserve(self, size: int) -> Bytes:
-        """Return memory of at least `size` bytes."""
-        memory = None if self._slots is None else self._slots.reserve(self.slot, size)
-        if memory is not None:
-            self.memory = None
-            return memory
-        self.memory = _buffers.take(size) if self.here or self._slots is None else np.empty(size, np.uint8)
-        return self.memory
-
-    def finish(self, size: int) -> None:
-        """Note that the `size` bytes of the batch have been written."""
-        self.size, self.status = size, READY if self.memory is None else PRIVATE
-        if self.here and self.memory is not None:
-            self.status, self.value, self.memory = WHOLE, read_own_record(self.memory[:size], copy=False), None
 
 
 @lru_cache(maxsize=16)

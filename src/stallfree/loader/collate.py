@@ -5,8 +5,6 @@ batch is the samples' leaves, row by row; such a batch is composed in the slot w
 is tested once against torch's function, with two samples of random bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
@@ -17,16 +15,8 @@ from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
-from stallfree.pipeline.codec import (
-    Structure,
-    encode,
-    encode_own,
-    leaf_dtypes,
-    open_record,
-    record_size,
-    stack_build,
-    write_record,
-)
+from stallfree.pipeline import codec
+from stallfree.pipeline.codec import Structure, encode
 from stallfree.pipeline.compose import Out
 
 Bytes = npt.NDArray[np.uint8]
@@ -53,7 +43,7 @@ def _pair_structure(sample: Structure) -> Structure | None:
         return None
     columns = [_random_pair(leaf.kind, leaf.nbytes) for leaf in sample.leaves]
     try:
-        structure, arrays = encode(collate_default(stack_build(sample, [c.copy() for c in columns], 2)))
+        structure, arrays = encode(collate_default(codec.stack_build(sample, [c.copy() for c in columns], 2)))
     except Exception:
         return None  # torch cannot collate them: the real call raises the error
     same = structure.fixed and len(arrays) == len(columns)
@@ -86,9 +76,9 @@ def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes
     structure = batch_structure(sample, count)
     if structure is None:
         return None
-    size = record_size(structure, [])
+    size = codec.record_size(structure, [])
     memory = reserve(size)
-    regions = open_record(structure, memory)
+    regions = codec.open_record(structure, memory)
     rows = [region.reshape(count, leaf.nbytes) for region, leaf in zip(regions, sample.leaves, strict=True)]
     return rows, size, memory[: structure.head.size]
 
@@ -99,25 +89,15 @@ def stack(samples: Sequence[Any], reserve: Reserve) -> tuple[int, Structure | No
     Returns the size of the batch and the structure of the samples; 0 and None if they share no fixed structure.
     """
     try:
-        first, arrays = encode(samples[0])
-        if not first.fixed:
-            return 0, None
-        rows_of = [arrays]
-        for sample in samples[1:]:
-            structure, arrays = encode(sample)
-            if structure is not first:
-                return 0, None
-            rows_of.append(arrays)
+        structure, _ = encode(samples[0])
     except CodecError:
         return 0, None
-    composed = compose(first, len(samples), reserve)
-    if composed is None:
-        return 0, None
-    columns, size, _ = composed
-    for at, arrays in enumerate(rows_of):
-        for column, array in zip(columns, arrays, strict=True):
-            column[at] = array
-    return size, first
+    buffer = BatchBuffer(structure, len(samples), reserve)
+    for sample in samples:
+        if not buffer.size or not buffer.put(sample):
+            return 0, None
+        buffer.next()
+    return buffer.size, structure
 
 
 def write_batch(batch: Any, reserve: Reserve) -> int:
@@ -125,8 +105,8 @@ def write_batch(batch: Any, reserve: Reserve) -> int:
 
     Raises `CodecError` if the batch cannot be pickled.
     """
-    structure, arrays = encode_own(batch)
-    return write_record(structure, arrays, reserve(record_size(structure, arrays)))
+    structure, arrays = codec.encode_own(batch)
+    return codec.write_record(structure, arrays, reserve(codec.record_size(structure, arrays)))
 
 
 class BatchBuffer:
@@ -144,16 +124,18 @@ class BatchBuffer:
 
     def __init__(self, structure: Structure, count: int, reserve: Reserve) -> None:
         self._structure, self._count, self._filled, self._open = structure, count, 0, True
-        composed = compose(structure, count, reserve)
-        self._columns, self.size, _ = composed or ([], 0, None)
-        self._typed = [
-            column.view(leaf_dtypes(leaf.kind, leaf.dtype)[0]).reshape(count, *leaf.shape)
-            for leaf, column in zip(structure.leaves, self._columns, strict=False)
+        self._columns, self.size, _ = compose(structure, count, reserve) or ([], 0, None)
+        self._rows: list[Any] = []  # of leaves that samples may be written to; made when the first is asked for
+
+    def _make_rows(self) -> None:
+        self._rows = [
+            column.view(codec.leaf_dtypes(leaf.kind, leaf.dtype)[0]).reshape(self._count, *leaf.shape)
+            for leaf, column in zip(self._structure.leaves, self._columns, strict=False)
             if leaf.kind in ("array", "tensor") and leaf.nbytes
         ]
         self._starts = [_address(column) for column in self._columns]
-        ends = [start + column.size for start, column in zip(self._starts, self._columns, strict=True)]
-        self._low, self._high = min(self._starts, default=0), max(ends, default=0)
+        self._low = min(self._starts)
+        self._high = max(start + column.size for start, column in zip(self._starts, self._columns, strict=True))
 
     @property
     def whole(self) -> bool:
@@ -161,7 +143,9 @@ class BatchBuffer:
 
     def row(self) -> Out:
         """Return the rows that the next sample may write to."""
-        return Out([typed[self._filled] for typed in self._typed]) if self._open else _NO_ROWS
+        if not self._rows:
+            self._make_rows()
+        return Out([rows[self._filled] for rows in self._rows]) if self._open else _NO_ROWS
 
     def put(self, sample: Any) -> bool:
         """Write the next sample, unless it is in its row already.
@@ -192,9 +176,13 @@ class BatchBuffer:
         """Return copies of the confirmed samples; the buffer accepts no more samples."""
         self._open = False
         count = self._filled
-        return stack_build(self._structure, [column[:count].copy() for column in self._columns], count)
+        return codec.stack_build(self._structure, [column[:count].copy() for column in self._columns], count)
 
     def _write(self, arrays: Sequence[Bytes]) -> None:
+        if not self._rows:
+            for column, array in zip(self._columns, arrays, strict=True):
+                column[self._filled] = array
+            return
         moves = []
         for column, start, array in zip(self._columns, self._starts, arrays, strict=True):
             row = column[self._filled]

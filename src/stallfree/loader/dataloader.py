@@ -1,13 +1,9 @@
 """`DataLoader`: the interface of `torch.utils.data.DataLoader`, without its stalls."""
 
-from __future__ import annotations
-
 import inspect
 import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
-from functools import partial
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Self
 
@@ -16,7 +12,7 @@ import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
-from stallfree.datasets.reader import reader_of
+from stallfree.datasets.reader import Reader, reader_of
 from stallfree.errors import argument_conflict
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_settings, seed_of, shown_by
@@ -25,14 +21,14 @@ from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, shown_samplers, source_of
 from stallfree.loader.pool import Options, new_counts
 from stallfree.pipeline.compose import Transform
-from stallfree.sources.mapped import is_iterable
+from stallfree.pipeline.protocol import Source
+from stallfree.sources.mapped import MapSource, as_source, is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
 
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
-    from stallfree.device.prefetcher import DevicePrefetcher
 
 
 class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
@@ -50,8 +46,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         sampler: yields ids (integers). An `ImportanceSampler` decides the samples of an epoch.
         batch_sampler: yields lists of ids.
         num_workers: worker processes; 0 (the default): the training process itself. With `cache="auto"`, the default is
-            the number that is fastest. With workers, a cache or a `device`, random numbers are a function of
-            (seed, epoch, id); otherwise they come from the global generators, as with torch's loader.
+            the number that is fastest. With workers, a cache, a `device` or `on_error="skip"`, random numbers are a
+            function of (seed, epoch, id); otherwise they come from the global generators, as with torch's loader.
         collate_fn: creates a batch from a list of samples; torch's default if None. Where samples are seeded, its
             random numbers are a function of (seed, epoch, batch number).
         pin_memory: yield batches in pinned memory if there is an accelerator.
@@ -117,9 +113,15 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
     _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
+    shuffle: bool
+    seed: int | None
+    ranks: Any
+    workers: Any
+    with_ids: bool
+    on_error: str
     _auto: Any
     _epochs: Epochs | IterableEpochs
-    _prefetcher: DevicePrefetcher | None
+    _prefetcher: Any
     __initialized = False
 
     def __init__(
@@ -154,76 +156,93 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         ranks: tuple[int, int] | str | None = None,
         workers: Any = None,
     ) -> None:
+        own = vars(self)  # not by `__setattr__`, whose checks are for attributes that are set later
         # All arguments are attributes: other libraries read them to recreate a loader.
-        self.dataset, self.shuffle, self.drop_last = dataset, bool(shuffle), drop_last
-        self.sampler, self.batch_sampler, self.ranks = sampler, batch_sampler, ranks  # type: ignore[assignment]
-        self.batch_size, self.num_workers, self.prefetch_factor = batch_size, num_workers, prefetch_factor  # type: ignore[assignment]
-        self.collate_fn, self.worker_init_fn, self.generator = collate_fn, worker_init_fn, generator  # type: ignore[assignment]
-        self.pin_memory, self.pin_memory_device, self.in_order = pin_memory, pin_memory_device, in_order
-        self.timeout, self.persistent_workers, self.workers = timeout, persistent_workers, workers
-        self.seed, self.with_ids, self.on_error, self.event_log = seed, with_ids, on_error, event_log
-        self.staging, self.device = staging, device
-        self.cache, self.capacity, self.transform = cache, capacity, transform
+        own.update(
+            dataset=dataset, batch_size=batch_size, shuffle=bool(shuffle), sampler=sampler, batch_sampler=batch_sampler,
+            num_workers=num_workers, collate_fn=collate_fn, pin_memory=pin_memory, drop_last=drop_last, timeout=timeout,
+            worker_init_fn=worker_init_fn, generator=generator, prefetch_factor=prefetch_factor, workers=workers,
+            persistent_workers=persistent_workers, pin_memory_device=pin_memory_device, in_order=in_order, seed=seed,
+            with_ids=with_ids, on_error=on_error, staging=staging, device=device, cache=cache, capacity=capacity,
+            transform=transform, event_log=event_log, ranks=ranks, _dataset_kind=int(is_iterable(dataset)),
+        )  # fmt: skip
         memory = check_arguments(self)
-        self._auto = self._prefetcher = None
+        auto = None
         if memory is not None:
             from stallfree.analysis.auto import AutoCache
 
-            self._auto = AutoCache(dataset, memory, as_int(num_workers), transform)
-        self.batch_size = as_int(batch_size) if batch_sampler is None else None
-        self.num_workers = (as_int(num_workers) or 0) if self._auto is None else self._auto.num_workers
-        self.prefetch_factor = as_int(prefetch_factor)
-        self.collate_fn = collate_fn or self._default_collate
-        self.seed = seed_of(dataset, seed, generator)
-        self._dataset_kind = int(is_iterable(dataset))
-        self._counts = new_counts() | {"num_workers": self.num_workers}
-        context = context_of(multiprocessing_context, requested=memory is None or num_workers is not None)
-        self.multiprocessing_context = None if multiprocessing_context is None else context
+            auto = AutoCache(dataset, memory, as_int(num_workers), transform)
+        own.update(
+            batch_size=as_int(batch_size) if batch_sampler is None else None,
+            num_workers=(as_int(num_workers) or 0) if auto is None else auto.num_workers,
+            prefetch_factor=as_int(prefetch_factor),
+            seed=seed_of(dataset, seed, generator),
+            multiprocessing_context=None if multiprocessing_context is None else context_of(multiprocessing_context),
+            _auto=auto, _prefetcher=None,
+        )  # fmt: skip
+        own["collate_fn"] = collate_fn or self._default_collate
+        self._requested = memory is None or num_workers is not None
+        self._staging = None if staging is None else parse_size(staging, "staging")
+        self._counts = counts = new_counts() | {"num_workers": self.num_workers}
         if self._dataset_kind:
-            self._epochs = IterableEpochs(self, self._counts)
-            self.sampler, self.batch_sampler = self._epochs.samplers
+            self._epochs = IterableEpochs(self, counts)
+            own["sampler"], own["batch_sampler"] = self._epochs.samplers
         else:
-            self._make_epochs(context, seed_of_data=seed is None and self.seed is not None)
+            options = self._options(*self._read_by(), None if event_log is None else EventLog(event_log))
+            by_dataset = seed is None and self.seed is not None
+            seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.source)}-{self.batch_size}")
+            source = self._source(options, sampler, batch_sampler, seed_of_data=by_dataset)
+            self._epochs = Epochs(source, options, seeds, counts, auto)
+            own["sampler"], own["batch_sampler"] = shown_samplers(self, self._epochs, sampler, batch_sampler)
         if device is not None:
             from stallfree.device.prefetcher import DevicePrefetcher
 
             self._prefetcher = DevicePrefetcher(self._epochs, device)
             self.device = self._prefetcher.device
-        self._adopted = self._settable_values()
+        self._adopted = _settable_values(own)
         self.__initialized = True
 
     @property
     def _default_collate(self) -> Callable[[Any], Any]:
         return default_convert if self.batch_size is None and self.batch_sampler is None else default_collate
 
-    def _make_epochs(self, context: BaseContext, *, seed_of_data: bool) -> None:
-        """Make what runs the epochs, and the samplers that other libraries read."""
-        options = Options(
-            **{"context": context, **self._settings()},
-            reader=reader_of(self.dataset, divide=self.num_workers > 0 or self.workers is not None),
+    def _read_by(self) -> tuple[Source, Reader | None]:
+        """Return the source of the samples and its reader; None if that is made when a pass needs it (`Epochs`)."""
+        divide, plan = self.num_workers > 0 or self.workers is not None, "epoch_source"
+        planned = hasattr(type(self.dataset), plan) or hasattr(type(self.sampler), plan)
+        if not (divide or self._auto or planned or self.on_error == "skip"):
+            source = as_source(self.dataset, divide=False)
+            if type(source) is MapSource and not isinstance(getattr(self.dataset, "reader", None), Reader):
+                return source, None
+        reader = reader_of(self.dataset, divide=divide)
+        return reader.source, reader
+
+    def _options(self, source: Source, reader: Reader | None, log: EventLog | None) -> Options:
+        """Return the options that follow from the attributes."""
+        return Options(
+            source=source,
+            reader=reader,
+            dataset=self.dataset,
+            collate=None if self.collate_fn is self._default_collate else self.collate_fn,
             single=self._default_collate is default_convert,
             seed=self.seed or 0,
             skip=self.on_error == "skip",
-            staging=None if self.staging is None else parse_size(self.staging, "staging"),
-            log=None if self.event_log is None else EventLog(self.event_log),
+            workers=self.num_workers,
+            ahead=(self.prefetch_factor or 2) * max(1, self.num_workers),
+            context=None if reader is None else context_of(self.multiprocessing_context, requested=self._requested),
+            worker_init=self.worker_init_fn,
+            seconds=self.timeout or WAIT_SECONDS,
+            staging=self._staging,
+            log=log,
             remote=self.workers,
             with_ids=self.with_ids,
+            pin=self.pin_memory and self.device is None,
             persistent=self.persistent_workers,
         )
-        sampler, batch_sampler = self.sampler, self.batch_sampler
-        name = f"{len(options.reader.source)}-{self.batch_size}"
-        self._epochs = epochs = Epochs(
-            self._source(options, sampler, batch_sampler, seed_of_data=seed_of_data),
-            options,
-            Seeds(self.seed, self.generator, self.shuffle, self.ranks, name),
-            self._counts,
-            self._auto,
-        )
-        self.sampler, self.batch_sampler = shown_samplers(self, epochs, sampler, batch_sampler)
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
-            samples=len(options.reader.source),
+            samples=len(options.source),
             batch_size=self.batch_size,
             shuffle=self.shuffle,
             sampler=sampler,
@@ -232,8 +251,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             ranks=self.ranks,
             seed=self.seed,
             seed_of_data=seed_of_data,
+            source=options.source,
             reader=options.reader,
-            caches=partial(_has_cache, self._auto),
+            auto=self._auto,
             context=options.context,
             counts=self._counts,
             order=order_of,
@@ -253,45 +273,28 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
                 value = context_of(value)
         object.__setattr__(self, name, value)
 
-    def _settable_values(self) -> list[Any]:
-        return [vars(self).get(name) for name in _SETTABLE]
-
-    def _settings(self) -> dict[str, Any]:
-        """The arguments of `Options` that follow from attributes which may be set."""
-        context = self.multiprocessing_context
-        return {
-            "dataset": self.dataset,
-            "collate": None if self.collate_fn is self._default_collate else self.collate_fn,
-            "workers": self.num_workers,
-            "ahead": (self.prefetch_factor or 2) * max(1, self.num_workers),
-            "worker_init": self.worker_init_fn,
-            "seconds": self.timeout or WAIT_SECONDS,
-            "pin": self.pin_memory and self.device is None,
-            **({} if context is None else {"context": context}),
-        }
-
     def _adopt(self) -> None:
         """Use the attributes that were set since the last iteration."""
-        values = self._settable_values()
+        values = _settable_values(vars(self))
         if all(map(operator.is_, values, self._adopted)):
             return
         check_settings(self)
         self.collate_fn, self.num_workers = self.collate_fn or self._default_collate, operator.index(self.num_workers)
-        if not isinstance(self._epochs, Epochs):
-            self._epochs.adopt(self)
+        epochs = self._epochs
+        if isinstance(epochs, IterableEpochs):
+            epochs.adopt(self)
         else:
-            before, source = self._epochs.options, self._epochs.source
-            options = replace(before, **self._settings())
-            if options.dataset is not before.dataset or bool(options.workers) != bool(before.workers):
-                divide = options.workers > 0 or options.remote is not None
-                options = replace(options, reader=reader_of(self.dataset, divide=divide))
-            samplers_changed = not all(map(operator.is_, values[:3], self._adopted))
-            if samplers_changed or options.reader is not before.reader:
+            before, source = epochs.options, epochs.source
+            same_data = self.dataset is before.dataset and bool(self.num_workers) == bool(before.workers)
+            data, reader = (before.source, before.reader) if same_data else self._read_by()
+            options = self._options(data, reader, before.log)
+            same_data = options.source is before.source and options.reader is before.reader
+            if not same_data or not all(map(operator.is_, values[:3], self._adopted)):
                 by_batches = self.batch_sampler is not None
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)
-            self._epochs.adopt(options, source, self.generator)
-        self._adopted = self._settable_values()
+            epochs.adopt(options, source, self.generator)
+        self._adopted = _settable_values(vars(self))
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -326,7 +329,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self.__dict__["seed"] = self._epochs.seed
         if self.num_workers != self._counts["num_workers"]:
             self.__dict__["num_workers"] = self._counts["num_workers"]
-            self._adopted = self._settable_values()
+            self._adopted = _settable_values(vars(self))
         return iterator
 
     @property
@@ -341,7 +344,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Accelerate also sets it."""
 
     @property
-    def cached(self) -> CachedDataset | None:
+    def cached(self) -> "CachedDataset[Any] | None":
         """See the class."""
         return None if self._auto is None else self._auto.cached
 
@@ -455,16 +458,14 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
 
 
-def _has_cache(auto: Any) -> bool:
-    return auto is not None and auto.cached is not None
-
-
 _SETTABLE = (
     *("dataset", "sampler", "batch_sampler"),  # in subclasses that repeat a sampler
     *("collate_fn", "generator", "multiprocessing_context", "num_workers", "pin_memory", "prefetch_factor", "timeout"),
     "worker_init_fn",
 )
 """Attributes that apply from the next iteration on if they are set."""
+
+_settable_values: Callable[[Any], tuple[Any, ...]] = operator.itemgetter(*_SETTABLE)
 
 _FIXED = {*inspect.signature(DataLoader).parameters} - {*_SETTABLE[3:], "pin_memory_device", "in_order"}
 """Arguments whose attributes may not be set."""

@@ -3,8 +3,6 @@
 For iterable data sets, torch's own loader makes the batches; epochs, state and counts are kept beside it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import inspect
@@ -238,10 +236,8 @@ class Epochs(EpochsBase):
         plan = source.begin(epoch, resume)
         seed = self._seeds.draw(new_workers=not self._has_workers())
         source.set_seed(seed)
-        self._follow_data()
-        if self._tuner is not None:
-            self._set_seed(seed)
-            self.options = self._tuner.tuned(self.options)
+        if prefetcher is not None or self.options.reader is not None:
+            self._prepare_reader(seed)
         plain = prefetcher is None and self._is_plain()
         if not plain:
             self._set_seed(seed)
@@ -261,17 +257,21 @@ class Epochs(EpochsBase):
 
     def _is_plain(self) -> bool:
         """Whether batches are made as torch's loader makes them without workers."""
-        options = self.options
-        reader = options.reader
-        if options.workers or options.remote is not None or reader.cache is not None or not reader.direct:
+        options, reader = self.options, self.options.reader
+        if reader is None:
+            return True
+        if options.workers or options.remote is not None or options.skip or reader.cache is not None:
             return False
         # A data set of stallfree's, and one that `cache="auto"` has made, caches at least the files that samples open.
         cached = None if self._tuner is None else self._tuner.cached
-        return cached is None and not isinstance(getattr(options.dataset, "reader", None), Reader)
+        return reader.direct and cached is None and not isinstance(getattr(options.dataset, "reader", None), Reader)
 
-    def _follow_data(self) -> None:
-        """Adopt changes of the data set. A cache keeps its samples, and warns."""
+    def _prepare_reader(self, seed: int) -> None:
+        """Make the reader if there is none, and adopt changes of the data set. A cache keeps its samples, and warns."""
         reader = self.options.reader
+        if reader is None:
+            reader = reader_of(self.options.dataset, divide=False)
+            self.options = replace(self.options, reader=reader)
         reader.follow()
         if reader.cache is not None:
             if reader.cache.tier is not None:
@@ -280,6 +280,9 @@ class Epochs(EpochsBase):
         elif self._tuner is None and reader.settings.changes():
             divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
             self.options = replace(self.options, reader=divided)
+        if self._tuner is not None:
+            self._set_seed(seed)
+            self.options = self._tuner.tuned(self.options)
 
     def _set_seed(self, seed: int) -> None:
         self.source.set_seed(seed)
@@ -322,7 +325,7 @@ class Epochs(EpochsBase):
             epoch, batches_known = progress.number, 0
             with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
                 batches_known = self.source.num_batches(epoch)
-            limits = max(_MANY, len(self.options.reader.source)), batches_known
+            limits = max(_MANY, len(self.options.source)), batches_known
             left = progress.position(batches, None if self.source.planned else limits)
         return {
             "version": STATE_VERSION,

@@ -1,7 +1,5 @@
 """The event log of a loader, in the format of `stallfree.events`."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

@@ -8,8 +8,6 @@ fetches while an earlier batch is prepared. Tasks and results are messages over 
 batches are in slots of the ring.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import queue
@@ -186,7 +184,7 @@ class ThreadExecutor(Executor):
 class GatherThreads(ThreadExecutor):
     """Threads that fill slots directly from the cache.
 
-    A thread takes a slot only when it starts a task, so that few slots are used: each has fresh pages at first.
+    A thread takes a slot only when it starts a task: the slot that was used last, which CPU caches may still hold.
 
     Args:
         builder: builds.

@@ -1,7 +1,5 @@
 """Tasks and results: the messages between the training process and its workers. Fixed layouts, no pickle."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import dataclass, field
 from operator import attrgetter

@@ -1,7 +1,5 @@
 """Orders of samples: the loader's own, a function of (seed, epoch), and that of a sampler or batch sampler."""
 
-from __future__ import annotations
-
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,14 +22,6 @@ _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
 
 _BY_USER = -1
 
-_SAME_ON_ALL_RANKS = (RandomSampler, SequentialSampler)
-"""Samplers of torch that give every rank every sample. Samplers of users may depend on the rank."""
-
-
-def _length_of(reader: Any) -> int:
-    """The present number of samples of the data set; 0 if it is not known."""
-    return 0 if reader is None else len(reader.source)
-
 
 class _Counted(EpochSource):
     """Counts epochs: per loader, or with a `counter` for all loaders that share it."""
@@ -39,7 +29,7 @@ class _Counted(EpochSource):
     def __init__(self, setup: SourceSetup) -> None:
         self._setup = setup
         self._next = 0
-        self._length = _length_of(setup.reader)
+        self._length = 0 if setup.source is None else len(setup.source)
 
     @property
     def next_epoch(self) -> int:
@@ -49,11 +39,12 @@ class _Counted(EpochSource):
     def _follow_length(self) -> None:
         """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
         setup, reader, before = self._setup, self._setup.reader, self._length
-        self._length = _length_of(reader)
-        if self._length == before:
+        if setup.source is None or (length := len(setup.source)) == before:
             return
-        if reader.cache is None and not setup.caches() and self._length > 0:
-            self._setup = replace(setup, samples=self._length)
+        self._length = length
+        cached = (reader is not None and reader.cache is not None) or getattr(setup.auto, "cached", None) is not None
+        if not cached and length > 0:
+            self._setup = replace(setup, samples=length)
             return
         warnings.warn(
             f"the data set has {self._length} samples now and had {before}; the loader keeps to those that it had when "
@@ -154,7 +145,7 @@ class SamplerOrder(_Counted):
 
     @property
     def knows_ranks(self) -> bool:
-        return self._setup.ranks is not None or not any(map(_is_same_on_all_ranks, self._parts))
+        return self._setup.ranks is not None or not any(type(part) in _SAME_ON_ALL_RANKS for part in self._parts)
 
     @property
     def next_epoch(self) -> int:
@@ -245,10 +236,6 @@ class Repeats:
         return times
 
 
-def _is_same_on_all_ranks(sampler: Any) -> bool:
-    return type(sampler) in _SAME_ON_ALL_RANKS or getattr(type(sampler), "same_on_all_ranks", False) is True
-
-
 def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
     if sampler.epoch != _set.get(sampler, 0):
         _set[sampler] = _BY_USER
@@ -307,8 +294,6 @@ def shown_samplers(loader: Any, epochs: Any, sampler: Any, batch_sampler: Any) -
 class ShuffledSampler(RandomSampler):
     """The order of a loader with `shuffle=True`. Each iteration over it is the loader's next epoch."""
 
-    same_on_all_ranks = True
-
     def __init__(self, dataset: Any, generator: Any, order: Order, next_ids: NextIds) -> None:
         super().__init__(dataset, generator=generator)
         self._order, self._next_ids = order, next_ids
@@ -347,3 +332,7 @@ class DealtSampler(DistributedSampler[Any]):
 
     def __len__(self) -> int:
         return self._order.samples
+
+
+_SAME_ON_ALL_RANKS = (RandomSampler, SequentialSampler, ShuffledSampler)
+"""Samplers that give every rank every sample. Samplers of users may depend on the rank."""

@@ -4,8 +4,6 @@
 workers or the training process. `poll` returns the results, whose batches are in slots of the ring.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -15,7 +13,6 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
-from multiprocessing.context import BaseContext
 from typing import Any
 
 from stallfree.datasets.reader import Reader
@@ -50,7 +47,7 @@ class Options:
     """The arguments of a loader that its pools and epochs use. Not changed once made.
 
     Attributes:
-        reader: reads and prepares samples.
+        reader: reads and prepares samples; None for a plain data set, until a pass needs more than `dataset[id]`.
         dataset: the data set as passed by the user.
         collate: the user's `collate_fn`, or None for torch's default.
         single: whether a batch is one sample, converted and not collated.
@@ -58,7 +55,7 @@ class Options:
         skip: whether samples that fail are left out.
         workers: number of worker processes.
         ahead: batches in flight.
-        context: multiprocessing context that starts the workers.
+        context: multiprocessing context that starts the workers; None if there is no reader.
         worker_init: called in each worker with its number, or None.
         seconds: maximum wait for a batch.
         staging: bytes of the ring, or None for the default.
@@ -67,9 +64,10 @@ class Options:
         with_ids: whether a batch is delivered as a `Batch`.
         pin: whether it is delivered in pinned memory.
         persistent: keep the pool between epochs. An iteration then ends the previous one.
+        source: source of the samples of a `DataLoader`.
     """
 
-    reader: Reader
+    reader: Any
     dataset: Any
     collate: Collate | None
     single: bool
@@ -77,7 +75,7 @@ class Options:
     skip: bool
     workers: int
     ahead: int
-    context: BaseContext
+    context: Any
     worker_init: Callable[[int], None] | None
     seconds: float
     staging: int | None
@@ -86,6 +84,7 @@ class Options:
     with_ids: bool = False
     pin: bool = False
     persistent: bool = False
+    source: Any = None
 
 
 class WorkerPool:

@@ -7,8 +7,6 @@ A forked child shares the memory of the slots. Slots that are leased at a fork a
 free, each is replaced by a new one, and its memory is freed with the last process that maps it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import mmap

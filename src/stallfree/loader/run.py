@@ -1,28 +1,25 @@
 """One pass over the batches of an epoch: submits tasks ahead, puts the results in order, leases slots to batches."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple
 
-import numpy as np
 import torch
 from torch.utils.data import default_collate, default_convert
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from stallfree.datasets.epoch_source import EpochPlan, Position
 from stallfree.datasets.reader import Reader
-from stallfree.datasets.samples import Samples, index_plainly
+from stallfree.datasets.samples import index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
 from stallfree.ipc.forked import Owner
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Options, WorkerPool
-from stallfree.notes import described, note_samples, raisable
+from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.sources.mapped import MapSource
 from stallfree.typevars import BatchT_co
@@ -85,7 +82,8 @@ class Progress:
         self.number, self.handed_out, self.exhausted = number, plan.first, False
         self.problem: Exception | None = None
         self._plan, self._batches, self._skip, self._repeats = plan, plan.batches, plan.skip, repeats
-        self._ready: deque[tuple[Ids, int]] = deque()  # drawn from the sampler, not started
+        self._drawn = plan.first
+        self._ready: deque[Task] = deque()  # drawn from the sampler, not started
         self.tasks: deque[Task] = deque()
         self._recent: deque[Task] = deque(maxlen=RECENT)  # delivered
 
@@ -107,13 +105,14 @@ class Progress:
         except Exception as problem:
             self.problem, self._batches = problem, iter(())
             return False
-        self._ready.append((ids, repeat))
+        self._ready.append(Task(0, self._drawn, NO_SLOT, self.number, ids, repeat))
+        self._drawn += 1
         return True
 
     def start(self, token: int = 0) -> Task:
         """Start a batch, after `peek`."""
-        ids, repeat = self._ready.popleft()
-        task = Task(token, self.handed_out + len(self.tasks), NO_SLOT, self.number, ids, repeat)
+        task = self._ready.popleft()
+        task.token = token
         self.tasks.append(task)
         return task
 
@@ -140,14 +139,15 @@ class Progress:
         if limits is None or self._is_endless(*limits):
             return Position(batches, None, self._plan.dealt)
         recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
-        remaining = [*((task.ids, task.repeat) for task in [*recent, *self.tasks]), *self._ready]
-        repeats = [repeat for _, repeat in remaining]
-        ids = [ids.tolist() for ids, _ in remaining]
-        return Position(batches, ids, self._plan.dealt, repeats if any(repeats) else None)
+        left = [*recent, *self.tasks, *self._ready]
+        repeats = [task.repeat for task in left]
+        return Position(
+            batches, [task.ids.tolist() for task in left], self._plan.dealt, repeats if any(repeats) else None
+        )
 
     def _is_endless(self, most_ids: int, most_batches: int) -> bool:
         """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
-        left = sum(len(ids) or 1 for ids, _ in self._ready)
+        left = sum(len(task.ids) or 1 for task in self._ready)
         while left <= most_ids or len(self._ready) <= most_batches:
             if not self._draw():
                 if self.problem is not None:
@@ -156,7 +156,7 @@ class Progress:
                         page="sampler-output",
                     )
                 return False
-            left += len(self._ready[-1][0]) or 1
+            left += len(self._ready[-1].ids) or 1
         return True
 
 
@@ -259,76 +259,53 @@ class PlainPass(EpochPass):
 
     def __init__(self, epochs: Any, progress: Progress, plan: EpochPlan, options: Options) -> None:
         super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=True)
-        self._plan, self._reader = plan, options.reader
-        self._source = source = options.reader.source
+        self._plan, self._reader, self._single = plan, options.reader, options.single
+        self._source = source = options.source if self._reader is None else self._reader.source
         self._dataset: Any = source.dataset if type(source) is MapSource else _Prepared(options.reader)
-        self._single, self._skip = options.single, options.skip
-        self._several = None if self._single or self._skip else getattr(self._dataset, "__getitems__", None)
+        self._several = None if self._single else getattr(self._dataset, "__getitems__", None)
         self._collate = options.collate or (default_convert if self._single else default_collate)
 
     def _take(self) -> tuple[Any, Ids]:
         if self.closed:
             raise iteration_over(OVER)
-        progress, counts = self.progress, self.counts
-        while True:
-            started = time.monotonic()
-            if not progress.peek():
-                raise progress.end()
-            ids = progress.start().ids
-            progress.hand_out()
-            try:
-                data, made = self._make(ids.tolist())
-            except StopIteration as error:
-                raise raisable(error) from error
-            now = time.monotonic()
-            counts["wait_seconds"] += now - started
-            counts["prep_seconds"] += now - started
-            counts["misses"] += len(ids)
-            if self._log is not None:
-                self._log.add(started, now, "loader 0", "prep", progress.handed_out - 1, progress.number)
-            if len(made) < len(ids):
-                ids = np.array(made, np.int64)
-                if not made:
-                    continue
-            counts["batches"] += 1
-            counts["samples"] += len(ids)
-            return data, ids
-
-    def _make(self, ids: list[int]) -> tuple[Any, list[int]]:
-        """Return the batch of `ids`, and the ids of the samples in it. Raises the error of a sample that fails."""
-        if self._several is not None:
-            try:
-                values: Any = self._several(ids)
-            except Exception as error:
-                note_samples(error, ids, "fetching")
-                raise
-        elif not self._skip:
-            values = index_plainly(self._dataset, self._source, ids)
-        else:
-            samples = self._without_failures(ids)
-            ids, values = samples.ids, samples.values
-            if samples.skipped and not ids:
-                return None, ids
+        progress, counts, started = self.progress, self.counts, time.monotonic()
+        if not progress.peek():
+            raise progress.end()
+        ids = progress.start().ids
+        progress.hand_out()
         try:
-            return self._collate(values[0] if self._single else values), ids
+            data = self._make(ids.tolist())
+        except StopIteration as error:
+            raise raisable(error) from error
+        now = time.monotonic()
+        counts["wait_seconds"] += now - started
+        counts["prep_seconds"] += now - started
+        counts["misses"] += len(ids)
+        if self._log is not None:
+            self._log.add(started, now, "loader 0", "prep", progress.handed_out - 1, progress.number)
+        counts["batches"] += 1
+        counts["samples"] += len(ids)
+        return data, ids
+
+    def _make(self, ids: list[int]) -> Any:
+        """Return the batch of `ids`. Raises the error of a sample that fails."""
+        doing = "fetching"
+        try:
+            if self._several is None:
+                doing = ""  # it adds its own note
+                values: Any = index_plainly(self._dataset, self._source, ids)
+            else:
+                values = self._several(ids)
+            doing = "collating"
+            return self._collate(values[0] if self._single else values)
         except Exception as error:
-            note_samples(error, ids, "collating")
+            if doing:
+                note_samples(error, ids, doing)
             raise
 
-    def _without_failures(self, ids: list[int]) -> Samples:
-        samples = Samples()
-        for id in ids:
-            try:
-                samples.values.append(self._dataset[id])
-                samples.ids.append(id)
-            except Exception as error:
-                samples.add_failure(error, self._source, id, "fetching", skip=True)
-        self._report_skips([*map(described, samples.skipped)])
-        self.counts["skips"] += len(samples.skipped)
-        return samples
-
     def _stop(self) -> None:
-        self._reader.settings.note()
+        if self._reader is not None:
+            self._reader.settings.note()
         self._plan.end()
 
 
