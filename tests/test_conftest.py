@@ -1,7 +1,5 @@
 """The fixture that looks for leaks finds them. A test of tests: if it were blind, nothing else would notice."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

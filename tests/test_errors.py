@@ -1,14 +1,12 @@
 """The tree of errors: what users catch, and what survives the way from a worker to the training process."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 
 import pytest
 
 import stallfree.errors as errors
-from stallfree.errors import DOCUMENTATION, StallfreeError, WorkerError, missing_extra, text_of
+from stallfree.errors import DOCUMENTATION, StallfreeError, WorkerError, text_of
 
 ALL: list[type[StallfreeError]] = [
     kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StallfreeError)
@@ -45,10 +43,3 @@ def test_worker_errors_keep_their_ids() -> None:
     error = WorkerError("3 workers died", ids=[3, 1, 2])
     for again in (copy.deepcopy(error), pickle.loads(pickle.dumps(error))):
         assert (type(again), text_of(again), again.ids) == (WorkerError, "3 workers died", [3, 1, 2])
-
-
-def test_missing_extra_names_the_command() -> None:
-    text = str(missing_extra("simplejpeg", "turbo", "fast JPEG decoding"))
-    assert "pip install 'stallfree[turbo]'" in text
-    assert "simplejpeg" in text
-    assert "fast JPEG decoding" in text

@@ -1,7 +1,5 @@
 """Reports made by hand, for tests."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """`DataLoader(cache="auto")`: it decides once, loses nothing, and every sample is what it is without it."""
 
-from __future__ import annotations
-
 import json
 import random
 import time

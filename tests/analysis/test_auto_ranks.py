@@ -1,7 +1,5 @@
 """`cache="auto"` decides once for the ranks of a host: the first one measures, and the others wait for it."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

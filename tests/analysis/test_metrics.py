@@ -1,7 +1,5 @@
 """Named values of loaders and caches, and where they go."""
 
-from __future__ import annotations
-
 import socket
 import sys
 import urllib.request

@@ -1,7 +1,5 @@
 """Reports and simulations as text and as pages, without a browser."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -13,11 +11,10 @@ import pytest
 
 from report_examples import NAME, Page, recording, report, simulation
 from stallfree import Report
-from stallfree.analysis.render import _embedded, interval, number, percent, plural, speed
+from stallfree.analysis.render import interval, number, percent, plural, speed
 from stallfree.analysis.report import report_page
-from stallfree.analysis.simulate import MOST_EVENTS, run_data, simulation_page
+from stallfree.analysis.simulate import MOST_EVENTS, Event, run_data, simulation_page
 from stallfree.errors import InputError, MissingExtraError
-from stallfree.events import Event
 
 HARM = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"
 PAGES: list[tuple[Callable[[Any], str], Callable[[], dict[str, Any]]]] = [
@@ -67,20 +64,10 @@ def test_every_word_is_escaped(page_of: Any, example: Any) -> None:
     assert HARM in page.text
 
 
-def test_no_parser_of_html_sees_a_tag_in_the_json() -> None:
-    data = {"format": "x", "words": ["</script >", "<!--<script ", "]]>", "&lt;", "\u2028", "é"]}
-    text = _embedded(data)
-    assert not set("<>&") & set(text)
-    assert json.loads(text) == data
-    with pytest.raises(InputError, match=r"holds a number that is none .*give null"):
-        _embedded(data | {"notes": [float("inf")]})
-
-
 @pytest.mark.parametrize(("page_of", "example"), PAGES)
 def test_bad_data_and_a_missing_extra(page_of: Any, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    for change, message in (({"version": 2}, "of version 2"), ({"format": "stallfree"}, "no stallfree-")):
-        with pytest.raises(InputError, match=message):
-            page_of(example() | change)
+    with pytest.raises(InputError, match=r"holds a number that is none .*give null"):
+        page_of(example() | {"words": [float("inf")]})
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingExtraError, match=r"stallfree\[report\]"):
         page_of(example())
@@ -157,8 +144,6 @@ def test_the_table_of_a_simulation_is_its_comparison() -> None:
         page = Page(simulation_page(simulation() | {"shown": shown}))
         choices = [attributes for _, attributes in page.elements if attributes.get("name") == "run"]
         assert ["checked" in choice for choice in choices] == [shown == 0, shown == 1]
-    with pytest.raises(InputError, match="shown=2 with 2 runs"):
-        simulation_page(simulation() | {"shown": 2})
 
 
 def test_a_run_is_its_events_from_the_first_on() -> None:
@@ -182,11 +167,3 @@ def test_a_long_log_is_cut_where_it_is_still_complete() -> None:
     assert (len(run["events"]), run["left_out"], run["seconds"]) == (MOST_EVENTS, 25, float(MOST_EVENTS))
     page = Page(simulation_page(simulation() | {"runs": [run], "shown": 0, "comparison": None}))
     assert "25 later events are not shown" in page.text
-
-
-@pytest.mark.parametrize(
-    ("events", "message"), [([], "there are no events"), ([Event(1.0, 1.0, "device", "compute", 0)], "at one instant")]
-)
-def test_no_run(events: list[Event], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        run_data("log", events)

@@ -1,7 +1,5 @@
 """A replay decides as the live cache does, and as textbooks say."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Reports and what they predict, with rates made by hand."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
@@ -32,16 +30,11 @@ def test_predictions_are_the_formula() -> None:
     assert found.binds == "fetch"
     assert found.throughput == pytest.approx(found.F, rel=0.01)
     assert found.now == pytest.approx(250, rel=0.01)
+    assert [report.hits_of(size) for size in (5_000 * 50_000, "1TB", "12.5%")] == [0.5, 1.0, 0.125]
+    assert "(storage of 530 MB/s)" in str(report.predict(storage="530MB/s"))
     shared = report.predict(cache="50%", jobs=4)
     assert shared.F == pytest.approx(report.predict(cache="50%").F / 4)
     assert shared.G == 1000
-
-
-def test_a_cache_in_bytes_holds_its_share_of_the_samples() -> None:
-    report = make({})
-    assert report.hits_of(5_000 * 50_000) == 0.5
-    assert report.hits_of("1TB") == 1.0
-    assert report.hits_of("12.5%") == 0.125
 
 
 def test_the_end_of_the_fetch_stall_is_told() -> None:
@@ -136,17 +129,15 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     ("content", "message"),
     [
         ("{", "cannot be read as a report"),
-        ("[]", "is no stallfree-report"),
-        ('{"format": "stallfree-report", "version": 99}', "version 99, and version 1 can be read"),
-        ('{"format": "stallfree-report", "version": 1}', "lacks made, versions"),
+        ("[]", "cannot be read as a report"),
+        ('{"format": "stallfree-report", "version": 99}', "'version': 99}, expected .*'version': 1}"),
+        ('{"format": "stallfree-report", "version": 1}', "with all parts"),
     ],
 )
 def test_files_that_are_no_reports(tmp_path: Path, content: str, message: str) -> None:
     (tmp_path / "report.json").write_text(content)
     with pytest.raises(InputError, match=message):
         Report.load(tmp_path / "report.json")
-    with pytest.raises(InputError, match="cannot be read as a report"):
-        Report.load(tmp_path / "absent.json")
 
 
 def test_a_loader_that_fetches_and_prepares_in_turn_gains_from_every_hit() -> None:
@@ -159,7 +150,7 @@ def test_a_loader_that_fetches_and_prepares_in_turn_gains_from_every_hit() -> No
 
 
 def test_without_intervals_there_is_no_advice() -> None:
-    report = make({}, measured={"S": Rate(1.0, rounds=(0.1, 1.9)), "cold": Rate(64.0, rounds=(64.0,))})
+    report = make({}, measured={"S": Rate(1.0, rounds=[0.1, 1.9]), "cold": Rate(64.0, rounds=[64.0])})
     data = report.data
     assert data["advice"] == []
     assert data["bottleneck"].startswith("Too few rounds to say what limits: S, cold vary too much")

@@ -1,7 +1,5 @@
 """The time of loops that overlap, against a model that looks at the whole history at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The simulation against closed forms, against the figures of the article, and against itself."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The model of speed: its law, and what finite queues lose, against a simulation that knows nothing of it."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 
@@ -10,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stallfree import InputError
-from stallfree.analysis.model import Loading, Rates, law, sustained
-from stallfree.analysis.setting import Setting
+from stallfree.analysis.model import Loading, Rates, Setting, law, sustained
 
 rate = st.floats(10, 1e5)
 
@@ -63,7 +60,7 @@ def test_no_workers_means_one_after_the_other() -> None:
 
 @given(rate, rate, rate)
 def test_the_knee_is_where_fetching_stops_to_bind(g: float, p: float, s: float) -> None:
-    setting = Setting(rates(g, p, s, 1e9), Loading(32, 2, 4, True), 0.0, 2, None, None, None, 100)
+    setting = Setting(rates(g, p, s, 1e9), Loading(32, 2, 4, True), 0.0, 2, None, None, 100)
     limit = min(g, p)
     exact = (1 / limit - 1 / s) / (1 / 1e9 - 1 / s) if s < limit else 0.0
     assert setting.enough_cache() == pytest.approx(exact, abs=0.0101)

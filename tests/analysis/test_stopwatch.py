@@ -1,7 +1,5 @@
 """Rates and their intervals, on a clock of the test's own."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator
 
@@ -62,5 +60,5 @@ def test_what_is_too_uncertain_has_no_interval() -> None:
         rate = combined(rounds)
         assert (rate.value, rate.low, rate.high) == (pytest.approx(np.mean(rounds)), None, None)
     assert combined([None, None], "no file").note == "no file"
-    assert combined([None, 4.0, 4.0, 4.0]).rounds == (4.0, 4.0, 4.0)
+    assert combined([None, 4.0, 4.0, 4.0]).rounds == [4.0, 4.0, 4.0]
     assert all(combined(list(rounds)).low for rounds in itertools.permutations([80.0, 82.0, 81.0]))

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from report_examples import recording, simulation, worked_out
-from stallfree.analysis.simulate import run_data, simulation_page
-from stallfree.events import Event
+from stallfree.analysis.simulate import Event, run_data, simulation_page
 
 if TYPE_CHECKING:
     from conftest import Open, Opened

@@ -1,7 +1,5 @@
 """Small volumes, data lists and configurations for the tests of Clara's pipelines."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

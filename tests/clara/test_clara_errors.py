@@ -1,7 +1,5 @@
 """A configuration that cannot be used is one clear error, before anything is started."""
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path
@@ -35,21 +33,13 @@ def refused(tmp_path: Path, data: Path, config: dict[str, Any], message: str, li
     ("changes", "message"),
     [
         ({"data_list_file_path": None}, r"'data_list_file_path' is missing: give the path of the data list"),
-        ({"num_cache_objects": None}, r"'num_cache_objects' is missing"),
         ({"num_cache_object": 3}, r"no argument 'num_cache_object': did you mean 'num_cache_objects'"),
-        ({"zzz": 3}, r"no argument 'zzz': use data_list_file_path"),
-        ({"data_list_key": ""}, r"data_list_key is '', expected a key"),
         ({"output_crop_size": 96}, r"output_crop_size is 96, expected 2 or 3"),
-        ({"output_crop_size": [96, 0, 96]}, r"output_crop_size is \[96, 0, 96\]"),
         ({"output_batch_size": 0}, r"output_batch_size is 0, expected samples per batch, an int of 1 or more"),
-        ({"num_workers": True}, r"num_workers is True"),
         ({"replace_percent": 10}, r"replace_percent is 10, expected 0 to 1 .*0\.1 is a tenth"),
-        ({"shuffle": 1}, r"shuffle is 1, expected true or false"),
         ({"output_data_dims": 2}, r"output_crop_size is \[4, 5, 6\], expected 2 numbers, as output_data_dims=2"),
         ({"output_data_format": "channels_last"}, r"is 'channels_last', expected 'channels_first'; leave the arg"),
         ({"duplicate_count": 2}, r"duplicate_count is 2, expected 1; leave"),
-        ({"batched_by_transforms": True}, r"batched_by_transforms is True, expected None; leave"),
-        ({"output_label_format": [2]}, r"output_label_format is \[2\], expected 1 for each"),
     ],
 )
 def test_arguments(changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
@@ -61,11 +51,9 @@ def test_arguments(changes: dict[str, Any], message: str, data: Path, tmp_path: 
     [
         ({"image_pipeline": None}, r"train\.image_pipeline is None, expected an object"),
         ({"image_pipeline": {"args": {}}}, r'train\.image_pipeline is .*, expected "name" for what is known here'),
-        ({"image_pipeline": {"name": "A", "path": "b.C"}}, r'"path" for a class of your own'),
         ({"image_pipeline": {"name": "A", "arguments": {}}}, r"unknown key 'arguments': use name, path, args"),
         ({"image_pipeline": {"name": "A", "args": []}}, r"train\.image_pipeline\.args is \[\], expected an object"),
         ({"image_pipeline": {"name": "KerasPipeline"}}, r"is 'KerasPipeline', expected one of Seg"),
-        ({"image_pipeline": {"path": "my.Pipeline"}}, r"is 'my\.Pipeline', expected one of Seg"),
         ({"pre_transforms": []}, r"train\.pre_transforms is \[\], expected a list of transforms"),
     ],
 )
@@ -84,17 +72,11 @@ FIELDS = {"fields": "image"}
     ("entry", "message"),
     [
         ({"name": "LoadNitfi"}, r"is 'LoadNitfi', expected a transform of MONAI, or of Clara: LoadNifti, Conv.*path"),
-        ({"name": "set_determinism"}, r"expected a transform of MONAI"),
         ({"name": "ScaleIntensityRange", "args": FIELDS}, r"'a_min'.*its arguments are fields, a_min, a_max"),
         ({"name": "ConvertToChannelsFirst", "args": {"field": "image"}}, r"\(ConvertToChannelsFirst\).*are fields"),
-        ({"name": "LoadNifti", "args": {**FIELDS, "dtype": "text"}}, r"\(LoadNifti\) cannot be made: .*'text'"),
-        ({"name": "CropFixedSizeRandomCenter", "args": {**FIELDS, "size": [1], "max_displacement": 1}}, r"max_disp"),
         ({"name": "RandFlipd", "args": {"keys": "image", "probability": 1}}, r"\(RandFlipd\).*its arguments are keys"),
         ({"path": "clara_data.Nothing"}, r"'clara_data\.Nothing' cannot be imported"),
-        ({"path": "Class"}, r"'Class' cannot be imported.*module\.Class"),
-        ({"path": "clara_data.SHAPE"}, r"'clara_data\.SHAPE' is \(4, 5, 6\), expected a class"),
         ({"path": "clara_data.NoTransform"}, r"is no transform: its instances cannot be called"),
-        ("LoadNifti", r"is 'LoadNifti', expected an object"),
     ],
 )
 def test_transforms(entry: Any, message: str, data: Path, tmp_path: Path) -> None:
@@ -116,10 +98,7 @@ def test_without_a_package(
     [
         (None, r"the configuration .*train_config\.json' cannot be read"),
         (b"{", r"the configuration .*is no valid JSON"),
-        (b"\xff\xfe{", r"is no valid JSON"),
-        (b"[]", r"is \[\], expected an object"),
         (b"{}", r'has neither a section "train" nor "validate"'),
-        (b'{"train": []}', r"train is \[\], expected an object"),
     ],
 )
 def test_files(content: bytes | None, message: str, tmp_path: Path) -> None:
@@ -154,13 +133,9 @@ def test_placeholders(variables: dict[str, str], message: str, tmp_path: Path) -
         (CACHED, {"training": []}, r"'training' of the data list .*is \[\], expected at least one"),
         (CACHED, {"training": ["a.nii"]}, r"training\[0\] of the data list .*: 'a\.nii', expected"),
         (CACHED, {"training": [{"image": IMAGE}]}, r"training\[0\] .*expected \{\"image\": path, \"label\""),
-        (CACHED, {"training": [{"image": [IMAGE], "label": "a"}]}, r"image=\['images/0.*the path of one file"),
         (CACHED, {"training": [{"image": IMAGE, "label": 1}]}, r"label=1, .*ClassificationImagePipeline"),
         (NUMBERS, {"training": [{"image": IMAGE, "label": "a"}]}, r"label='a', expected a number.*Segmentation"),
-        (NUMBERS, {"training": [{"image": IMAGE, "label": []}]}, r"label=\[\], expected a number"),
-        (NUMBERS, {"training": [{"image": IMAGE, "label": True}]}, r"label=True, expected a number"),
         (NUMBERS, {"training": [{"image": IMAGE, "label": 10**400}]}, r"label=1000.* expected a number"),
-        (NUMBERS, {"training": [{"image": IMAGE, "label": float("nan")}]}, r"label=nan, expected a number"),
         (
             NUMBERS,
             {"training": [{"image": IMAGE, "label": 1}, {"image": IMAGE, "label": [1, 2]}]},

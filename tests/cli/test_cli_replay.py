@@ -1,7 +1,5 @@
 """`stallfree replay`: the table, the JSON, and what is refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from typer.testing import CliRunner, Result
 from stallfree.analysis.replay import replay as replay_here
 from stallfree.cli.replay import replay
 from stallfree.datasets.epoch_source import make_plan
-from stallfree.errors import StallfreeError, text_of
+from stallfree.errors import StallfreeError
 
 app = typer.Typer()
 app.command("replay")(replay)
@@ -68,7 +66,6 @@ MADE = ("--samples", "100")
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((*MADE, "--capacity", "0%"), "capacity='0%': give a share above 0%"),
         ((*MADE, "--capacity", "4GiB"), "--capacity='4GiB' is no number of samples"),
         ((*MADE, "--capacity", "101"), "--capacity='101' is more than all 100 samples"),
         ((*MADE, "--capacity", "1", "--policy", "importance"), "--policy importance needs"),
@@ -76,10 +73,8 @@ MADE = ("--samples", "100")
     ],
 )
 def test_bad_input(arguments: tuple[str, ...], message: str) -> None:
-    with pytest.raises(StallfreeError) as caught:
+    with pytest.raises(StallfreeError, match=message):
         run(*arguments)
-    assert message in str(caught.value)
-    assert "\n" not in text_of(caught.value)
 
 
 def test_the_oracle_is_compared_and_not_recommended() -> None:

@@ -14,7 +14,7 @@ import torch
 from fakes import World
 
 import stallfree as sf
-from stallfree.events import read_events
+from stallfree.analysis.simulate import read_events
 from stallfree.loader.epochs import Epochs
 from stallfree.loader.ring import Ring
 

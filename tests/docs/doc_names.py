@@ -1,7 +1,5 @@
 """The public names: what `import stallfree` gives and the pages of the reference describe, with their examples."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

@@ -1,10 +1,10 @@
 """Runs pieces of the documentation, each in a folder and a namespace of its own."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import pytest
 
 from warm import Interpreter
 
@@ -60,3 +60,9 @@ def tracebacks(interpreter: Interpreter, store_root: Path, pieces: dict[str, lis
     found: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
     assert found or "Traceback" not in ended.err, ended.err
     return found
+
+
+def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
+    """The values of a parameter of the tests of a module that are run in this session and use its fixture `came`."""
+    items: list[Any] = [item for item in request.session.items if item.getparent(pytest.Module).obj is request.module]  # type: ignore[union-attr]
+    return [item.callspec.params[name] for item in items if "came" in item.fixturenames]

@@ -1,7 +1,5 @@
 """What stands around the blocks of a page when they are run: small data in place of the reader's, smaller numbers."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import dataclass, field
@@ -17,10 +15,11 @@ _SMALLER = [
 ]
 """Patterns in the blocks, and what is run in their place, so that a page takes a second at most."""
 
-_WORLD = """
-import os, random
+_BASE = """
+import contextlib, os, random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-import numpy as np, torch
+import numpy as np, pytest, torch
 from PIL import Image
 from torch import nn
 from torch.nn import functional
@@ -38,18 +37,28 @@ def train(*batch): pass
 def step(batch): pass
 def load(key): return np.zeros(8)
 
-crop = random_crop = flip
-shrink = resize
 device = "cpu"
-picture = np.zeros((24, 24, 3), np.uint8)
+image = picture = np.zeros((24, 24, 3), np.uint8)
 transform = sf.Compose([resize, flip, to_tensor])
 data = dataset = sf.ImageFolder("pictures", transform=transform)
+model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+criterion = nn.CrossEntropyLoss(reduction="none")
+"""
+
+EXAMPLES = _BASE + "loader = sf.DataLoader(dataset, batch_size=4)\n"
+"""What the examples in docstrings use; `docs/reference/index.md` says so to readers."""
+
+_WORLD = (
+    _BASE
+    + """
+crop = random_crop = flip
+shrink = resize
 cached = sf.CachedDataset(data, capacity="8MiB", seed=7)
 loader = sf.DataLoader(cached, batch_size=8)
 for batch in loader: pass
-model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
-criterion = nn.CrossEntropyLoss(reduction="none")
 """
+)
 
 _VOLUMES = """
 class Volumes:
@@ -95,12 +104,10 @@ class Setup:
 
     Attributes:
         world: run before the first block.
-        before: run before the block of this number, from 0.
         smaller: patterns and what replaces them in the blocks of this page, beside those of all pages.
     """
 
     world: str = _WORLD
-    before: dict[int, str] = field(default_factory=dict)
     smaller: list[tuple[str, str]] = field(default_factory=list)
 
     def shrink(self, code: str) -> str:
@@ -114,21 +121,11 @@ SETUPS = {
     "docs/tutorial.md": Setup(world="", smaller=[(r"range\(400\)", "range(24)"), ("epochs=4", "epochs=2")]),
     "examples/tutorial.ipynb": Setup(world="", smaller=[(r"range\(200\)", "range(32)"), ("epochs=3", "epochs=2")]),
     "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
-    "docs/howto/importance.md": Setup(
-        _WORLD
-        + "from torch.optim.lr_scheduler import LambdaLR\n"
-        + "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
-    ),
+    "docs/howto/importance.md": Setup(_WORLD + "from torch.optim.lr_scheduler import LambdaLR\n"),
     "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),
     "docs/howto/many-jobs.md": Setup(_WORLD + "def augment(batch): return batch\n"),
     "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
-    "docs/howto/migrate.md": Setup(
-        _WORLD
-        + _VOLUMES
-        + _SHARDS
-        + "def augment(picture): return picture[:, ::-1].copy() if random.random() < 0.5 else picture\n"
-        + "files = volumes\n"
-    ),
+    "docs/howto/migrate.md": Setup(_WORLD + _VOLUMES + _SHARDS + "augment, files = flip, volumes\n"),
     "docs/howto/integrations.md": Setup(
         _WORLD
         + "plain = [(np.zeros(4), id) for id in range(16)]\n"
@@ -140,37 +137,6 @@ SETUPS = {
     ),
 }
 """By page; one that is not here has the world of all."""
-
-EXAMPLES = """
-import contextlib, os, random
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-import numpy as np, pytest, torch
-from PIL import Image
-from torch import nn
-import stallfree as sf
-
-for number in range(16):
-    folder = Path("pictures", "ab"[number % 2])
-    folder.mkdir(parents=True, exist_ok=True)
-    Image.effect_noise((24, 24), 40).convert("RGB").save(folder / f"{number}.jpg")
-
-def resize(image): return np.asarray(Image.fromarray(image).resize((16, 16)))
-def flip(image): return image[:, ::-1].copy() if random.random() < 0.5 else image
-def to_tensor(image): return torch.from_numpy(image.copy()).permute(2, 0, 1).float() / 255
-def train(images, labels): pass
-def step(batch): pass
-def load(key): return np.zeros(8)
-
-device = "cpu"
-image = np.zeros((24, 24, 3), np.uint8)
-dataset = sf.ImageFolder("pictures", transform=sf.Compose([resize, flip, to_tensor]))
-loader = sf.DataLoader(dataset, batch_size=4)
-model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 2))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-criterion = nn.CrossEntropyLoss(reduction="none")
-"""
-"""What the examples in docstrings use; `docs/reference/index.md` says so to readers."""
 
 _REPORT = """
 import sys

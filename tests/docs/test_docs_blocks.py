@@ -1,12 +1,9 @@
 """The code of the documentation and the notebooks runs, and its commands are those of the command line."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json
 import shlex
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,7 @@ import pytest
 import typer
 from doc_names import named
 from doc_pages import PAGES, ROOT, blocks, commands, name_of
-from doc_runs import Part, tracebacks
+from doc_runs import Part, chosen, tracebacks
 from doc_setups import SETUPS, Setup
 
 from stallfree.cli import app
@@ -29,20 +26,23 @@ def _parts(page: Path) -> list[Part]:
     """All that is run for a page."""
     setup = SETUPS.get(name_of(page), Setup())
     parts = [Part("setup", 1, "", setup.world)]
-    for number, block in enumerate(block for block in blocks(page, "python") if not block.not_run):
-        parts.append(Part("setup", 1, "", setup.before.get(number, "")))
+    for block in (block for block in blocks(page, "python") if not block.not_run):
         file = block.title if block.title.endswith(".py") and " " not in block.title else ""
         parts.append(Part(block.page, block.line, file, setup.shrink(block.text)))
     return parts
 
 
 @pytest.fixture(scope="module")
-def came(interpreter: Interpreter, store_root: Path) -> dict[str, str]:
-    """The tracebacks of the pages whose blocks failed."""
-    return tracebacks(interpreter, store_root, {name_of(page): _parts(page) for page in _CODE})
+def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: Path) -> dict[str, str]:
+    """The tracebacks of the pages whose blocks failed, of those that are tested now."""
+    return tracebacks(interpreter, store_root, {name_of(page): _parts(page) for page in chosen(request, "page")})
 
 
-@pytest.mark.parametrize("page", _CODE, ids=name_of)
+_FIRST = [page for page in _CODE if page.name in ("README.md", "tutorial.md")]
+_OTHERS = [pytest.param(page, marks=pytest.mark.slow) for page in _CODE if page not in _FIRST]
+
+
+@pytest.mark.parametrize("page", [*_FIRST, *_OTHERS], ids=name_of)
 def test_blocks_of_a_page_run(page: Path, came: dict[str, str]) -> None:
     """In order, in one namespace, in an empty folder. A traceback names the page and its line."""
     assert name_of(page) not in came, came[name_of(page)]
@@ -84,43 +84,23 @@ def _path(node: ast.expr) -> list[str]:
 @pytest.mark.parametrize("page", [page for page in PAGES if [*commands(page)]], ids=name_of)
 def test_shown_commands_exist(page: Path) -> None:
     for place, command in commands(page):
-        known: Any = _COMMAND
-        for word in _own(shlex.split(command, comments=True)[1:]):
-            if hasattr(known, "commands") and not word.startswith("-"):
-                assert word in known.commands, f"{place}: there is no command {word!r}"
-                known = known.commands[word]
-            elif word.startswith("-"):
-                assert word.split("=")[0] in _options(known), f"{place}: {command.split(' -')[0]!r} takes no {word}"
-
-
-def _own(words: list[str]) -> Iterator[str]:
-    """The words that stallfree itself reads: behind the script of `stallfree run` all are the script's."""
-    own = iter(words)
-    for word in own:
-        yield word
-        if words[0] == "run" and word != "run" and not word.startswith("-"):
-            return
-        if words[0] == "run" and word == "--json":
-            next(own)
-
-
-def _options(command: Any) -> set[str]:
-    given = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
-    return {name for name in given if name.startswith("-")} | {"-h", "--help", "[OPTIONS]"}
+        words, known = shlex.split(command, comments=True)[1:], _COMMAND
+        while words and words[0] in getattr(known, "commands", {}):
+            known, *words = known.commands[words[0]], *words[1:]
+        own = [word for word in words if word.startswith("-")] if known.name != "run" else words[:1]
+        options = {name for parameter in known.params for name in (*parameter.opts, *parameter.secondary_opts)}
+        assert {word.split("=")[0] for word in own if word.startswith("-")} <= {*options, "-h", "--help"}, place
+        assert not words or not hasattr(known, "commands") or words[0][0] in "-[", place
 
 
 def test_every_command_and_option_is_in_the_reference() -> None:
     text = next(page for page in PAGES if page.name == "cli.md").read_text()
-    missing = []
-    for name, command in _all_commands(_COMMAND, "stallfree"):
+
+    def check(command: Any, name: str) -> None:
         part = text.split(f"## {' '.join(name.split()[:2])}\n")[-1].split("\n## ")[0]
-        missing += [
-            f"{name} {option}" for option in _options(command) if option.startswith("--") and option not in part
-        ]
-    assert not [entry for entry in missing if not entry.endswith("--help")]
+        for option in (option for parameter in command.params for option in parameter.opts):
+            assert not option.startswith("--") or option == "--help" or option in part, f"{name} {option}"
+        for word, below in getattr(command, "commands", {}).items():
+            check(below, f"{name} {word}")
 
-
-def _all_commands(command: Any, name: str) -> Iterator[tuple[str, Any]]:
-    yield name, command
-    for word, below in getattr(command, "commands", {}).items():
-        yield from _all_commands(below, f"{name} {word}")
+    check(_COMMAND, "stallfree")

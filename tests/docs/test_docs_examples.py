@@ -4,18 +4,15 @@ An example that cannot run everywhere begins with the comment `# needs ...`, and
 installed, else compiled.
 """
 
-from __future__ import annotations
-
 import inspect
 import re
 from dataclasses import is_dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 from doc_names import REFERENCE, Example, example, methods, named
-from doc_runs import Part, tracebacks
+from doc_runs import Part, chosen, tracebacks
 from doc_setups import EXAMPLES, EXAMPLES_BEFORE
 
 from warm import Interpreter
@@ -32,13 +29,6 @@ def _runs(shown: Example) -> bool:
     return shown.needs not in _NOT_HERE and (not shown.needs or find_spec(shown.needs) is not None)
 
 
-def _takes_arguments(value: Any) -> bool:
-    """Whether users call it with arguments: not protocols, test suites and errors."""
-    if inspect.isclass(value):
-        return "__init__" in vars(value) and not issubclass(value, Exception) and not getattr(value, "_is_protocol", 0)
-    return inspect.isfunction(value)
-
-
 def test_each_has_an_example_of_few_lines() -> None:
     assert sorted(set(_PUBLIC) - set(_SHOWN)) == []
     for name, shown in _SHOWN.items():
@@ -52,7 +42,8 @@ def test_arguments_are_described() -> None:
     """In `Args:` or `Attributes:`, or named in the text. What is described exists."""
     for name, value in _PUBLIC.items():
         text = inspect.getdoc(value) or ""
-        if _takes_arguments(value):
+        is_class = inspect.isclass(value) and "__init__" in vars(value) and not getattr(value, "_is_protocol", 0)
+        if inspect.isfunction(value) or (is_class and not issubclass(value, Exception)):
             own = inspect.get_annotations(value) if is_dataclass(value) else inspect.signature(value).parameters
             for parameter in [name for name, kind in own.items() if name != "_" and "ClassVar" not in str(kind)]:
                 mentioned = re.search(rf"(^ *|, ){parameter}(:|,)|`{parameter}`", text, re.MULTILINE)
@@ -64,18 +55,23 @@ def test_arguments_are_described() -> None:
 
 
 @pytest.fixture(scope="module")
-def came(interpreter: Interpreter, store_root: Path) -> dict[str, str]:
-    """The tracebacks of the examples that failed."""
+def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: Path) -> dict[str, str]:
+    """The tracebacks of the examples that failed, of those that are tested now."""
     pieces = {}
-    for name, shown in _SHOWN.items():
-        if _runs(shown):
-            code = shown.code.replace("seconds=10", "seconds=0.1")
-            before = EXAMPLES + EXAMPLES_BEFORE.get(f"stallfree.{name}", "")
-            pieces[name] = [Part("setup", 1, "", before), Part(shown.place, shown.line, "", code)]
+    for name in chosen(request, "name"):
+        code = _SHOWN[name].code.replace("seconds=10", "seconds=0.1")
+        before = EXAMPLES + EXAMPLES_BEFORE.get(f"stallfree.{name}", "")
+        pieces[name] = [Part("setup", 1, "", before), Part(_SHOWN[name].place, _SHOWN[name].line, "", code)]
     return tracebacks(interpreter, store_root, pieces)
 
 
-@pytest.mark.parametrize("name", [name for name, shown in _SHOWN.items() if _runs(shown)])
+_QUICK = {"DataLoader", "CachedDataset", "DevicePrefetcher", "Report.load", "ImageFolder"}
+_NAMES = [name for name, shown in _SHOWN.items() if _runs(shown)]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in _NAMES]
+)
 def test_example_runs(name: str, came: dict[str, str]) -> None:
     """A traceback names the file of the docstring and the line in it."""
     assert name not in came, came[name]

@@ -1,7 +1,5 @@
 """Data sets, transforms and writers of other libraries themselves, where they are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any

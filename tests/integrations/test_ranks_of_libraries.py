@@ -3,8 +3,6 @@
 Every test starts two processes, which do the same with both loaders and compare what they were given.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os
@@ -238,8 +236,6 @@ def trainer(rank: int) -> None:
     from transformers import Trainer, TrainingArguments
     from transformers.utils import logging as quiet
 
-    from stallfree.integrations.accelerate import prepare
-
     quiet.set_verbosity_error()
 
     class Model(torch.nn.Module):
@@ -254,7 +250,7 @@ def trainer(rank: int) -> None:
     class Prepared(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             size, collate = self.args.per_device_train_batch_size, self.data_collator
-            return prepare(self.accelerator, sf.DataLoader(Points(), size, shuffle=True, collate_fn=collate))
+            return self.accelerator.prepare(sf.DataLoader(Points(), size, shuffle=True, collate_fn=collate))
 
     class Bare(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:

@@ -1,10 +1,7 @@
 """The callback for Lightning: what it logs and prints, with a stand-in for Lightning; and in training, where it is."""
 
-from __future__ import annotations
-
 import importlib
 import sys
-from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -34,14 +31,22 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Any:
     return found
 
 
+class Cache:
+    def __init__(self) -> None:
+        self.resident = 0
+
+    def stats(self) -> sf.CacheStats:
+        return sf.CacheStats(**dict.fromkeys(sf.CacheStats.__dataclass_fields__, 0) | {"resident_items": self.resident})
+
+
 class Loader:
     """A loader whose total wait is set by the test."""
 
     def __init__(self, wait: float = 0.0, fetch: float = 0.0) -> None:
-        self.wait, self.fetch = wait, fetch
+        self.wait, self.fetch, self.misses, self.dataset = wait, fetch, 0, Cache()
 
     def stats(self) -> sf.LoaderStats:
-        names = dict.fromkeys(sf.LoaderStats.__dataclass_fields__, 0)
+        names = dict.fromkeys(sf.LoaderStats.__dataclass_fields__, 0) | {"misses": self.misses}
         return sf.LoaderStats(**names | {"wait_seconds": self.wait, "fetch_seconds": 2 * self.fetch, "num_workers": 2})
 
 
@@ -52,6 +57,11 @@ class Run:
         self.train_dataloader, self.current_epoch, self.is_global_zero = loaders, 0, True
         self.logged: list[dict[str, float]] = []
         self.log_dict = self.logged.append
+
+
+def logged(wait: float, fill: float, fetch: float, prep: float) -> Any:
+    names = ["stallfree/wait", "stallfree/cache_fill", "stallfree/fetch_stall", "stallfree/prep_stall"]
+    return pytest.approx(dict(zip(names, (wait, fill, fetch, prep), strict=True)))
 
 
 def test_shares_of_each_epoch(module: Any, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,11 +82,7 @@ def test_shares_of_each_epoch(module: Any, capsys: pytest.CaptureFixture[str]) -
     module.now += 4
     b.wait, b.fetch = 1.1, 0.1
     monitor.on_train_epoch_end(run, run)
-    names = ["stallfree/wait", "stallfree/fetch_stall", "stallfree/prep_stall"]
-    assert run.logged == [
-        pytest.approx(dict(zip(names, (0.3, 0.15, 0.15), strict=True))),
-        pytest.approx(dict(zip(names, (0.025, 0.025, 0.0), strict=True))),
-    ]
+    assert run.logged == [logged(0.3, 0, 0.15, 0.15), logged(0.025, 0, 0.025, 0)]
     assert capsys.readouterr().out.splitlines() == [
         "epoch 0: waited for data 30.0% of 10.0 s (fetch stall 15.0%, prep stall 15.0%): storage is too slow; a larger "
         "cache (CachedDataset) or faster storage helps"
@@ -84,26 +90,31 @@ def test_shares_of_each_epoch(module: Any, capsys: pytest.CaptureFixture[str]) -
 
 
 @pytest.mark.parametrize(
-    ("wait", "fetch", "advice"),
+    ("wait", "fetch", "kept", "advice"),
     [
-        (4.0, 0.4, ": prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help"),
-        (4.0, 4.0, ": storage is too slow; a larger cache (CachedDataset) or faster storage helps"),
-        (0.4, 0.4, ""),
+        (4.0, 0.4, 0, ": prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help"),
+        (4.0, 4.0, 0, ": storage is too slow; a larger cache (CachedDataset) or faster storage helps"),
+        (4.0, 4.0, 75, ": the cache was being filled; later epochs wait less"),
+        (4.0, 4.0, 25, ": storage is too slow; a larger cache (CachedDataset) or faster storage helps"),
+        (0.4, 0.4, 0, ""),
     ],
 )
-def test_the_line_says_which_stall(
-    module: Any, capsys: pytest.CaptureFixture[str], wait: float, fetch: float, advice: str
+def test_the_line_says_what_was_waited_for(
+    module: Any, capsys: pytest.CaptureFixture[str], wait: float, fetch: float, kept: int, advice: str
 ) -> None:
+    """Of 100 samples that were fetched, the cache kept so many, which no later epoch waits for."""
     loader = Loader()
-    run = Run(loader)
-    monitor = module.StallMonitor()
+    run, monitor = Run(loader), module.StallMonitor()
     monitor.on_train_epoch_start(run, run)
-    loader.wait, loader.fetch = wait, fetch
+    loader.wait, loader.fetch, loader.misses, loader.dataset.resident = wait, fetch, 100, kept
     module.now += 10
     monitor.on_train_epoch_end(run, run)
-    line = capsys.readouterr().out
-    assert line.startswith(f"epoch 0: waited for data {wait * 10:.1f}% of 10.0 s (fetch stall {fetch * 10:.1f}%, prep")
-    assert line.rstrip().endswith(f"%){advice}")
+    fill = fetch * kept / 1000
+    assert run.logged == [logged(wait / 10, fill, fetch / 10 - fill, (wait - fetch) / 10)]
+    line = capsys.readouterr().out.rstrip()
+    assert line.startswith(f"epoch 0: waited for data {wait * 10:.1f}% of 10.0 s (")
+    assert line.endswith(f"%){advice}")
+    assert (f"cache fill {fill:.1%}, " in line) == (kept > 0)
 
 
 @pytest.mark.parametrize("loaders", [None, torch.utils.data.DataLoader([1, 2]), ["x"]])  # type: ignore[arg-type]
@@ -131,18 +142,13 @@ class Points(torch.utils.data.Dataset[Any]):
         return torch.randn(2, generator=torch.Generator().manual_seed(id)), id
 
 
-@pytest.fixture
-def lightning() -> Iterator[Any]:
-    yield pytest.importorskip("lightning.pytorch", reason="lightning is not installed: pip install lightning")
-    sys.modules.pop(NAME, None)
-
-
 @pytest.mark.slow
-def test_in_training(lightning: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_in_training(capsys: pytest.CaptureFixture[str]) -> None:
+    lightning: Any = pytest.importorskip("lightning.pytorch", reason="lightning is not installed")
     sys.modules.pop(NAME, None)
     monitor = importlib.import_module(NAME).StallMonitor()
     seen: list[list[int]] = []
-    logged: list[dict[str, float]] = []
+    shown: list[dict[str, float]] = []
 
     class Line(lightning.LightningModule):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
@@ -164,23 +170,21 @@ def test_in_training(lightning: Any, capsys: pytest.CaptureFixture[str]) -> None
 
     class Ledger(lightning.Callback):  # type: ignore[misc, name-defined]
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-            logged.append(dict(trainer.callback_metrics))
+            shown.append(dict(trainer.callback_metrics))
 
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    options = {"max_epochs": 3, "accelerator": "cpu", "callbacks": [monitor, Ledger()]} | dict.fromkeys(names, False)
     with (
         sf.CachedDataset(Points(), capacity="4MiB") as data,
         sf.DataLoader(data, batch_size=8, shuffle=True, num_workers=1, persistent_workers=True) as train,
         sf.DataLoader(data, batch_size=8) as validation,
     ):
-        trainer = lightning.Trainer(
-            max_epochs=3, accelerator="cpu", callbacks=[monitor, Ledger()], **dict.fromkeys(names, False)
-        )
-        trainer.fit(Line(), train, validation)
+        lightning.Trainer(**options).fit(Line(), train, validation)
         assert data.stats().storage_reads == 40
+    sys.modules.pop(NAME, None)
     assert [sorted(epoch) for epoch in seen] == [list(range(40))] * 3
-    assert len({tuple(epoch) for epoch in seen}) == 3
     assert len(capsys.readouterr().out.splitlines()) == 3
-    for metrics in logged:
-        wait, fetch, prep = (float(metrics[f"stallfree/{name}"]) for name in ("wait", "fetch_stall", "prep_stall"))
+    parts = ("wait", "cache_fill", "fetch_stall", "prep_stall")
+    for wait, *others in ([float(metrics[f"stallfree/{name}"]) for name in parts] for metrics in shown):
+        assert wait == pytest.approx(sum(others))
         assert 0 <= wait <= 1
-        assert wait == pytest.approx(fetch + prep)

@@ -1,7 +1,5 @@
 """The examples of distributed training under torchrun: each sample on one rank in each epoch."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

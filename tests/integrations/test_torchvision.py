@@ -1,7 +1,5 @@
 """Data sets, transforms and `tv_tensors` of torchvision itself, where it is installed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -30,30 +28,14 @@ def pictures(tmp_path: Path) -> Path:
 
 
 def classic(v1: Any) -> Any:
-    return v1.Compose(
-        [
-            v1.Resize((12, 12)),
-            v1.RandomResizedCrop(SIZE, scale=(0.3, 1.0)),
-            v1.RandomHorizontalFlip(),
-            v1.ColorJitter(0.4, 0.4, 0.4),
-            v1.ToTensor(),
-            v1.Normalize([0.5] * 3, [0.25] * 3),
-        ]
-    )
+    crop = [v1.Resize((12, 12)), v1.RandomResizedCrop(SIZE, scale=(0.3, 1.0)), v1.RandomHorizontalFlip()]
+    return v1.Compose([*crop, v1.ColorJitter(0.4, 0.4, 0.4), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
 
 
 def current(v2: Any) -> Any:
     """Its first step makes a `tv_tensors.Image`, its last a plain tensor."""
-    return v2.Compose(
-        [
-            v2.ToImage(),
-            v2.Resize((12, 12)),
-            v2.RandomResizedCrop(SIZE, scale=(0.3, 1.0)),
-            v2.RandomHorizontalFlip(),
-            v2.ToDtype(torch.float32, scale=True),
-            v2.ToPureTensor(),
-        ]
-    )
+    crop = [v2.Resize((12, 12)), v2.RandomResizedCrop(SIZE, scale=(0.3, 1.0)), v2.RandomHorizontalFlip()]
+    return v2.Compose([v2.ToImage(), *crop, v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()])
 
 
 @pytest.mark.parametrize(

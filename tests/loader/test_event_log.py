@@ -14,8 +14,8 @@ import stallfree as sf
 from cached_data import Numbers
 from children import Child
 from loader_data import Made, floats
+from stallfree.analysis.simulate import Event, read_events
 from stallfree.errors import InputError
-from stallfree.events import Event, read_events
 
 SAMPLES, BATCH = 10, 3
 BATCHES = 4

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
-from stallfree.analysis.simulate import run_data
-from stallfree.events import Event
+from stallfree.analysis.simulate import Event, run_data
 
 NAME = "Pictures</script><b>&\"'[red]"
 """A data set's name that means harm to a page and to a terminal."""

@@ -4,56 +4,30 @@ The differential runs are those of DS-Analyzer (Mohan et al., "Analyzing and Mit
 VLDB 2021, section 3): with data on the device, with data in memory, with cold files. None needs root.
 """
 
-from __future__ import annotations
-
 import copy
-import importlib.util
 import os
 import secrets
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import cycle
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import torch
-from rich.progress import Progress
 
+from stallfree import errors
+from stallfree.analysis import jobs, measure, model, predict, render
 from stallfree.analysis.auto import AutoCache, Trial
-from stallfree.analysis.job import (
-    CyclingSampler,
-    Job,
-    PartSource,
-    drop_pages,
-    find_files,
-    make_job,
-    read_files,
-    resident_share,
-    users_code,
-)
-from stallfree.analysis.measure import (
-    MOST_SAMPLES,
-    Rate,
-    at_once,
-    combined,
-    measure_rate,
-    measure_reads,
-    measure_samples,
-)
-from stallfree.analysis.model import Costs, choose
-from stallfree.analysis.predict import Remedy
-from stallfree.analysis.render import progress_bar
 from stallfree.analysis.report import Report, make_report
 from stallfree.cache.capacity import free_memory, free_space
 from stallfree.datasets.cached_dataset import CachedDataset, cached_after
-from stallfree.datasets.probe import FirstLook, look
+from stallfree.datasets.probe import look
 from stallfree.datasets.reader import IO_THREADS
-from stallfree.errors import InputError, argument_conflict, text_of
 from stallfree.ipc.folders import default_root
 from stallfree.ipc.forked import call_in_child
 from stallfree.loader.dataloader import DataLoader
@@ -133,17 +107,19 @@ def analyze(
         report.save("report.json")
         ```
     """
-    job = make_job(dataset, step, batch_size, num_workers, device, loader_arguments)
+    job = jobs.Job(dataset, step, batch_size, num_workers, device, loader_arguments)
     if isinstance(dataset, CachedDataset):
         if cache is not None:
-            raise argument_conflict(f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out")
+            raise errors.argument_conflict(
+                f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out"
+            )
         cache = dataset.cache.capacity
     elif cache is not None:
         parse_room(cache, "cache")
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:
-        raise InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
-    with progress_bar(progress) as shown, Analysis(job, seconds, shown) as analysis:
+        raise errors.InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
+    with render.progress_bar(progress) as shown, Analysis(job, seconds, shown) as analysis:
         for _ in range(analysis.rounds):
             analysis.round()
         return analysis.report(cache)
@@ -164,24 +140,41 @@ class Analysis:
         rounds: their number: one per second, at most five.
     """
 
-    def __init__(self, job: Job, seconds: float, progress: Progress | None = None) -> None:
+    def __init__(self, job: jobs.Job, seconds: float, progress: Any) -> None:
         self._job, self.rounds = job, int(max(1, min(_MOST_ROUNDS, seconds)))
-        self._seconds = seconds / self.rounds
-        self._progress = progress or progress_bar(False)
-        self._task = self._progress.add_task("reading some samples", total=self.rounds * len(RUNS))
+        self._seconds, self._progress = seconds / self.rounds, progress
+        self._task = progress.add_task("reading some samples", total=self.rounds * len(RUNS))
         self._measured: list[dict[str, float | None]] = []
         self._notes: list[str] = []
         self._machine: list[float] = []
-        self._source = PartSource(job.source, job.steps)
-        self._ids = np.random.default_rng(0).permutation(len(job.source))
-        self._known = self._ids
-        self._first: FirstLook | None = None
-        self._full: CachedDataset[Any] | None = None
+        self._source = jobs.PartSource(job.source, job.steps)
+        self._cold = job.dataset if job.loader == "torch" else self._source
+        self._known = np.random.default_rng(0).permutation(len(job.source))
         self._files: dict[int, list[str]] = {}
         self._sample_bytes = 0.0
         self._placement: dict[str, Any] | None = None
 
-    def __enter__(self) -> Analysis:
+    def __enter__(self) -> Self:
+        """Prepare the inputs of all rounds: batches, and a cache with as many samples as fit, or the samples' files."""
+        job, some = self._job, self._known[: max(_SOME, 2 * self._job.batch_size)]
+        self._first = self._full = None
+        with jobs.users_code("the analysis", "Leave this sample out, or correct it"):
+            if job.parted:
+                self._first = look(self._source, job.steps)
+            else:
+                call = partial(jobs.find_files, job.source, some.tolist(), self._seconds)
+                self._files = call_in_child(call, "the reading of samples")
+                self._known = np.array(list(self._files))
+                sizes = [sum(map(os.path.getsize, paths)) for paths in self._files.values()]
+                self._sample_bytes = sum(sizes) / len(sizes)
+        self._few = self._some_batches()
+        decodes = any(getattr(_inner(step), "on_device", False) for step in job.steps)
+        self._ready = self._few if decodes else [_moved(batch, job.device) for batch in self._few]
+        for batch in self._ready[:3]:
+            job.train(batch)
+        if job.parted:
+            form = "prepared" if job.cached and job.dataset.form == "prepared" else "fetched"
+            self._full = self._filled(self._source, form, self._first)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -191,25 +184,23 @@ class Analysis:
     def round(self) -> None:
         """Perform each run once."""
         job = self._job
-        if not self._measured:
-            self._prepare()
         self._measured.append({})
         self._machine.append(_machine_speed())
-        self._time("G", self._steps(self._ready), 2)
+        self._time("G", self._on_device(self._ready, job.train), 2)
         if job.device.type != "cpu":
-            self._time("copy", self._copies(), 2)
+            self._time("copy", self._on_device(self._few, self._copy), 2)
         self._samples()
-        cold = CyclingSampler(self._known, self._files_of)
-        self._time("cold", self._batches(self._cold, cold, train=True), self._warm_up)
+        cold = jobs.CyclingSampler(self._known, self._files_of)
+        self._time("cold", self._trained(self._cold, cold), self._warm_up)
         if not cold.resident:
             self._note("the samples are no local files: what their storage keeps in memory could not be dropped")
         elif (share := sum(cold.resident) / len(cold.resident)) > _COLD_RESIDENT:
             self._note(f"{share:.0%} of the files stayed in memory after posix_fadvise: the cold job is too fast")
         files = [path for paths in self._files.values() for path in paths]
-        read_files(files)
-        warm = (self._cold, self._known) if self._full is None else (self._full, self._resident)
-        self._time("warm", self._batches(warm[0], CyclingSampler(warm[1]), train=True), self._warm_up)
-        if (share := resident_share(files) or 1.0) < 1 - _COLD_RESIDENT:
+        jobs.read_files(files)
+        warm, ids = (self._cold, self._known) if self._full is None else (self._full, _resident(self._full))
+        self._time("warm", self._trained(warm, jobs.CyclingSampler(ids)), self._warm_up)
+        if (share := jobs.resident_share(files) or 1.0) < 1 - _COLD_RESIDENT:
             self._note(f"only {share:.0%} of the files stayed in memory during the warm job, which is too slow")
         if len(self._measured) == 1:
             self._placement = self._place()
@@ -221,7 +212,9 @@ class Analysis:
         no_storage = _NO_WAIT if job.parted else _NO_FILES
         notes = {"S": no_storage, "C": no_storage, "copy": "nothing to copy: the device is the CPU"}
         rates = {
-            name: combined([one.get(name) for one in self._measured], notes.get(name, "no batch could be timed"))
+            name: measure.combined(
+                [one.get(name) for one in self._measured], notes.get(name, "no batch could be timed")
+            )
             for name in ("G", "P", "P_miss", "P_hit", "S", "C", "copy", "cold", "warm")
         }
         if self._full is not None and (stats := self._full.cache.stats()).resident_items:
@@ -245,88 +238,66 @@ class Analysis:
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
-    def _prepare(self) -> None:
-        """Prepare the inputs of all rounds: batches, and a cache with as many samples as fit, or the samples' files."""
-        job = self._job
-        self._cold = job.dataset if job.loader == "torch" else self._source
-        with users_code("the analysis", "Leave this sample out, or correct it"):
-            if job.parted:
-                self._first = look(self._source, job.steps)
-            else:
-                call = partial(find_files, job.source, self._ids[: max(_SOME, job.batch_size)].tolist(), self._seconds)
-                self._files = call_in_child(call, "the reading of samples")
-                self._known = np.array(list(self._files))
-                sizes = [sum(map(os.path.getsize, paths)) for paths in self._files.values()]
-                self._sample_bytes = sum(sizes) / len(sizes)
-        self._few = self._some_batches(self._cold, self._known)
-        decodes = any(getattr(inner(step), "on_device", False) for step in job.steps)
-        self._ready = self._few if decodes else [_sent(batch, job.device) for batch in self._few]
-        for batch in self._ready[:3]:
-            job.train(batch)
-        if job.parted:
-            form = "prepared" if job.cached and job.dataset.form == "prepared" else "fetched"
-            self._full, self._resident = self._filled(self._source, form, self._first)
-
-    def _filled(self, source: Any, form: str, first: FirstLook | None = None) -> tuple[CachedDataset[Any], list[int]]:
-        """A cache with some samples of a source, and their ids."""
+    def _filled(self, source: Any, form: str, first: Any = None) -> CachedDataset[Any]:
+        """A cache with some samples of a source."""
         capacity = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
         name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
         cached, end = cached_after(first, source, capacity=capacity, form=form, name=name), time.monotonic() + 5
         try:
-            for number, _ in enumerate(
-                self._batches(cached, self._ids[: max(_SOME, 2 * self._job.batch_size)].tolist())
-            ):
-                if number and time.monotonic() > end:
-                    break
+            with self._loaded(cached, self._known[: max(_SOME, 2 * self._job.batch_size)].tolist()) as batches:
+                for number, _ in enumerate(batches):
+                    if number and time.monotonic() > end:
+                        break
         except BaseException:
             cached.close()
             raise
-        return cached, np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()
+        return cached
 
     def _samples(self) -> None:
         """Measure single samples, in as many processes as the job has workers, each with others."""
         job, number, processes = self._job, len(self._measured) - 1, max(1, self._job.num_workers)
         self._show("samples")
-        ids = np.random.default_rng(number).permutation(self._known)[: MOST_SAMPLES * processes].tolist()
+        ids = np.random.default_rng(number).permutation(self._known)[: measure.MOST_SAMPLES * processes].tolist()
 
-        def measure(process: int) -> Costs:
+        def costs_in(process: int) -> model.Costs:
             some = ids[process::processes] or ids
             if self._first is None:
-                read = {id: partial(read_files, self._files[id]) for id in some}
-                drop = {id: partial(drop_pages, self._files[id]) for id in some}
-                return measure_reads(job.source, read, drop, seconds=self._seconds)
-            drop_pages([path for id in some for path in self._files_of(id)])
-            return measure_samples(self._source, self._first, some, seconds=self._seconds, threads=IO_THREADS)[0]
+                read = {id: partial(jobs.read_files, self._files[id]) for id in some}
+                drop = {id: partial(jobs.drop_pages, self._files[id]) for id in some}
+                return measure.measure_reads(job.source, read, drop, seconds=self._seconds)
+            jobs.drop_pages([path for id in some for path in self._files_of(id)])
+            options: dict[str, Any] = {"seconds": self._seconds, "threads": IO_THREADS}
+            return measure.measure_samples(self._source, self._first, some, **options)[0]
 
-        costs = at_once(measure, processes, "the measurement of samples")
+        costs = measure.at_once(costs_in, processes, "the measurement of samples")
         form = "fetched" if self._full is None else self._full.form
         has_files = job.parted or any(self._files.values())
-        parts: dict[str, Callable[[Costs], float]] = {
-            "P": lambda one: one.hit["fetched"],
-            "P_miss": lambda one: one.miss,
-            "P_hit": lambda one: one.hit[form],
-            "C": lambda one: one.read["fetched"],
-            "S": lambda one: 1 / one.storage,
+        parts = {
+            "P": [one.hit["fetched"] for one in costs],
+            "P_miss": [one.miss for one in costs],
+            "P_hit": [one.hit[form] for one in costs],
+            "C": [one.read["fetched"] for one in costs],
+            "S": [1 / one.storage for one in costs],
         }
-        for name, part in parts.items():
-            rate = sum(1 / max(1e-9, part(one)) for one in costs)
+        for name, times in parts.items():
+            rate = sum(1 / max(1e-9, seconds) for seconds in times)
             unknown = (name == "S" and rate >= 1e9) or (name in "SC" and not has_files)
             self._measured[-1][name] = None if unknown else rate
         if job.parted:
             self._sample_bytes = sum(one.fetched for one in costs) / processes
 
-    def _steps(self, batches: Sequence[Any]) -> Iterator[int]:
+    def _on_device(self, batches: list[Any], use: Callable[[Any], None]) -> Iterator[int]:
         for batch in cycle(batches):
-            self._job.train(batch)
+            use(batch)
             yield self._job.batch_size
 
-    def _copies(self) -> Iterator[int]:
-        for batch in cycle(self._few):
-            _sent(batch, self._job.device)
-            self._job.wait()
-            yield self._job.batch_size
+    def _copy(self, batch: Any) -> None:
+        _moved(batch, self._job.device)
+        self._job.wait()
 
-    def _remedy(self, rates: dict[str, Rate], cache: int | str | None, record_bytes: float) -> Remedy | None:
+    def _remedy(
+        self, rates: dict[str, measure.Rate], cache: int | str | None, record_bytes: float
+    ) -> predict.Remedy | None:
         """The choice of `DataLoader(cache="auto")`, with the S and the G measured here; None if nothing is cached."""
         job, trial = self._job, Trial()
         size = free_memory() // 2 if cache is None else parse_room(cache, "cache")
@@ -334,7 +305,7 @@ class Analysis:
         try:
             verdict = AutoCache(job.dataset, capacity, max(1, job.num_workers)).judge(trial)
         except Exception as error:  # also one of the data set
-            self._note(f"cache='auto' would cache nothing: {text_of(error)}")
+            self._note(f"cache='auto' would cache nothing: {errors.text_of(error)}")
             return None
         finally:
             trial.close()
@@ -344,19 +315,20 @@ class Analysis:
         costs = replace(trial.costs, compute=float(rates["G"]))
         if job.parted:
             costs = replace(costs, storage=float(rates["S"]))
-        return Remedy(costs, choose(costs, capacity, max(1, job.num_workers)))
+        return predict.Remedy(costs, model.choose(costs, capacity, max(1, job.num_workers)))
 
     def _place(self) -> dict[str, Any] | None:
         """The job in memory with a step on the CPUs and on the device, if there is one that can run on both."""
         job = self._job
-        movable = [step for step in job.steps if hasattr(inner(step), "on_device")]
-        if not job.parted or not movable or not can_decode(job.device):
+        places = {step.on_device for step in map(_inner, job.steps) if hasattr(step, "on_device")}
+        if not job.parted or not places or not can_decode(job.device):
             return None
-        on_device = any(inner(step).on_device for step in movable)
-        other = PartSource(job.source, Compose([placed(step, not on_device) for step in job.steps]))
-        cached, resident = self._filled(other, "fetched")
-        with cached, closing(self._batches(cached, CyclingSampler(resident), train=True)) as batches:  # type: ignore[type-var]
-            rate = measure_rate(batches, self._warm_up, self._seconds)
+        on_device = any(places)
+        other = jobs.PartSource(job.source, Compose([_placed(step, not on_device) for step in job.steps]))
+        with self._filled(other, "fetched") as cached:
+            batches = self._trained(cached, jobs.CyclingSampler(_resident(cached)))
+            rate = measure.measure_rate(batches, self._warm_up, self._seconds)
+            batches.close()  # type: ignore[attr-defined]
         rates = {not on_device: rate or 0.0, on_device: self._measured[0]["warm"]}
         return {"on_device": on_device, "CPUs": rates[False], "device": rates[True]}
 
@@ -369,25 +341,38 @@ class Analysis:
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
         self._show(name)
         with closing(batches):  # type: ignore[type-var]
-            self._measured[-1][name] = measure_rate(batches, warm_up, self._seconds)
+            self._measured[-1][name] = measure.measure_rate(batches, warm_up, self._seconds)
 
     def _show(self, name: str) -> None:
         done = (len(self._measured) - 1) * len(RUNS) + list(RUNS).index(name)
         self._progress.update(self._task, description=RUNS[name], completed=done)
 
-    def _batches(self, dataset: Any, ids: Any, *, train: bool = False) -> Iterator[int]:
-        """Batch sizes from the job's loader; without a device, or with the job's steps."""
-        with _iterated(self._job.load(dataset, ids)) as batches:
+    @contextmanager
+    def _loaded(self, dataset: Any, ids: Iterable[int]) -> Iterator[Iterator[Any]]:
+        """The batches of the job's loader, whose workers stop at the end of the block."""
+        loader = self._job.load(dataset, ids)
+        batches: Any = iter(loader)
+        try:
+            yield batches
+        finally:
+            if isinstance(loader, DataLoader):
+                loader.close()
+            elif hasattr(batches, "_shutdown_workers"):
+                batches._shutdown_workers()
+
+    def _trained(self, dataset: Any, ids: Iterable[int]) -> Iterator[int]:
+        """Batch sizes from the job's loader, with the job's steps."""
+        with self._loaded(dataset, ids) as batches:
             for batch in batches:
-                if train:
-                    self._job.train(batch)
+                self._job.train(batch)
                 yield self._job.batch_size
 
-    def _some_batches(self, dataset: Any, ids: npt.NDArray[np.int64]) -> list[Any]:
+    def _some_batches(self) -> list[Any]:
         """Four batches of the job's loader, copied."""
-        loader = self._job.load(dataset, np.resize(ids, 4 * self._job.batch_size).tolist())
-        with users_code("making a batch", "Iterate the loader to see where"), _iterated(loader) as batches:
-            return [_copied(batch) for batch in batches]
+        ids = np.resize(self._known, 4 * self._job.batch_size).tolist()
+        advice = "Iterate the loader to see where"
+        with jobs.users_code("making a batch", advice), self._loaded(self._cold, ids) as batches:
+            return [_moved(batch) for batch in batches]
 
     def _files_of(self, id: int) -> list[str]:
         return list(filter(os.path.isfile, [self._job.source.where(id)])) if self._job.parted else self._files[id]
@@ -406,44 +391,33 @@ def _machine_speed() -> float:
     return count / (time.perf_counter() - began)
 
 
-@contextmanager
-def _iterated(loader: Any) -> Iterator[Iterator[Any]]:
-    """An iterator over a loader, whose workers stop at the end of the block."""
-    batches: Any = iter(loader)
-    try:
-        yield batches
-    finally:
-        if isinstance(loader, DataLoader):
-            loader.close()
-        elif hasattr(batches, "_shutdown_workers"):
-            batches._shutdown_workers()
-
-
 def can_decode(device: torch.device) -> bool:
     """Whether pictures can be decoded on it."""
-    return device.type == "cuda" and importlib.util.find_spec("torchvision") is not None
+    return device.type == "cuda" and find_spec("torchvision") is not None
 
 
-def inner(step: Any) -> Any:
+def _resident(cached: CachedDataset[Any]) -> list[int]:
+    """The ids of the samples in a cache."""
+    ids: list[int] = np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()
+    return ids
+
+
+def _inner(step: Any) -> Any:
     """The transform in a step for one item of a sample."""
     return step.transform if isinstance(step, OnItem) else step
 
 
-def placed(step: Any, on_device: bool) -> Any:
+def _placed(step: Any, on_device: bool) -> Any:
     """`step` with its work on the device, or on the CPUs."""
-    moved = copy.copy(inner(step))
+    moved = copy.copy(_inner(step))
     if hasattr(moved, "on_device"):
         moved.on_device = on_device
     return OnItem(step.key, moved) if isinstance(step, OnItem) else moved
 
 
-def _sent(batch: Any, device: torch.device) -> Any:
-    """`batch` on `device`."""
+def _moved(batch: Any, device: torch.device | None = None) -> Any:
+    """`batch` on `device`, or its tensors in memory of their own."""
     leaves, rebuild = take_apart(batch)
-    return rebuild([leaf.to(device) for leaf in leaves])
-
-
-def _copied(batch: Any) -> Any:
-    """`batch` in memory of its own."""
-    leaves, rebuild = take_apart(batch)
+    if device is not None:
+        return rebuild([leaf.to(device) for leaf in leaves])
     return rebuild([leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves])

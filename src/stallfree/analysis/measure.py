@@ -4,14 +4,12 @@
 `analyze` in as many at once as the job has workers. `measure_rate` times a loop, and `combined` joins several rounds.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import StatisticsError, fmean, median
 from typing import Any, TypeVar
@@ -235,11 +233,7 @@ class Rate:
     low: float | None = None
     high: float | None = None
     note: str = ""
-    rounds: tuple[float, ...] = ()
-
-    def json(self) -> dict[str, Any]:
-        """The rate as stored in a report."""
-        return asdict(self) | {"rounds": list(self.rounds)}
+    rounds: list[float] = field(default_factory=list)
 
     def __float__(self) -> float:
         return math.inf if self.value is None else self.value
@@ -277,11 +271,10 @@ def next_half_width(figures: Sequence[float]) -> float:
 
 def combined(rounds: Sequence[float | None], note: str = "") -> Rate:
     """The rate of several rounds: their mean, with an interval from their spread. `note` says why there is none."""
-    values = tuple(value for value in rounds if value is not None)
+    values = [value for value in rounds if value is not None]
     if not values:
         return Rate(None, note=note)
     value = fmean(values)
     half = half_width(values) if len(values) >= ROUNDS_FOR_INTERVAL else math.inf
-    if half > _WIDE * value:
-        return Rate(value, rounds=values)
-    return Rate(value, value - half, value + half, rounds=values)
+    low, high = (None, None) if half > _WIDE * value else (value - half, value + half)
+    return Rate(value, low, high, rounds=values)

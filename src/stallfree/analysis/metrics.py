@@ -12,12 +12,10 @@
 No data is sent. Names follow Prometheus conventions: unit last, and `_total` for counters. They are stable.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 from stallfree.errors import InputError, file_unwritable, missing_extra, port_unavailable
 from stallfree.ipc.folders import is_path
@@ -196,10 +194,6 @@ class PrometheusCollector:
             families[metric.name].add_metric([name], metric.value)
         yield from families.values()
 
-    def describe(self) -> list[Any]:
-        """Return an empty list: the metrics may change between scrapes."""
-        return []
-
 
 class PrometheusServer:
     """Serves `metrics` to a Prometheus scraper, from a thread of this process.
@@ -240,7 +234,7 @@ class PrometheusServer:
         self._server.server_close()
         self._thread.join()
 
-    def __enter__(self) -> PrometheusServer:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ All of them compare settings of the one model. What a report or a prediction nam
 doubling gains most (`Setting.binding`), so it is also what the advice says would help.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -13,9 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from stallfree.analysis.model import NOTHING, Costs, Option, expect
+from stallfree.analysis.model import NOTHING, WORTH, Costs, Option, Setting, expect
 from stallfree.analysis.render import plural, speed
-from stallfree.analysis.setting import WORTH, Setting
 from stallfree.units import format_size
 
 _LIMITS = {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": "what the CPUs share"}
@@ -63,13 +60,7 @@ class Prediction:
 
 
 def explain(
-    before: Setting,
-    after: Setting,
-    *,
-    devices: int,
-    storage: float | None,
-    half: float | None = None,
-    drift: float = 0.0,
+    before: Setting, after: Setting, *, devices: int, storage: float | None, half: float | None, drift: float
 ) -> Prediction:
     """The prediction for `after`, which results from `before` by these changes.
 
@@ -91,7 +82,7 @@ def explain(
         f"P = {_rate(prep)}{each} ({plural(after.cpus, 'CPU')})",
         f"G = {_rate(compute)}" + (f" ({devices} devices)" if devices > 1 else ""),
     ]
-    if math.isfinite(after.together):
+    if after.shares:
         reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.together)}")
     if not after.loading.workers:
         reasoning.append("without workers fetch, prep and compute follow each other: 1 / (1/F + 1/P + 1/G)")

@@ -1,38 +1,28 @@
 """Text for a terminal and self-contained HTML pages, from one list of blocks.
 
-A report and a simulation are lists of headings, texts, tables and lists. A page adds
-charts, drawn by plotly from the data that it contains. A page makes no network requests.
+A report and a simulation are lists of headings, texts, tables and lists. A page (`assets/page.html`) adds charts, drawn
+by plotly from the data that it contains. A page makes no network requests.
 """
 
-from __future__ import annotations
-
-import html
-import json
 import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from textwrap import wrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stallfree.errors import file_unreadable, missing_extra
-
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
-# With this policy a browser makes no network requests, whatever the scripts do.
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+from stallfree import errors
 
 _WIDTH = 80
 
 
 @dataclass(frozen=True)
 class Text:
-    """A paragraph; `kind` is its style on a page: "verdict", "job", "small", ..."""
+    """A paragraph; `style` is its class on a page: "verdict", "job", "small", ..."""
 
     text: str
-    kind: str = ""
+    style: str = ""
 
 
 @dataclass(frozen=True)
@@ -68,17 +58,7 @@ class Chart:
     mark: str = ""
 
 
-@dataclass(frozen=True)
-class Raw:
-    """HTML of this package, on pages only."""
-
-    html: str
-
-
-Block = Text | Heading | Table | Items | Chart | Raw
-
-
-# -- the terminal -----------------------------------------------------------------------------------------------------
+Block = Text | Heading | Table | Items | Chart
 
 
 def as_text(blocks: Iterable[Block]) -> str:
@@ -93,8 +73,8 @@ def as_text(blocks: Iterable[Block]) -> str:
             for number, parts in enumerate(block.items, 1):
                 mark = f"{number}. " if block.numbered else "- "
                 for part, first in zip(parts, (mark, " " * len(mark)), strict=True):
-                    indents = {"initial_indent": first, "subsequent_indent": " " * len(mark)}
-                    lines += wrap(_plain(part), _WIDTH, **indents)  # type: ignore[arg-type]
+                    indent = " " * len(mark)
+                    lines += wrap(_plain(part), _WIDTH, initial_indent=first, subsequent_indent=indent)
         elif isinstance(block, Table):
             rows = [list(map(_plain, row)) for row in (block.headings, *block.rows)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -103,7 +83,7 @@ def as_text(blocks: Iterable[Block]) -> str:
                 heading, *more = wrap(first, widths[0]) or [""]
                 figures = "".join(f"  {cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True))
                 lines += [f"{heading:<{widths[0]}}{figures}", *more]
-                if (first, *cells) == tuple(rows[0]):
+                if [first, *cells] == rows[0]:
                     lines.append("\u2500" * (sum(widths) + 2 * len(widths[1:])))
     return "\n".join(line.rstrip() for line in lines) + "\n"
 
@@ -113,66 +93,33 @@ def _plain(text: object) -> str:
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(str(text).split()))
 
 
-# -- pages ------------------------------------------------------------------------------------------------------------
-
-
-def as_page(kicker: str, title: str, blocks: Iterable[Block], data: Mapping[str, Any], script: str) -> str:
+def as_page(name: str, kicker: str, title: str, blocks: Iterable[Block], data: Mapping[str, Any]) -> str:
     """The blocks as a self-contained page.
 
     Args:
+        name: of its template, style sheet and script: "report" or "simulation".
         kicker: the line above the title.
         title: plain text.
         blocks: the content.
         data: embedded as JSON, in the element with the id "data".
-        script: name of the style sheet and the script that draws the charts, such as "report".
 
     Raises `MissingExtraError` if `plotly` is not installed, `InputError` for data with numbers such as infinity.
     """
     charts = plotly()
-    styles = "".join(f"<style>\n{asset(f'{name}.css')}</style>\n" for name in ("base", script))
-    scripts = "".join(f"<script>\n{asset(f'{name}.js')}</script>\n" for name in ("base", script))
-    body, is_open = "", False
-    for block in blocks:
-        if isinstance(block, (Heading, Raw)):
-            body, is_open = body + ("</section>\n" if is_open else ""), isinstance(block, Heading)
-        body += _html(block)
-    body += "</section>\n" if is_open else ""
-    return (
-        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        '<meta name="color-scheme" content="light dark">\n<link rel="icon" href="data:,">\n'
-        f"<title>stallfree: {escape(title)}</title>\n{styles}</head>\n<body>\n<header>\n"
-        f'<p class="kicker">stallfree {escape(kicker)}</p>\n<h1>{escape(title)}</h1>\n</header>\n'
-        f"<main>\n{body}</main>\n"
-        f'<script type="application/json" id="data">{_embedded(data)}</script>\n'
-        f"<script>{charts}</script>\n{scripts}</body>\n</html>\n"
-    )
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
 
-
-def _html(block: Block) -> str:
-    """A block as HTML; a heading begins a section."""
-    if isinstance(block, Heading):
-        return f"<section>\n<h2>{escape(block.text)}</h2>\n"
-    if isinstance(block, Text):
-        return f'<p class="{block.kind}">{escape(block.text)}</p>\n'
-    if isinstance(block, Items):
-        tag = "ol" if block.numbered else "ul"
-        items = (f"<li><strong>{escape(first)}</strong> {escape(more)}</li>\n" for first, more in block.items)
-        return f"<{tag}>\n{''.join(items)}</{tag}>\n"
-    if isinstance(block, Chart):
-        attributes = f'id="chart-{block.name}" role="img" aria-label="{escape(block.described)}"'
-        chart = f'<div class="chart" {attributes} data-mark="{escape(block.mark)}"></div>'
-        return f"<figure>{chart}<figcaption>{escape(block.described)}</figcaption></figure>\n"
-    if isinstance(block, Table):
-        head = "".join(f'<th scope="col">{escape(heading)}</th>' for heading in block.headings)
-        rows = (
-            f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>\n'
-            for first, *cells in block.rows
-        )
-        head = f"<caption>{escape(block.caption)}</caption>\n<thead><tr>{head}</tr></thead>"
-        return f'<table class="numbers">{head}\n<tbody>\n{"".join(rows)}</tbody></table>\n'
-    return block.html
+    environment = Environment(loader=PackageLoader("stallfree.analysis", "assets"), autoescape=True)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
+    files = resources.files("stallfree.analysis") / "assets"
+    content = {"name": name, "kicker": kicker, "title": title, "blocks": blocks, "data": data}
+    shown = {"plotly": Markup(charts), "asset": lambda file: Markup((files / file).read_text(encoding="utf-8"))}
+    try:
+        return environment.get_template(f"{name}.html").render(**content, **shown)
+    except ValueError as error:
+        raise errors.file_unreadable(
+            f"this {data['format']} holds a number that is none ({error}): give null"
+        ) from error
 
 
 def plotly() -> str:
@@ -180,43 +127,11 @@ def plotly() -> str:
     try:
         from plotly.offline import get_plotlyjs  # type: ignore[import-untyped]
     except ImportError as error:
-        raise missing_extra("plotly", "report", "A page with charts") from error
+        raise errors.missing_extra("plotly", "report", "A page with charts") from error
     return str(get_plotlyjs())
 
 
-def asset(name: str) -> str:
-    """The text of a file of this package."""
-    return (resources.files("stallfree.analysis") / "assets" / name).read_text(encoding="utf-8")
-
-
-def escape(text: object) -> str:
-    """`text` escaped for HTML, also within quotes."""
-    return html.escape(str(text))
-
-
-def _embedded(data: Mapping[str, Any]) -> str:
-    """`data` as JSON that no HTML parser mistakes for the end of its element, or for a comment."""
-    try:
-        text = json.dumps(data, allow_nan=False, separators=(",", ":"))
-    except ValueError as error:
-        raise file_unreadable(f"this {data['format']} holds a number that is none ({error}): give null") from error
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
-
-
-# -- data and figures -------------------------------------------------------------------------------------------------
-
-
-def expect_format(data: Any, form: str, keys: Iterable[str], origin: str = "this") -> None:
-    """Raise `InputError` unless `data`, from `origin`, is of the format `form`, version 1, and has these keys."""
-    if not isinstance(data, dict) or data.get("format") != form:
-        known = data.get("format") if isinstance(data, dict) else type(data).__name__
-        raise file_unreadable(f"{origin} is no {form} (its format is {known!r}): give what stallfree saved as one")
-    if data.get("version") != 1:
-        raise file_unreadable(
-            f"{origin} is a {form} of version {data.get('version')!r}, and version 1 can be read: make it again"
-        )
-    if absent := [key for key in keys if key not in data]:
-        raise file_unreadable(f"{origin} is a {form} and lacks {', '.join(absent)}: make it again")
+# -- figures ----------------------------------------------------------------------------------------------------------
 
 
 def number(value: float, width: float = 0.0) -> str:
@@ -251,8 +166,8 @@ def speed(value: float) -> str:
     return f"{value:,.0f} GB/s" if value >= 999.5 else f"{value:.3g} GB/s"
 
 
-def progress_bar(wanted: bool = True) -> Progress:
-    """A progress bar on standard error, if that is a terminal."""
+def progress_bar(wanted: bool = True) -> Any:
+    """A progress bar of rich on standard error, if that is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 

@@ -4,8 +4,6 @@ The decisions equal those of the live cache by construction: the same `Space` an
 and only the copying of bytes is omitted (`SimulatedCache`).
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,12 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from stallfree import errors
 from stallfree.cache.capacity import free_memory
 from stallfree.cache.layout import ALIGN, VERSION, Count, Index, Meta, plan_layout
 from stallfree.cache.policies import Oracle, Policy, Victims, make_policy, next_uses
 from stallfree.cache.space import Space
 from stallfree.datasets.epoch_source import Plan
-from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.units import format_size, parse_room, parse_whole
 
 Ids = npt.NDArray[np.int64]
@@ -125,7 +123,7 @@ def replay(
     bytes_of = None if sizes is None else _sizes(sizes, most)
     num_ids = most + 1 if bytes_of is None else len(bytes_of)
     if (needed := 64 * num_ids) > (free := free_memory()):
-        raise run_too_large(
+        raise errors.run_too_large(
             f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(needed)} of "
             f"memory, and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
         )
@@ -240,7 +238,9 @@ def _epochs(trace: Any) -> list[Ids]:
     if isinstance(trace, Plan) or (isinstance(trace, np.ndarray) and trace.ndim == 1):
         trace = [trace]
     if not isinstance(trace, Iterable) or isinstance(trace, (str, bytes)):
-        raise InputError(f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of sequences of ids")
+        raise errors.InputError(
+            f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of sequences of ids"
+        )
     items = list(trace)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         items = [items]
@@ -253,14 +253,14 @@ def _ids(values: Any) -> Ids:
     except ValueError:
         ids = np.empty((0, 0))
     if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise InputError(f"a trace holds {values!r:.80}: ids are integers of 0 or more")
+        raise errors.InputError(f"a trace holds {values!r:.80}: ids are integers of 0 or more")
     return ids.astype(np.int64)
 
 
 def _sizes(values: Any, most: int) -> Ids:
     sizes = np.asarray(values)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
-        raise InputError(
+        raise errors.InputError(
             f"sizes must be an int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
             f"{sizes.dtype}"
         )
@@ -269,19 +269,18 @@ def _sizes(values: Any, most: int) -> Ids:
 
 def _importance(values: Any, policy: Policy, epochs: int, num_ids: int) -> Scores | None:
     """One row for each epoch, or None for policies that need no scores."""
-    takes = policy.given and not isinstance(policy, Oracle)
-    if not takes:
-        if values is not None:
-            raise argument_conflict(
-                f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out"
-            )
-        return None
+    if not policy.given or isinstance(policy, Oracle):
+        if values is None:
+            return None
+        raise errors.argument_conflict(
+            f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out"
+        )
     try:
         scores = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         scores = np.empty(0)
     if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
-        raise InputError(
+        raise errors.InputError(
             f"scores={values!r:.80}, policy={policy.name!r}: give a number for each of the ids 0 to {num_ids - 1}, or "
             f"a row of them for each of {epochs} epochs, none of them NaN"
         )
@@ -299,4 +298,6 @@ def _limit(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
             return min(size, 2 * total + 512 * num_ids + (1 << 20))  # the bytes of all records and their index
     elif not isinstance(capacity, bool) and isinstance(capacity, (int, np.integer)) and capacity >= 1:
         return min(int(capacity), num_ids)
-    raise InputError(f"capacity={capacity!r}: give a share above 0%, or without sizes a number of samples of 1 or more")
+    raise errors.InputError(
+        f"capacity={capacity!r}: give a share above 0%, or without sizes a number of samples of 1 or more"
+    )

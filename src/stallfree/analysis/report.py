@@ -1,47 +1,30 @@
 """The report of an analysis: the parts of an epoch's time, the rates, the bottleneck, and recommendations."""
 
-from __future__ import annotations
-
 import json
 import math
 import platform
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
+from stallfree import errors
+from stallfree.analysis import predict as prediction
+from stallfree.analysis import render
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Rate, next_half_width
-from stallfree.analysis.model import Loading, Rates
-from stallfree.analysis.predict import Prediction, Remedy, advise, bottleneck, cache_curve, explain
-from stallfree.analysis.render import (
-    Block,
-    Chart,
-    Heading,
-    Items,
-    Table,
-    Text,
-    as_page,
-    as_text,
-    expect_format,
-    interval,
-    number,
-    percent,
-    plural,
-)
-from stallfree.analysis.setting import Setting
+from stallfree.analysis.model import Loading, Rates, Setting
 from stallfree.cache.capacity import free_memory
-from stallfree.errors import InputError, file_unreadable
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
 from stallfree.units import parse_rate, parse_room, parse_whole
 
-FORMAT, VERSION = "stallfree-report", 1
+_FORMAT = {"format": "stallfree-report", "version": 1}
 
-_KEYS = ("made", "versions", "machine", "job", "rates", "runs", "shares", "bottleneck", "advice", "curve", "notes")
+_KEYS = {"made", "versions", "machine", "job", "rates", "runs", "shares", "bottleneck", "advice", "curve", "notes"}
 """Required keys of a report."""
 
 _RATES = {
@@ -53,7 +36,6 @@ _RATES = {
 }
 _SHARES = {"compute": "compute", "copy": "copy", "prep_stall": "prep stall", "fetch_stall": "fetch stall"}
 _RUNS = {"cold": "first epoch, cold files", "warm": "all data in memory"}
-_MISSING = "not measured"
 
 _DRIFT = 0.05
 """Change of the machine's own speed from which a report mentions it."""
@@ -76,8 +58,8 @@ class Report:
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
 
-    @staticmethod
-    def load(path: str | Path) -> Report:
+    @classmethod
+    def load(cls, path: str | Path) -> Self:
         """Read a file written by `save`.
 
         Raises `InputError` for other files, and for a report of another version.
@@ -89,15 +71,16 @@ class Report:
             ```
         """
         if not is_path(path):
-            raise InputError(f"path={path!r:.80}: give the path of a report")
+            raise errors.InputError(f"path={path!r:.80}: give the path of a report")
+        advice = "give what `stallfree analyze --json` wrote"
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise file_unreadable(
-                f"{path} cannot be read as a report: {error}. Give what `stallfree analyze --json` wrote"
-            ) from error
-        expect_format(data, FORMAT, _KEYS, str(path))
-        return Report(data)
+            known = {key: data.get(key) for key in _FORMAT}
+        except (OSError, ValueError, AttributeError) as error:
+            raise errors.file_unreadable(f"{path} cannot be read as a report: {error}; {advice}") from error
+        if known != _FORMAT or not data.keys() >= _KEYS:
+            raise errors.file_unreadable(f"{path} has {known}, expected {_FORMAT} with all parts: {advice}")
+        return cls(data)
 
     def save(self, path: str | Path) -> None:
         """Write the report as JSON."""
@@ -108,7 +91,7 @@ class Report:
         Path(path).write_text(report_page(self.data), encoding="utf-8")
 
     def __str__(self) -> str:
-        return as_text(_blocks(self.data))
+        return render.as_text(_blocks(self.data))
 
     def __repr__(self) -> str:
         return f"Report({self.data['bottleneck']!r})"
@@ -121,7 +104,7 @@ class Report:
         storage: float | str | None = None,
         devices: int = 1,
         jobs: int = 1,
-    ) -> Prediction:
+    ) -> prediction.Prediction:
         """Predict the job's speed with another cache, CPUs, storage, devices or number of jobs.
 
         None: unchanged.
@@ -148,7 +131,7 @@ class Report:
         hits = None if cache is None else self.hits_of(cache)
         before = self.setting()
         if bandwidth is not None and not before.sample_bytes:
-            raise InputError(
+            raise errors.InputError(
                 f"storage={storage!r}: the report does not know how many bytes a sample has, so it cannot say what "
                 "another bandwidth gives; analyse a data set that separates fetch from prep, such as sf.FileDataset"
             )
@@ -164,7 +147,7 @@ class Report:
         rounds = [changed(self.setting(number)).throughput for number in range(min(complete, default=0))]
         half = next_half_width(rounds) if len(rounds) >= ROUNDS_FOR_INTERVAL else None
         drift = self.data["machine"].get("drift", 0.0)
-        return explain(before, changed(before), devices=devices, storage=bandwidth, half=half, drift=drift)
+        return prediction.explain(before, changed(before), devices=devices, storage=bandwidth, half=half, drift=drift)
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size.
@@ -175,7 +158,7 @@ class Report:
         if isinstance(size, float):
             return size
         if not job["record_bytes"]:
-            raise InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
+            raise errors.InputError(f"cache={cache!r}: the size of a sample is not known; give a share such as '50%'")
         return min(1.0, size / (float(job["record_bytes"]) * int(job["samples"])))
 
     def setting(self, number: int | None = None) -> Setting:
@@ -197,7 +180,7 @@ class Report:
         )
         cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
         sizes = job["sample_bytes"], job["record_bytes"], job["samples"]
-        setting = Setting(rates, loading, job["cache_share"], cores, None, *sizes)
+        setting = Setting(rates, loading, job["cache_share"], cores, *sizes)
         fastest = max((value for value in map(rate, _RUNS) if math.isfinite(value)), default=math.inf)
         return setting.reaching(fastest, own_cpu=machine["device"] == "cpu")
 
@@ -210,7 +193,7 @@ def make_report(
     notes: Sequence[str],
     *,
     drift: float = 0.0,
-    remedy: Remedy | None = None,
+    remedy: prediction.Remedy | None = None,
     placement: dict[str, Any] | None = None,
 ) -> Report:
     """Create the report of the runs of an analysis.
@@ -227,18 +210,13 @@ def make_report(
     """
     unmeasured = [f"{name}: {rate.note}" for name, rate in rates.items() if rate.note and name != "copy"]
     data: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
+        **_FORMAT,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {
-            "stallfree": version("stallfree"),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-        },
+        "versions": {name: version(name) for name in ("stallfree", "torch")} | {"python": platform.python_version()},
         "machine": {"cpus": cpu_count(), "memory_bytes": free_memory(), "device": str(device), "drift": drift},
         "job": {**job, "cache_share": 0.0},
-        "rates": {name: rate.json() for name, rate in rates.items() if name not in _RUNS},
-        "runs": {name: rates[name].json() for name in _RUNS},
+        "rates": {name: asdict(rate) for name, rate in rates.items() if name not in _RUNS},
+        "runs": {name: asdict(rates[name]) for name in _RUNS},
         "placement": placement,
         "notes": [*notes, *unmeasured],
     }
@@ -247,13 +225,14 @@ def make_report(
         data["job"]["cache_share"] = report.hits_of(cache)
     now = report.setting()
     fetch = now.rates.fetch_at(now.hits)
-    data["rates"]["F"] = Rate(fetch if math.isfinite(fetch) else None).json()
+    data["rates"]["F"] = asdict(Rate(fetch if math.isfinite(fetch) else None))
     data["shares"] = {name: _shares(float(rates[name]), rates, cold=name == "cold") for name in _RUNS}
-    data["curve"], data["bottleneck"], data["advice"] = cache_curve(now), bottleneck(now, data), []
+    data["curve"] = prediction.cache_curve(now)
     if uncertain := _uncertain(data):
         data["bottleneck"] = f"Too few rounds to say what limits: {uncertain} vary too much. Give more `seconds`."
+        data["advice"] = []
     else:
-        data["advice"] = advise(now, data, remedy)
+        data["bottleneck"], data["advice"] = prediction.bottleneck(now, data), prediction.advise(now, data, remedy)
     cold, warm = rates["cold"], rates["warm"]
     if cold.value is not None and warm.value is not None and warm.value < cold.value:
         data["notes"].append(
@@ -262,7 +241,7 @@ def make_report(
         )
     if drift > _DRIFT:
         data["notes"].append(f"the machine's own speed drifted by {drift:.0%} between the rounds: so do the figures")
-    if now.sharing is not None:
+    if now.shares:
         data["notes"].append(
             f"the job reaches {max(float(cold), float(warm)):,.0f} samples/s where min(P, G) is "
             f"{min(now.rates.prep_hit, now.rates.compute):,.0f}: prep, compute and the loader share the CPUs"
@@ -293,77 +272,67 @@ def _shares(rate: float, rates: dict[str, Rate], *, cold: bool) -> dict[str, flo
 def report_page(data: Mapping[str, Any]) -> str:
     """The report `data`, the JSON of `stallfree analyze`, as a page with text, tables and charts.
 
-    Raises `InputError` for other data, `MissingExtraError` if `plotly` is not installed.
+    Raises `MissingExtraError` if `plotly` is not installed.
     """
-    expect_format(data, FORMAT, _KEYS)
-    return as_page("report", str(data["job"]["dataset"]), _blocks(data), data, "report")
+    return render.as_page("report", "report", str(data["job"]["dataset"]), _blocks(data), data)
 
 
-def _blocks(data: Mapping[str, Any]) -> list[Block]:
-    runs, shares = data["runs"], data["shares"]
+def _blocks(data: Mapping[str, Any]) -> list[render.Block]:
+    runs, shares, curve = data["runs"], data["shares"], data["curve"]
     advice = [
-        (f"{item['do']}  ({item['gain']:.2f} times, {number(item['throughput'])} samples/s)", item["why"])
+        (f"{item['do']}  ({item['gain']:.2f} times, {render.number(item['throughput'])} samples/s)", item["why"])
         for item in data["advice"]
     ]
-    what_to_do: list[Block] = [
-        Heading("What to do: first without other hardware, each in order of gain"),
-        Items(advice, numbered=True)
+    what_to_do: list[render.Block] = [
+        render.Heading("What to do: first without other hardware, each in order of gain"),
+        render.Items(advice, numbered=True)
         if advice
-        else Text("Nothing: no change that was looked at makes this job faster."),
+        else render.Text("Nothing: no change that was looked at makes this job faster."),
     ]
+    epoch = [
+        ["samples/s", *(_figure(runs[run]) for run in _RUNS)],
+        *([name, *(render.percent(shares[run][part]) for run in _RUNS)] for part, name in _SHARES.items()),
+    ]
+    rates = [
+        [f"{name}: {meaning}", _figure(rate), render.interval(rate["low"], rate["high"])]
+        for name, meaning in _RATES.items()
+        for rate in [data["rates"][name]]
+    ]
+    best = "" if curve["best"] is None else f"best: {render.percent(curve['best'])}"
     return [
-        Text(data["bottleneck"], "verdict"),
-        Text(_job_line(data), "job"),
+        render.Text(data["bottleneck"], "verdict"),
+        render.Text(_job_line(data), "job"),
         *([] if _uncertain(data) else what_to_do),
-        Heading("Where the time goes"),
-        Chart("epoch", "A prep stall is a wait for the CPUs, a fetch stall one for storage."),
-        Table(
-            "Shares of an epoch's time",
-            ["", *_RUNS.values()],
-            [
-                ["samples/s", *(_figure(runs[run]) for run in _RUNS)],
-                *([name, *(percent(shares[run][part]) for run in _RUNS)] for part, name in _SHARES.items()),
-            ],
-        ),
-        Heading("What each part delivers alone, in samples/s"),
-        Table(
-            "Throughput is at most the least of F, P and G",
-            ["rate", "samples/s", "interval of 95%"],
-            [
-                [f"{name}: {meaning}", _figure(rate), interval(rate["low"], rate["high"])]
-                for name, meaning in _RATES.items()
-                for rate in [data["rates"][name]]
-            ],
-        ),
-        Chart("cache", "Throughput against the share of the samples cached.", _best(data["curve"]["best"])),
-        Heading("Notes"),
-        Items([(note, "") for note in [*data["notes"], _machine_line(data)]]),
+        render.Heading("Where the time goes"),
+        render.Chart("epoch", "A prep stall is a wait for the CPUs, a fetch stall one for storage."),
+        render.Table("Shares of an epoch's time", ["", *_RUNS.values()], epoch),
+        render.Heading("What each part delivers alone, in samples/s"),
+        render.Table("Throughput is at most the least of F, P and G", ["rate", "samples/s", "interval of 95%"], rates),
+        render.Chart("cache", "Throughput against the share of the samples cached.", best),
+        render.Heading("Notes"),
+        render.Items([(note, "") for note in [*data["notes"], _machine_line(data)]]),
     ]
 
 
 def _figure(measured: Mapping[str, Any]) -> str:
     if measured["value"] is None:
-        return _MISSING
+        return "not measured"
     low, high = measured["low"], measured["high"]
-    return number(measured["value"], 0.0 if low is None or high is None else high - low)
-
-
-def _best(share: float | None) -> str:
-    return "" if share is None else f"best: {percent(share)}"
+    return render.number(measured["value"], 0.0 if low is None or high is None else high - low)
 
 
 def _job_line(data: Mapping[str, Any]) -> str:
     job = data["job"]
-    workers = "no workers" if job["num_workers"] == 0 else plural(job["num_workers"], "worker")
-    cached = f", {percent(job['cache_share'])} of the samples cached" if job["cache_share"] else ""
+    cached = f", {render.percent(job['cache_share'])} of the samples cached" if job["cache_share"] else ""
     return (
-        f"{job['dataset']}, {plural(job['samples'], 'sample')}, batches of {job['batch_size']:,}, "
-        f"{job['loader']} loader with {workers}, {data['machine']['device']}{cached}"
+        f"{job['dataset']}, {render.plural(job['samples'], 'sample')}, batches of {job['batch_size']:,}, "
+        f"{job['loader']} loader with {render.plural(job['num_workers'], 'worker')}, "
+        f"{data['machine']['device']}{cached}"
     )
 
 
 def _machine_line(data: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
     machine = data["machine"]
-    memory = f", {machine['memory_bytes'] / 2**30:.1f} GiB" if machine.get("memory_bytes") else ""
-    return f"{plural(machine['cpus'], 'CPU')}{memory}; {versions}; {data['made']}"
+    memory = machine["memory_bytes"] / 2**30
+    return f"{render.plural(machine['cpus'], 'CPU')}, {memory:.1f} GiB; {versions}; {data['made']}"

@@ -9,8 +9,6 @@ their classes are imported: the wrappers read the clock and call the original. T
 JSON: a path, "-" or empty; CACHE: "cache" or empty; KIND: "script" or "module".
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import runpy
@@ -20,8 +18,6 @@ from functools import wraps
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
-
-FORMAT, VERSION = "stallfree-run", 1
 
 SMALL = 0.05
 """Share of the time below which waits count as small."""
@@ -61,7 +57,7 @@ class Pass:
     def __init__(self, row: Row) -> None:
         self.row, self.is_fresh = row, True
         self.last: float | None = None  # when `next` returned
-        self.thread: Thread | None = None  # of that call, if it was not within the `next` of another loader
+        self.thread: Any = None  # of that call, if it was not within the `next` of another loader
         self.mark = 0  # number of the wait in that thread
 
 
@@ -206,7 +202,7 @@ class Watch:
         counts = (sum(row[name] for row in loaders) for name in ("passes", "batches"))
         times = (sum(getattr(thread, name) for thread in threads) for name in ("first", "waited", "between"))
         total = _figures(*counts, *times)
-        data = {"format": FORMAT, "version": VERSION, "target": target, "seconds": clock() - self._started}
+        data = {"format": "stallfree-run", "version": 1, "target": target, "seconds": clock() - self._started}
         data |= {"loaders": loaders, "total": total}
         try:
             sys.stdout.flush()

@@ -4,35 +4,24 @@ Loader processes prepare batches and put them into a queue; the training loop ta
 computes. With a prefetcher the next batch is copied while the device computes. The model is that of articles on device
 prefetching. Its law for the steady state is min(W / l, 1 / (t + m)) without and min(W / l, 1 / max(t, m)) with a
 prefetcher, for W loaders that take l seconds per batch, a copy of t and a step of m seconds.
+
+The event log of a real loader (`DataLoader(event_log=...)`) has the same events, and the same page.
 """
 
-from __future__ import annotations
-
 import heapq
+import json
 import math
 import statistics
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stallfree.analysis.render import (
-    Block,
-    Heading,
-    Raw,
-    Table,
-    Text,
-    as_page,
-    asset,
-    escape,
-    expect_format,
-    number,
-    plural,
-)
-from stallfree.errors import InputError, file_unreadable, run_too_large
-from stallfree.events import Event
+from stallfree import errors
+from stallfree.analysis import render
 from stallfree.units import format_seconds, parse_whole
 
 _WARM_BATCHES = 150
@@ -40,6 +29,46 @@ _STEADY_BATCHES = 600
 _ROUNDS = 10  # minimum loads per loader in the warm-up and in the measurement
 _MOST_BATCHES = 2_000_000
 _Z95 = 1.96
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that took time, in a simulation or in the log of a loader.
+
+    Attributes:
+        start: seconds since the beginning of the log.
+        end: the same.
+        actor: who: "loader 0" and so on, "gather" (batches straight from the cache), "copy", "device".
+        what: "load" (simulated loaders), "fetch", "prep", "gather", "copy" or "compute".
+        batch: its number in the order of the plan.
+        epoch: its epoch; 0 in a simulation.
+    """
+
+    start: float
+    end: float
+    actor: str
+    what: str
+    batch: int
+    epoch: int = 0
+
+
+def read_events(path: str | Path) -> list[Event]:
+    """Read the event log of a loader: JSON, an object per line.
+
+    Raises `InputError` for a file that cannot be read or holds something else.
+    """
+    events = list[Event]()
+    try:
+        for line in Path(path).read_text().splitlines():
+            events.append(Event(**json.loads(line)))
+            if not -math.inf < events[-1].start <= events[-1].end < math.inf:
+                raise ValueError("start and end must be numbers, start not after end")
+    except (OSError, ValueError, TypeError) as error:
+        raise errors.file_unreadable(
+            f"{path} cannot be read as a log of events: {error} (after {len(events)} events). Give a log that "
+            "stallfree wrote"
+        ) from error
+    return events
 
 
 @dataclass(frozen=True)
@@ -75,9 +104,9 @@ class Pipeline:
         for name in ("load", "transfer", "compute", "variation"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise InputError(f"{name}={value!r}: give a number of 0 or more")
+                raise errors.InputError(f"{name}={value!r}: give a number of 0 or more")
         if self.compute + self.transfer <= 0 or self.load <= 0:
-            raise InputError("load, and transfer or compute, must be above 0 seconds")
+            raise errors.InputError("load, and transfer or compute, must be above 0 seconds")
 
     @property
     def queue_size(self) -> int:
@@ -154,7 +183,7 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
 
 def _check_seconds(seconds: float) -> None:
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-        raise InputError(f"seconds={seconds!r}: give a number above 0")
+        raise errors.InputError(f"seconds={seconds!r}: give a number above 0")
 
 
 def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
@@ -174,7 +203,7 @@ def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dic
     seeds, both = parse_whole(seeds, "seeds", 1), [replace(pipeline, prefetch=prefetch) for prefetch in (False, True)]
     batches = seeds * seconds * sum(one.law for one in both)
     if batches > _MOST_BATCHES:
-        raise run_too_large(
+        raise errors.run_too_large(
             f"seconds={seconds:g} with seeds={seeds}: {batches:,.0f} batches would pass, at most {_MOST_BATCHES:,} are "
             "simulated: give fewer seconds or seeds"
         )
@@ -237,25 +266,21 @@ def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0
     """Both runs of a pipeline, of seed 0, and their comparison, in the format of `simulation_page`."""
     comparison, runs = compare(pipeline, seeds=seeds, seconds=seconds), []
     for prefetch, name in enumerate(_KINDS):
-        run = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
-        depth = pipeline.depth if prefetch else 0
-        runs.append(
-            run_data(name, (*run.events, *run.unfinished), seconds=seconds, queue=pipeline.queue_size, depth=depth)
-        )
+        run, depth = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds), prefetch * pipeline.depth
+        events = (*run.events, *run.unfinished)
+        runs.append(run_data(name, events, seconds=seconds, queue=pipeline.queue_size, depth=depth))
     load, transfer, compute = map(format_seconds, (pipeline.load, pipeline.transfer, pipeline.compute))
     title = (
-        f"{plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to compute; "
-        f"variation {pipeline.variation:g}"
+        f"{render.plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to "
+        f"compute; variation {pipeline.variation:g}"
     )
-    return _page_data(title, runs, int(pipeline.prefetch), asdict(pipeline), comparison)
+    return page_data(title, runs, shown=int(pipeline.prefetch), pipeline=asdict(pipeline), comparison=comparison)
 
 
-def recording_data(name: str, events: Iterable[Event], *, seconds: float | None = None) -> dict[str, Any]:
-    """The log of a real loader in the format of `simulation_page`."""
-    return _page_data(name, [run_data(name, events, seconds=seconds)], 0, None, None)
-
-
-def _page_data(title: str, runs: list[Any], shown: int, pipeline: Any, comparison: Any) -> dict[str, Any]:
+def page_data(
+    title: str, runs: Sequence[Mapping[str, Any]], *, shown: int = 0, pipeline: Any = None, comparison: Any = None
+) -> dict[str, Any]:
+    """Runs in the format of `simulation_page`. The log of a real loader has no pipeline and no comparison."""
     data = {"title": title, "runs": runs, "shown": shown, "pipeline": pipeline, "comparison": comparison}
     return {"format": "stallfree-simulation", "version": 1, **data}
 
@@ -281,7 +306,7 @@ def run_data(
     """
     ordered = sorted(events, key=lambda event: (event.start, event.end))
     if not ordered:
-        raise file_unreadable(f"{name}: there are no events: give a log of at least one batch")
+        raise errors.file_unreadable(f"{name}: there are no events: give a log of at least one batch")
     first = ordered[0].start
     ordered = [event for event in ordered if seconds is None or event.start - first < seconds]
     kept = ordered[:MOST_EVENTS]
@@ -290,7 +315,7 @@ def run_data(
     elif seconds is None:
         seconds = max(event.end for event in kept) - first
     if not seconds > 0:
-        raise file_unreadable(f"{name}: all events are at one instant: give a log of something that took time")
+        raise errors.file_unreadable(f"{name}: all events are at one instant: give a log of something that took time")
     rows = [[each.start - first, each.end - first, each.actor, each.what, each.batch, each.epoch] for each in kept]
     left_out = len(ordered) - len(kept)
     return {"name": name, "seconds": seconds, "queue": queue, "depth": depth, "left_out": left_out, "events": rows}
@@ -300,71 +325,49 @@ def simulation_page(data: Mapping[str, Any]) -> str:
     """One or more runs as an animated page with a Gantt chart. The page makes no network requests.
 
     Args:
-        data: of `simulation_data` or `recording_data`.
+        data: of `simulation_data` or `page_data`.
 
-    Raises `InputError` for other data, `MissingExtraError` if `plotly` is not installed.
+    Raises `MissingExtraError` if `plotly` is not installed.
     """
-    expect_format(data, "stallfree-simulation", ("title", "runs", "shown", "comparison"))
-    runs = data["runs"]
-    if not runs or not 0 <= data["shown"] < len(runs):
-        raise InputError(f"shown={data['shown']!r} with {len(runs)} runs: give at least a run, and the index of one")
-    choices = "".join(
-        f'<label><input type="radio" name="run" value="{index}"{" checked" if index == data["shown"] else ""}>'
-        f'<span>{escape(run["name"])}: <b class="count" id="count-{index}">0</b> batches trained</span></label>\n'
-        for index, run in enumerate(runs)
-    )
-    left_out = [
-        Text(f"{run['name']}: {run['left_out']:,} later events are not shown.", "small")
-        for run in runs
-        if run["left_out"]
-    ]
-    blocks = [*simulation_blocks(data), Raw(asset("stage.html").replace("CHOICES", choices)), *left_out]
     kicker = "recording" if data["comparison"] is None else "simulation"
-    return as_page(kicker, str(data["title"]), blocks, data, "simulation")
+    return render.as_page("simulation", kicker, str(data["title"]), simulation_blocks(data), data)
 
 
-def simulation_blocks(data: Mapping[str, Any]) -> list[Block]:
+def simulation_blocks(data: Mapping[str, Any]) -> list[render.Block]:
     """What a simulation shows, as text; or the number and duration of the events in the log of a real loader."""
     comparison = data["comparison"]
     if comparison is None:
         (run,) = data["runs"]
-        spent: dict[tuple[str, str], list[float]] = {}
+        spent: dict[str, list[float]] = {}
         for start, end, actor, what, *_ in run["events"]:
-            spent.setdefault((actor, what), []).append(end - start)
+            spent.setdefault(f"{actor}: {what}", []).append(end - start)
         rows = [
-            [
-                f"{actor}: {what}",
-                f"{len(times):,}",
-                format_seconds(statistics.fmean(times)),
-                f"{sum(times) / run['seconds']:.0%}",
-            ]
-            for (actor, what), times in sorted(spent.items())
+            [step, f"{len(times):,}", format_seconds(statistics.fmean(times)), f"{sum(times) / run['seconds']:.0%}"]
+            for step, times in sorted(spent.items())
         ]
         return [
-            Heading(f"{run['name']}: {format_seconds(run['seconds'])}"),
-            Table("Events", ["process and step", "batches", "mean", "share of the time"], rows),
+            render.Heading(f"{run['name']}: {format_seconds(run['seconds'])}"),
+            render.Table("Events", ["process and step", "batches", "mean", "share of the time"], rows),
         ]
-    first = f"first {comparison['seconds']:g} s"
+    first, advice = f"first {comparison['seconds']:g} s", comparison["advice"]
     laws = zip(comparison["law"], comparison["steady"], strict=True)  # with the decimals of the compared value
     rows = [
-        [f"{first}: mean of {plural(comparison['seeds'], 'seed')}", *map(_with_ends, comparison["first"])],
+        [f"{first}: mean of {render.plural(comparison['seeds'], 'seed')}", *map(_with_ends, comparison["first"])],
         [f"{first}: single seeds", *(_from_to(*ends) for ends in comparison["singles"])],
         ["steady state, per second", *map(_with_ends, comparison["steady"])],
-        ["law, per second", *(number(law, part["high"] - part["low"]) for law, part in laws)],
+        ["law, per second", *(render.number(law, part["high"] - part["low"]) for law, part in laws)],
     ]
-    advice = comparison["advice"]
     return [
-        Text(f"{advice[:1].upper()}{advice[1:]}.", "verdict"),
-        Heading("Batches trained, with intervals of 95%"),
-        Table("Without and with prefetch", ["", *_KINDS], rows),
-        Text(comparison["caution"], "small"),
-        Text(_LAW, "small"),
+        render.Text(f"{advice[:1].upper()}{advice[1:]}.", "verdict"),
+        render.Heading("Batches trained, with intervals of 95%"),
+        render.Table("Without and with prefetch", ["", *_KINDS], rows),
+        render.Text(comparison["caution"], "small"),
+        render.Text(_LAW, "small"),
     ]
 
 
 def _with_ends(part: Mapping[str, float]) -> str:
-    width = part["high"] - part["low"]
-    return f"{number(part['mean'], width)} ({number(part['low'], width)} to {number(part['high'], width)})"
+    return f"{render.number(part['mean'], part['high'] - part['low'])} ({render.interval(part['low'], part['high'])})"
 
 
 def _from_to(least: int, most: int) -> str:

@@ -1,7 +1,5 @@
 """Clara's training configuration: JSON with placeholders, the arguments of an `image_pipeline`, and transforms."""
 
-from __future__ import annotations
-
 import difflib
 import inspect
 import json
@@ -18,13 +16,9 @@ from stallfree.errors import InputError, StallfreeError, clara_configuration, mi
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.paths import canonical, read_file
 
-PIPELINES = {
-    "SegmentationImagePipeline": (True, False),
-    "SegmentationImagePipelineWithCache": (True, True),
-    "ClassificationImagePipeline": (False, False),
-    "ClassificationImagePipelineWithCache": (False, True),
-}
-"""Names of pipelines; for each, whether its labels are volumes and whether it has a cache."""
+_PIPELINES = [
+    f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")
+]
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -155,15 +149,20 @@ _EMPTY = ("batched_by_transforms", "extra_inputs", "batch_transforms", "items_pe
 
 
 def parse(pipeline: Component, training: bool) -> dict[str, Any]:
-    """Return the arguments of `pipeline`, of the section `train` or `validate`. Raises `InputError` at the first error.
+    """Return the arguments of `pipeline`, of the section `train` or `validate`, and three of our own.
+
+    These are its "name", whether its labels are "volumes", and whether it is "cached". Raises `InputError` at the first
+    error.
 
     The defaults are Clara's: batches of 10 and 4 workers; prefetch is left to the loader. A training cache replaces a
     tenth after each epoch, a validation cache nothing; training is shuffled, validation is not.
     """
-    if pipeline.name not in PIPELINES:
-        raise wrong(pipeline.where, pipeline.name or pipeline.path, f"one of {', '.join(PIPELINES)}")
+    if pipeline.name not in _PIPELINES:
+        raise wrong(pipeline.where, pipeline.name or pipeline.path, f"one of {', '.join(_PIPELINES)}")
     args, where = pipeline.args, f"{pipeline.where} ({pipeline.name})"
-    known = {**_ARGUMENTS, **(_CACHE_ARGUMENTS if PIPELINES[pipeline.name][1] else {})}
+    own: dict[str, Any] = {"name": pipeline.name, "cached": pipeline.name.endswith("WithCache")}
+    own["volumes"] = pipeline.name.startswith("Segmentation")
+    known = {**_ARGUMENTS, **(_CACHE_ARGUMENTS if own["cached"] else {})}
     for name, (default, _, expected) in known.items():
         if default is _REQUIRED and name not in args:
             raise clara_configuration(f"{where}: the argument {name!r} is missing: give {expected}")
@@ -183,11 +182,13 @@ def parse(pipeline: Component, training: bool) -> dict[str, Any]:
     if axes not in (None, len(size)):
         raise wrong(f"{where}: output_crop_size", size, f"{axes} numbers, as output_data_dims={axes}")
     defaults = {name: default for name, (default, _, _) in known.items()}
-    return {**defaults, "shuffle": training, "replace_percent": 0.1 if training else 0.0, **args}
+    return {**defaults, "shuffle": training, "replace_percent": 0.1 if training else 0.0, **args, **own}
 
 
 def advice_on(args: Mapping[str, Any], where: str) -> list[str]:
     """Return recommendations of Clara's manual for a cache whose settings work but waste time or memory."""
+    if not args["cached"]:
+        return []
     advice, objects, batch = [], args["num_cache_objects"], args["output_batch_size"]
     if left := objects % batch:
         better = f"{objects - left} or {objects - left + batch}" if objects > left else batch

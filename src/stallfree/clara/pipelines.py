@@ -1,33 +1,19 @@
 """`load`: builds the data pipelines of a configuration."""
 
-from __future__ import annotations
-
 import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
 
-from stallfree.clara.configuration import (
-    PIPELINES,
-    Component,
-    advice_on,
-    component,
-    fill,
-    is_number,
-    is_text,
-    make_transforms,
-    parse,
-    read_json,
-    wrong,
-)
+from stallfree import errors
+from stallfree.clara import configuration
 from stallfree.datasets.smart_cache import SmartCacheDataset
-from stallfree.errors import InputError, StallfreeWarning, clara_configuration, clara_field
 from stallfree.ipc.folders import is_path
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose, mark_deterministic
@@ -104,7 +90,7 @@ class Pipelines:
             if pipeline is not None:
                 pipeline.close()
 
-    def __enter__(self) -> Pipelines:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -142,48 +128,46 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
         ```
     """
     if not is_path(config):
-        raise InputError(f"config={config!r:.80}: give the path of a configuration in JSON")
+        raise errors.InputError(f"config={config!r:.80}: give the path of a configuration in JSON")
     seed, text = None if seed is None else parse_whole(seed, "seed"), os.fspath(config)
-    content = read_json(text, "the configuration")
+    content = configuration.read_json(text, "the configuration")
     sections = [name for name in ("train", "validate") if name in content]
     if not sections:
-        raise clara_configuration(f'the configuration {text!r} has neither a section "train" nor "validate"')
+        raise errors.clara_configuration(f'the configuration {text!r} has neither a section "train" nor "validate"')
     variables = {**{name: value for name, value in content.items() if not isinstance(value, dict)}, **variables}
-    plans = {section: _plan(content[section], section, variables) for section in sections}
-    for section, (name, args, _) in plans.items():
-        for advice in advice_on(args, f"{section}.image_pipeline") if PIPELINES[name][1] else ():
-            warnings.warn(advice, StallfreeWarning, stacklevel=2)
+    plans = {section: _plan(content[section], section, variables) for section in sections}  # before anything starts
+    for section, (args, _) in plans.items():
+        for advice in configuration.advice_on(args, f"{section}.image_pipeline"):
+            warnings.warn(advice, errors.StallfreeWarning, stacklevel=2)
     return Pipelines(**{section: _build(*plan, seed) for section, plan in plans.items()})
 
 
-def _plan(section: Any, name: str, variables: Mapping[str, Any]) -> tuple[str, dict[str, Any], DataListSource]:
-    """Return the name of the pipeline of a section, its arguments and its source, without starting anything."""
+def _plan(section: Any, name: str, variables: Mapping[str, Any]) -> tuple[dict[str, Any], BaseSource]:
+    """Return the arguments of the pipeline of a section and its source, without starting anything."""
     if not isinstance(section, dict):
-        raise wrong(name, section, "an object: {...}")
-    parts = {}
-    for key in ("image_pipeline", "pre_transforms"):
-        if key not in section:
-            raise clara_configuration(f"{name}.{key} is missing: a section needs image_pipeline and pre_transforms")
-        parts[key] = fill(section[key], f"{name}.{key}", variables)
-    pipeline = component(parts["image_pipeline"], f"{name}.image_pipeline")
-    args = parse(pipeline, training=name == "train")
-    steps = make_transforms(parts["pre_transforms"], f"{name}.pre_transforms")
-    volumes = PIPELINES[pipeline.name][0]
-    steps.append(Output(args["output_crop_size"], args["output_image_channels"], volumes=volumes))
-    images, labels = _read_data_list(args, pipeline, volumes)
-    return pipeline.name, args, DataListSource(images, labels, Compose(steps))
+        raise configuration.wrong(name, section, "an object: {...}")
+    if missing := sorted({"image_pipeline", "pre_transforms"} - section.keys()):
+        advice = "a section needs image_pipeline and pre_transforms"
+        raise errors.clara_configuration(f"{name}.{missing[0]} is missing: {advice}")
+    entry = configuration.fill(section["image_pipeline"], f"{name}.image_pipeline", variables)
+    entries = configuration.fill(section["pre_transforms"], f"{name}.pre_transforms", variables)
+    pipeline = configuration.component(entry, f"{name}.image_pipeline")
+    args = configuration.parse(pipeline, training=name == "train")
+    steps = configuration.make_transforms(entries, f"{name}.pre_transforms")
+    steps.append(Output(args["output_crop_size"], args["output_image_channels"], volumes=args["volumes"]))
+    return args, DataListSource(*_read_data_list(args, pipeline.where), Compose(steps))
 
 
-def _build(name: str, args: dict[str, Any], source: DataListSource, seed: int | None) -> Pipeline:
-    dataset: SmartCacheDataset | DataListSource = source
+def _build(args: dict[str, Any], source: BaseSource, seed: int | None) -> Pipeline:
+    dataset: SmartCacheDataset | BaseSource = source
     shuffle, workers = args["shuffle"], args["num_workers"]
-    if PIPELINES[name][1]:
+    if args["cached"]:
         size, rate = args["num_cache_objects"], args["replace_percent"]
         dataset = SmartCacheDataset(source, cache_num=size, replace_rate=rate, seed=seed, shuffle=shuffle)
     ahead = math.ceil(args["prefetch_size"] / max(1, workers)) or None  # batches in flight per worker
     batch_size = args["output_batch_size"]
     loader = DataLoader(dataset, batch_size, shuffle, num_workers=workers, prefetch_factor=ahead, seed=seed)
-    return Pipeline(name, dataset, loader)
+    return Pipeline(args["name"], dataset, loader)
 
 
 # -- the data list ----------------------------------------------------------------------------------------------------
@@ -231,23 +215,24 @@ def _local(path: str) -> str:
     return import_module("fsspec").open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
 
 
-def _read_data_list(args: dict[str, Any], pipeline: Component, volumes: bool) -> tuple[list[str], list[str] | Labels]:
+def _read_data_list(args: Mapping[str, Any], where: str) -> tuple[list[str], list[str] | Labels]:
     """Return the images and labels that the arguments name. Raises `InputError` for an invalid list."""
     path, key = args["data_list_file_path"], args["data_list_key"]
-    content = read_json(path, "the data list")
+    content = configuration.read_json(path, "the data list")
     if key not in content:
         lists = ", ".join(repr(name) for name, value in content.items() if isinstance(value, list))
         advice = f"set data_list_key to one of its lists ({lists or 'it has none'})"
-        raise clara_configuration(f"{pipeline.where}: the data list {path!r} has no {key!r}: {advice}")
+        raise errors.clara_configuration(f"{where}: the data list {path!r} has no {key!r}: {advice}")
     entries = content[key]
     if not isinstance(entries, list) or not entries:
-        raise wrong(f"{key!r} of the data list {path!r}", entries, 'at least one {"image": ..., "label": ...}')
+        expected = 'at least one {"image": ..., "label": ...}'
+        raise configuration.wrong(f"{key!r} of the data list {path!r}", entries, expected)
     for number, entry in enumerate(entries):
-        if problem := _problem(entry, entries[0], volumes):
-            raise clara_configuration(f"{key}[{number}] of the data list {path!r}: {problem}")
+        if problem := _problem(entry, entries[0], args["volumes"]):
+            raise errors.clara_configuration(f"{key}[{number}] of the data list {path!r}: {problem}")
     base = canonical(args["data_file_base_dir"])
     images, labels = [_join(base, entry["image"]) for entry in entries], [entry["label"] for entry in entries]
-    if volumes:
+    if args["volumes"]:
         return images, [_join(base, label) for label in labels]
     numbers = np.array(labels)
     return images, numbers.astype(np.int64 if numbers.dtype.kind == "i" else np.float32)
@@ -258,13 +243,13 @@ def _problem(entry: Any, first: Any, volumes: bool) -> str:
     if not isinstance(entry, dict) or not {"image", "label"} <= entry.keys():
         return f'{entry!r}, expected {{"image": path, "label": path or numbers}}'
     image, label = entry["image"], entry["label"]
-    if not is_text(image):
+    if not configuration.is_text(image):
         return f"image={image!r}, expected the path of one file"
     if volumes:
         expected = "the path of a volume; for numbers use a ClassificationImagePipeline"
-        return "" if is_text(label) else f"label={label!r}, expected {expected}"
+        return "" if configuration.is_text(label) else f"label={label!r}, expected {expected}"
     parts = label if isinstance(label, list) else [label]
-    if not parts or not all(is_number(part) and -(2**63) <= part < 2**63 for part in parts):
+    if not parts or not all(configuration.is_number(part) and -(2**63) <= part < 2**63 for part in parts):
         return f"label={label!r}, expected a number or a list of numbers; for volumes use a SegmentationImagePipeline"
     if np.shape(label) != np.shape(first["label"]):
         return f"label={label!r} and the first label is {first['label']!r}: give all the same form"
@@ -293,8 +278,8 @@ class Output:
 
     def __call__(self, sample: Any) -> dict[str, torch.Tensor]:
         if not isinstance(sample, Mapping) or not {"image", "label"} <= sample.keys():
-            what = f"the fields {', '.join(map(repr, sample))}" if isinstance(sample, Mapping) else repr(type(sample))
-            raise clara_field(f"the transforms gave {what}, expected one sample with the fields 'image' and 'label'")
+            fields = list(sample) if isinstance(sample, Mapping) else type(sample)
+            raise errors.clara_field(f"the transforms gave {fields}, expected one sample with 'image' and 'label'")
         image = _tensor(sample, "image", (self.channels or -1, *self.size))
         label = _tensor(sample, "label", (-1, *self.size) if self.volumes else None)
         return {"image": image.to(torch.float32), "label": label}
@@ -308,12 +293,13 @@ def _tensor(sample: Mapping[Any, Any], field: str, size: tuple[int, ...] | None)
     elif isinstance(value, (np.ndarray, np.generic, int, float)):
         tensor = torch.from_numpy(np.asarray(value, order="C"))
     else:
-        raise clara_field(f"field {field!r} comes out as {type(value).__name__}: no transform loads it")
+        raise errors.clara_field(f"field {field!r} comes out as {type(value).__name__}: no transform loads it")
     shape = list(tensor.shape)
     if size is not None and [n if n == -1 else have for have, n in zip(shape, size, strict=False)] != list(size):
-        expected = ["channels" if size[0] == -1 else size[0], *("any" if n == -1 else n for n in size[1:])]
-        raise clara_field(
-            f"field {field!r} comes out with shape {shape}, and output_crop_size asks for "
-            f"[{', '.join(map(str, expected))}]: crop, pad or resample it in pre_transforms, or change output_crop_size"
+        expected = ", ".join("any" if n == -1 else str(n) for n in size[1:])
+        channels = "channels" if size[0] == -1 else size[0]
+        raise errors.clara_field(
+            f"field {field!r} comes out with shape {shape}, and output_crop_size asks for [{channels}, {expected}]: "
+            "crop, pad or resample it in pre_transforms, or change output_crop_size"
         )
     return tensor

@@ -1,14 +1,10 @@
 """The command line, one command per file. Only this package imports typer."""
 
-from __future__ import annotations
-
 import sys
 from importlib.metadata import version
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from stallfree.cli import analyze, cache, predict, replay, run, simulate
 from stallfree.errors import StallfreeError
@@ -36,19 +32,13 @@ app.command("replay")(replay.replay)
 app.add_typer(cache.app, name="cache")
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+@app.callback(invoke_without_command=True)
+def _stallfree(
+    show_version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if show_version:
         typer.echo(f"stallfree {version('stallfree')}")
         raise typer.Exit
-
-
-@app.callback()
-def _stallfree(
-    version: Annotated[
-        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
-    ] = False,
-) -> None:
-    pass
 
 
 def main() -> None:
@@ -63,5 +53,5 @@ def main() -> None:
         if not (isinstance(error, StallfreeError) or is_users(error)):
             raise
         text = str(error) if isinstance(error, StallfreeError) else described(error)
-        Console(stderr=True).print(Text.assemble(("error: ", "bold red"), text), soft_wrap=True)
+        typer.echo(f"error: {text}", err=True)
         sys.exit(USER_ERROR)

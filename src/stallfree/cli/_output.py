@@ -1,14 +1,11 @@
 """What commands print and write: JSON, and a check of files before a measurement."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from stallfree.errors import file_unwritable
 
@@ -18,18 +15,7 @@ JsonFile = Annotated[
 ]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON in place of the text.")]
 
-_STDOUT = Path("-")
-
-_FILE_WIDTH = 140
-"""Minimum columns of a table written to a file or a pipe."""
-
-
-def console(json_file: Path | None = None) -> Console:
-    """The standard output; silent if JSON goes there."""
-    out = Console(highlight=False, quiet=json_file == _STDOUT)
-    if not out.is_terminal:
-        out.width = max(out.width, _FILE_WIDTH)
-    return out
+STDOUT = Path("-")
 
 
 def print_json(data: Any) -> None:
@@ -37,33 +23,32 @@ def print_json(data: Any) -> None:
     typer.echo(json.dumps(data, indent=1, allow_nan=False))
 
 
-def write_json(path: Path | None, data: Any, out: Console) -> None:
-    """Write `data` to the file given as `--json`, if any, and report it on `out`."""
-    if path == _STDOUT:
+def show(text: str, data: Any, json_file: Path | None) -> None:
+    """Print `text`, and write `data` to the file given as `--json`, if any; with "-" print only `data`."""
+    if json_file == STDOUT:
         print_json(data)
-    elif path is not None:
-        path.write_text(json.dumps(data, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        out.out(f"wrote {path}")
-
-
-def writable(path: Path | None) -> None:
-    """Raise `InputError` if `path` cannot be written. Called before a measurement."""
-    if path is None or path == _STDOUT:
         return
-    if path.is_dir():
-        raise file_unwritable(f"{path} is a folder: give the name of a file")
-    if not path.parent.is_dir():
-        raise file_unwritable(
-            f"{path} cannot be written: there is no folder {path.parent}. Make it, or give another file"
-        )
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise file_unwritable(f"{path} cannot be written: permission denied. Give another file")
+    typer.echo(text)
+    if json_file is not None:
+        write(json_file, json.dumps(data, indent=1, allow_nan=False) + "\n")
 
 
-def writable_page(path: Path | None) -> None:
-    """Raise an error if a page with charts cannot be written to `path`. Called before a measurement."""
-    from stallfree.analysis.render import plotly
+def write(path: Path, text: str) -> None:
+    """Write a file and say so."""
+    path.write_text(text, encoding="utf-8")
+    typer.echo(f"wrote {path}")
 
-    writable(path)
-    if path is not None:
-        plotly()
+
+def writable(*paths: Path | None) -> None:
+    """Raise `InputError` if one of the files cannot be written. Called before a measurement."""
+    for path in paths:
+        if path is None or path == STDOUT:
+            continue
+        if path.is_dir():
+            raise file_unwritable(f"{path} is a folder: give the name of a file")
+        if not path.parent.is_dir():
+            raise file_unwritable(
+                f"{path} cannot be written: there is no folder {path.parent}. Make it, or give another"
+            )
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise file_unwritable(f"{path} cannot be written: permission denied. Give another file")

@@ -1,13 +1,11 @@
 """`stallfree analyze`: measures where a job waits, with recommendations."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from stallfree.cli._output import JsonFile, console, writable, writable_page, write_json
+from stallfree.cli._output import STDOUT, JsonFile, show, writable
 
 
 def analyze(
@@ -32,19 +30,19 @@ def analyze(
 
     Example: stallfree analyze my_job.py:build --json report.json
     """
-    from stallfree.analysis.analyze import analyze as run
-    from stallfree.analysis.job import load_job
+    from stallfree.analysis import analyze as analysis
+    from stallfree.analysis import jobs, render
 
-    writable(json)
-    writable_page(html)
-    dataset, arguments, step = load_job(job)
+    writable(json, html)
+    if html is not None:
+        render.plotly()
+    dataset, arguments, step = jobs.load_job(job)
     options: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
-    report = run(dataset, step, **arguments | {key: value for key, value in options.items() if value is not None})
-    out = console(json)
-    out.out(str(report))
-    write_json(json, report.data, out)
-    if json is not None:
-        out.out(f"To compare caches and machines: stallfree predict {json} --cache 50%")
+    given = {key: value for key, value in options.items() if value is not None}
+    report = analysis.analyze(dataset, step, **arguments | given)
+    show(str(report), report.data, json)
+    if json not in (None, STDOUT):
+        typer.echo(f"To compare caches and machines: stallfree predict {json} --cache 50%")
     if html is not None:
         report.html(html)
-        out.out(f"wrote {html}")
+        typer.echo(f"wrote {html}", err=json == STDOUT)

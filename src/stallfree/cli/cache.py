@@ -1,22 +1,15 @@
 """`stallfree cache`: lists caches, once or live, and removes them."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
-from rich.console import Group, RenderableType
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from rich import box, console, live, table
 
-from stallfree.cli._output import JsonFlag, console, print_json
+from stallfree.cli._output import JsonFlag, print_json
 from stallfree.errors import StorageError, cache_not_found
 from stallfree.units import format_size
 
@@ -24,6 +17,9 @@ app = typer.Typer(help="List or remove the caches of this user.", no_args_is_hel
 
 _SECONDS = 1.0
 """Time between two tables of `ls --watch`."""
+
+_FILE_WIDTH = 140
+"""Minimum columns of a table written to a file or a pipe."""
 
 Store = Annotated[
     str, typer.Option(help="Where the caches are: memory, or a folder as given to CachedDataset.", metavar="STORE")
@@ -45,31 +41,33 @@ def ls(
     """
     from stallfree.cache.store import list_caches
 
-    root, out = _root(store), console()
+    root, out = _root(store), console.Console(highlight=False, markup=False)
+    if not out.is_terminal:
+        out.width = max(out.width, _FILE_WIDTH)
     if json:
         print_json([asdict(cache) | {"path": str(cache.path), **_requests(cache.path)} for cache in list_caches(root)])
     elif watch and out.is_terminal:
-        with suppress(KeyboardInterrupt), Live(_listing(root), console=out, auto_refresh=False) as live:
+        with suppress(KeyboardInterrupt), live.Live(_listing(root), console=out, auto_refresh=False) as shown:
             while True:
                 time.sleep(_SECONDS)
-                live.update(_listing(root), refresh=True)
+                shown.update(_listing(root), refresh=True)
     else:
         out.print(_listing(root), crop=False)
 
 
-def _listing(root: Path) -> RenderableType:
+def _listing(root: Path) -> console.RenderableType:
     """Return a table of the caches and one of the servers."""
     from stallfree.cache.redis.servers import running_servers
     from stallfree.cache.store import list_caches
 
-    figures = ("used", "capacity")
-    caches = _table(None, ("name", "policy", "state"), ("hits", "misses", "resident", "samples", *figures))
+    figures = ("|used", "|capacity")
+    caches = _table("", ["name", "policy", "state", "|hits", "|misses", "|resident", "|samples", *figures])
     for cache in list_caches(root):
         states = [word for word, holds in (("in use", cache.in_use), ("persistent", cache.persist)) if holds]
         counts = [*_requests(cache.path).values(), cache.resident_items, cache.samples]
         cells = _figures(counts, cache.used_bytes, cache.capacity_bytes) if cache.capacity_bytes > 0 else ["?"] * 6
         caches.add_row(cache.name, cache.policy or "?", ", ".join(states) or "left behind", *cells)
-    servers = _table("servers of this host", ("store", "state"), ("hits", "misses", "keys", *figures))
+    servers = _table("servers of this host", ["store", "state", "|hits", "|misses", "|keys", *figures])
     for store, info in running_servers(root):
         if info is None:
             servers.add_row(store, "lost", *"-----")
@@ -77,20 +75,22 @@ def _listing(root: Path) -> RenderableType:
             counts = [info[name] for name in ("keyspace_hits", "keyspace_misses", "keys")]
             servers.add_row(store, "in use", *_figures(counts, info["used_memory"], info["maxmemory"]))
     tables = [shown for shown in (caches, servers) if shown.row_count]
-    return Group(*tables) if tables else Text(f"no caches in {root}", no_wrap=True, overflow="ignore")
+    return console.Group(*tables) if tables else f"no caches in {root}"
 
 
 def _figures(counts: list[int | None], used: int, capacity: int) -> list[str]:
     return [*("?" if n is None else f"{n:,}" for n in counts), format_size(used), format_size(capacity)]
 
 
-def _table(title: str | None, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """A table with columns of words, which are cut if there is no room, and of numbers, which are not."""
-    made = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title, title_justify="left")
-    for heading in words:
-        made.add_column(heading, overflow="ellipsis", no_wrap=True)
-    for heading in numbers:
-        made.add_column(heading, justify="right", no_wrap=True)
+def _table(title: str, headings: list[str]) -> table.Table:
+    """A table with columns of words, which are cut if there is no room, and of numbers, marked by "|"."""
+    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None)
+    made.title_justify = "left"
+    for heading in headings:
+        if heading.startswith("|"):
+            made.add_column(heading[1:], justify="right", no_wrap=True)
+        else:
+            made.add_column(heading, overflow="ellipsis", no_wrap=True)
     return made
 
 

@@ -1,7 +1,5 @@
 """`stallfree predict`: predicts the effect of another cache, more CPUs, faster storage, more devices or more jobs."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import asdict
 from pathlib import Path

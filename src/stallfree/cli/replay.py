@@ -1,21 +1,16 @@
 """`stallfree replay`: simulates eviction policies over shuffled epochs, without data."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from stallfree.cli._output import JsonFile, console, writable, write_json
+from stallfree.cli._output import JsonFile, show, writable
 from stallfree.errors import InputError, argument_conflict, run_too_large
 from stallfree.units import format_size, parse_size
-
-if TYPE_CHECKING:
-    from stallfree.analysis.replay import EpochReplay, Replay
 
 _FIGURES = ("hits", "misses", "evictions", "rejected")
 
@@ -65,23 +60,21 @@ def replay(
             progress.update(task, description=name)
             on_epoch = lambda _: progress.advance(task)  # noqa: E731
             results.append(run(plans, policy=name, capacity=size, batch_size=batch_size, on_epoch=on_epoch))
-    out = console(json)
-    out.out(_result(results))
-    if epochs > 1:
-        held = results[0].capacity_items
-        out.out(
-            f"A policy without evictions hits {held / count:.2%} from the second epoch on ({held:,} samples); none "
-            "hits more: each epoch reads every sample once."
-        )
+    held = results[0].capacity_items
+    never = (
+        f"A policy without evictions hits {held / count:.2%} from the second epoch on ({held:,} samples); none hits "
+        "more: each epoch reads every sample once.\n"
+    )
     rows = [row for result in results for row in _rows(result, per_epoch)]
-    out.out(as_text([Table("", ("policy, epochs", "hits", "misses", "hit ratio", "evictions", "rejected"), rows)]))
+    table = Table("", ("policy, epochs", "hits", "misses", "hit ratio", "evictions", "rejected"), rows)
     policies = [
         {"policy": result.policy, "capacity_items": result.capacity_items}
         | {"epochs": list(map(_json, result.epochs)), "total": _json(result.total)}
         for result in results
     ]
     data = {"format": "stallfree-replay", "version": 1, "capacity": capacity, "batch_size": batch_size}
-    write_json(json, data | {"policies": policies}, out)
+    text = f"{_result(results)}\n{never if epochs > 1 else ''}{as_text([table])}"
+    show(text, data | {"policies": policies}, json)
 
 
 def _count(text: str, name: str) -> int:
@@ -91,7 +84,7 @@ def _count(text: str, name: str) -> int:
     return count
 
 
-def _result(results: Sequence[Replay]) -> str:
+def _result(results: Sequence[Any]) -> str:
     """The policy with the fewest misses, compared with the others."""
     best, *others = sorted(results, key=lambda one: (one.policy == "oracle", one.total.misses, one.total.evictions))
     parts = []
@@ -103,7 +96,7 @@ def _result(results: Sequence[Replay]) -> str:
     return "; ".join([reads, *([", ".join(parts)] if parts else [])])
 
 
-def _rows(result: Replay, every: bool) -> Iterator[list[str]]:
+def _rows(result: Any, every: bool) -> Iterator[list[str]]:
     """The first epoch, the mean of the later ones, and the sum; or every epoch."""
     epochs, last = result.epochs, len(result.epochs)
     groups = {str(number): [epoch] for number, epoch in enumerate(epochs, 1)}
@@ -117,5 +110,5 @@ def _rows(result: Replay, every: bool) -> Iterator[list[str]]:
         yield [f"{result.policy}: {name}", *figures, f"{rejected:,.0f}"]
 
 
-def _json(epoch: EpochReplay) -> dict[str, Any]:
+def _json(epoch: Any) -> dict[str, Any]:
     return {**asdict(epoch), "storage_operations": epoch.misses, "hit_ratio": epoch.hit_ratio}

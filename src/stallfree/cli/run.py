@@ -1,7 +1,5 @@
 """`stallfree run`: runs an unchanged script and times its data loaders."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from stallfree.cli._output import STDOUT, writable
 from stallfree.errors import file_unreadable
 
 SETTINGS: dict[str, Any] = {"allow_interspersed_args": False}
@@ -37,13 +36,11 @@ def run(
 
     Example: stallfree run train.py --lr 0.1
     """
-    from stallfree.cli._output import writable
-
     if not module and not Path(target).is_file():
         what = "is a folder" if Path(target).is_dir() else "is not there"
         raise file_unreadable(f"the script {target} {what}: give a Python file, or `-m` and the name of a module")
     writable(json)
-    out = "" if json is None else "-" if str(json) == "-" else str(json.absolute())  # the script may change the folder
+    out = "" if json is None else "-" if json == STDOUT else str(json.absolute())  # the script may change the folder
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # as multiprocessing does
     how = [out, "cache" if cache else "", "module" if module else "script", target, *(arguments or [])]
     sys.stdout.flush()

@@ -1,15 +1,12 @@
 """`stallfree simulate`: loaders, queue, copy and device, simulated or from the log of a real loader."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
-from stallfree.cli._output import JsonFile, console, writable, writable_page, write_json
+from stallfree.cli._output import JsonFile, show, writable, write
 from stallfree.errors import InputError, argument_conflict
 from stallfree.units import parse_seconds
 
@@ -40,12 +37,12 @@ def simulate(
 
     Example: stallfree simulate --loaders 8 --load 80ms --transfer 15ms --compute 30ms
     """
+    from stallfree.analysis import render
     from stallfree.analysis import simulate as simulation
-    from stallfree.analysis.render import as_text
-    from stallfree.events import read_events
 
-    writable(json)
-    writable_page(html)
+    writable(json, html)
+    if html is not None:
+        render.plotly()
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
     values = {"--loaders": loaders, **times}
     if events is not None:
@@ -53,7 +50,8 @@ def simulate(
             raise argument_conflict(f"--events simulates nothing: leave out {', '.join(extra)}, or --events")
         if seconds is not None and not 0 < seconds < math.inf:
             raise InputError(f"--seconds {seconds:g}: give a number above 0")
-        data = simulation.recording_data(events.name, read_events(events), seconds=seconds)
+        run = simulation.run_data(events.name, simulation.read_events(events), seconds=seconds)
+        data = simulation.page_data(events.name, [run])
     else:
         missing = [name for name, value in values.items() if value is None]
         if loaders is None or missing:
@@ -61,13 +59,9 @@ def simulate(
                 f"{', '.join(missing)} missing: give, for instance, --loaders 8 --load 80ms --transfer 15ms "
                 "--compute 30ms, or a log with --events"
             )
-        parts = [parse_seconds(text, name) for name, text in times.items() if text is not None]
-        pipeline = simulation.Pipeline(loaders, parts[0], parts[1], parts[2], prefetch, variation=variation)
-        with Console(stderr=True).status("simulating"):
-            data = simulation.simulation_data(pipeline, seeds=seeds, seconds=1.0 if seconds is None else seconds)
-    out = console(json)
-    out.out(f"{data['title']}\n{as_text(simulation.simulation_blocks(data))}")
-    write_json(json, data, out)
+        spent = [parse_seconds(text or "", name) for name, text in times.items()]
+        pipeline = simulation.Pipeline(loaders, spent[0], spent[1], spent[2], prefetch, variation=variation)
+        data = simulation.simulation_data(pipeline, seeds=seeds, seconds=1.0 if seconds is None else seconds)
+    show(f"{data['title']}\n{render.as_text(simulation.simulation_blocks(data))}", data, json)
     if html is not None:
-        html.write_text(simulation.simulation_page(data), encoding="utf-8")
-        out.out(f"wrote {html}")
+        write(html, simulation.simulation_page(data))

@@ -7,8 +7,6 @@ its module. A stallfree loader answers with `is_prepared`, which replaces that f
 for torch's loader with the same arguments, but takes its batches from stallfree's.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -7,8 +7,6 @@
 Works with `lightning` and with `pytorch_lightning`, version 2.2 or later.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -16,11 +14,18 @@ from importlib import import_module
 from typing import Any
 
 from stallfree.errors import InputError, missing_extra
-from stallfree.stats import LoaderStats
+from stallfree.stats import CacheStats, LoaderStats
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 _SMALL_FRACTION = 0.05
 """Fraction of the time below which stalls count as small."""
+
+_ADVICE = {
+    "cache_fill": "the cache was being filled; later epochs wait less",
+    "fetch_stall": "storage is too slow; a larger cache (CachedDataset) or faster storage helps",
+    "prep_stall": "prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help",
+}
+"""What to do, by the largest part of the waits."""
 
 
 def _lightning() -> Any:
@@ -36,9 +41,10 @@ def _lightning() -> Any:
 class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     """Logs how long training waited for data in each epoch, and why.
 
-    The callback logs `stallfree/wait`, and its parts `stallfree/fetch_stall` and `stallfree/prep_stall` (see
-    `LoaderStats`). Each is a fraction, 0 to 1, of the epoch's time without validation, on this rank. The first rank
-    prints. Loaders are found in the result of `train_dataloader`, also in lists and dicts. Other loaders are ignored.
+    The callback logs `stallfree/wait`, and its parts: `stallfree/fetch_stall` and `stallfree/prep_stall` (see
+    `LoaderStats`), and `stallfree/cache_fill`, waits for samples that a cache keeps from then on. Each is a fraction, 0
+    to 1, of the epoch's time without validation, on this rank. The first rank prints. Loaders are found in the result
+    of `train_dataloader`, also in lists and dicts. Other loaders are ignored.
 
     Raises `InputError` at the start of training if none of its loaders is stallfree's.
 
@@ -54,7 +60,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._before: list[tuple[Any, LoaderStats]] = []
+        self._before: list[tuple[Any, LoaderStats, int]] = []
         self._started = 0.0
         self._validating = 0.0
 
@@ -69,7 +75,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Record the loaders' statistics at the start of the epoch."""
-        self._before = [(loader, loader.stats()) for loader in _loaders(trainer.train_dataloader)]
+        self._before = [(each, each.stats(), _cached(each)) for each in _loaders(trainer.train_dataloader)]
         self._started = time.monotonic()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
@@ -83,27 +89,29 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Log and print the waits of this epoch."""
         seconds = time.monotonic() - self._started
-        done = [loader.stats() - before for loader, before in self._before]
-        fetch = sum(stats.stall_fetch_seconds for stats in done) / seconds
-        prep = sum(stats.stall_prep_seconds for stats in done) / seconds
-        names = ("wait", "fetch_stall", "prep_stall")
-        fractions = zip(names, (fetch + prep, fetch, prep), strict=True)
-        pl_module.log_dict({f"stallfree/{name}": fraction for name, fraction in fractions})
+        fill = fetch = prep = 0.0
+        for loader, before, resident in self._before:
+            stats = loader.stats() - before
+            kept = min(1.0, max(0, _cached(loader) - resident) / max(1, stats.misses))
+            fill += kept * stats.stall_fetch_seconds / seconds
+            fetch += (1 - kept) * stats.stall_fetch_seconds / seconds
+            prep += stats.stall_prep_seconds / seconds
+        parts = {"wait": fill + fetch + prep, "cache_fill": fill, "fetch_stall": fetch, "prep_stall": prep}
+        pl_module.log_dict({f"stallfree/{name}": fraction for name, fraction in parts.items()})
         if trainer.is_global_zero:
-            print(_line(trainer.current_epoch, seconds, fetch, prep), flush=True)
+            shown = ", ".join(
+                f"{name.replace('_', ' ')} {parts[name]:.1%}" for name in _ADVICE if parts[name] or name != "cache_fill"
+            )
+            line = f"epoch {trainer.current_epoch}: waited for data {parts['wait']:.1%} of {seconds:.1f} s ({shown})"
+            largest = max(_ADVICE, key=lambda name: round(parts[name], 3))
+            print(line if parts["wait"] < _SMALL_FRACTION else f"{line}: {_ADVICE[largest]}", flush=True)
 
 
-def _line(epoch: int, seconds: float, fetch: float, prep: float) -> str:
-    """The line for an epoch of `seconds`, with the fractions of both stalls."""
-    text = (
-        f"epoch {epoch}: waited for data {fetch + prep:.1%} of {seconds:.1f} s "
-        f"(fetch stall {fetch:.1%}, prep stall {prep:.1%})"
-    )
-    if fetch + prep < _SMALL_FRACTION:
-        return text
-    if fetch >= prep:
-        return f"{text}: storage is too slow; a larger cache (CachedDataset) or faster storage helps"
-    return f"{text}: prep is too slow; more num_workers, or prepared samples in a cache (CachedDataset), help"
+def _cached(loader: Any) -> int:
+    """The number of samples in the cache of a loader; 0 if it has none."""
+    data: Any = getattr(loader, "cached", None) or getattr(loader, "dataset", None)
+    stats = data.stats() if callable(getattr(data, "stats", None)) else None
+    return stats.resident_items if isinstance(stats, CacheStats) else 0
 
 
 def _loaders(loaders: Any) -> Iterator[Any]:

@@ -88,9 +88,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             the seed of rank 0. A state may be loaded with another number of ranks. `(0, 1)`: this process has all
             samples, without the warning about several ranks.
         workers: `RayWorkers`: workers on a Ray cluster, in place of local ones. Not with `cache="auto"`.
-        event_log: file that receives a line per event, for `stallfree simulate` to draw (see `stallfree.events`): the
-            time and process of each fetch, prep and gather of a batch, and of its use in the training loop. It is
-            overwritten here, and complete whenever no iteration is active. With a `device` it has no steps.
+        event_log: file that receives a line per event, for `stallfree simulate` to draw: the time and process of each
+            fetch, prep and gather of a batch, and of its use in the training loop. It is overwritten here, and complete
+            whenever no iteration is active. With a `device` it has no steps.
 
     Attributes:
         cached: the `CachedDataset` that `cache="auto"` has created; None without it, before the first iteration, and if

@@ -1,4 +1,4 @@
-"""The event log of a loader, in the format of `stallfree.events`."""
+"""The event log of a loader, in the format of `stallfree.analysis.simulate`."""
 
 import logging
 import os
@@ -49,7 +49,7 @@ class EventLog:
         self.add(fetched, end, actor, "prep", number, epoch)
 
     def add(self, start: float, end: float, actor: str, what: str, batch: int, epoch: int) -> None:
-        """Log an event (see `stallfree.events.Event`), with the times of `time.monotonic`."""
+        """Log an event (see `stallfree.analysis.simulate.Event`), with the times of `time.monotonic`."""
         self._lines.append(
             f'{{"start": {start - self._begun:.6f}, "end": {end - self._begun:.6f}, "actor": "{actor}", '
             f'"what": "{what}", "batch": {batch}, "epoch": {epoch}}}\n'

@@ -1,7 +1,5 @@
 """Slow storage to order, for tests and benchmarks."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import mmap
@@ -9,11 +7,11 @@ import os
 import secrets
 import struct
 import threading
+import time
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from stallfree.clock import Clock, SystemClock
 from stallfree.errors import InputError, object_closed
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
@@ -26,6 +24,16 @@ LOCK_SECONDS = 30.0
 """Longest wait for the lock on the state, which is held for microseconds."""
 
 _STATE = struct.Struct("@ddQQ")
+
+
+class Clock(Protocol):
+    """A monotonic clock that can wait, such as the module `time`; tests bring their own."""
+
+    def monotonic(self) -> float:
+        """Seconds since some fixed instant, the same for all processes of the host."""
+
+    def sleep(self, seconds: float, /) -> None:
+        """Return after at least `seconds`."""
 
 
 class ThrottledSource(BaseSource):
@@ -72,7 +80,7 @@ class ThrottledSource(BaseSource):
         latency: float | None = None,
         iops: float | None = None,
         *,
-        clock: Clock | None = None,
+        clock: Clock = time,
     ) -> None:
         self.source: Source = as_source(source)
         self.pipeline = self.source.pipeline
@@ -83,7 +91,7 @@ class ThrottledSource(BaseSource):
             raise InputError(f"iops={iops!r} is no rate: give requests per second, above 0")
         self._latency = 0.0 if latency is None else float(latency)
         self._iops = iops
-        self._clock: Clock = SystemClock() if clock is None else clock
+        self._monotonic, self._sleep = clock.monotonic, clock.sleep
         self._attach(f"throttle-{secrets.token_hex(8)}")
 
     def _attach(self, name: str) -> None:
@@ -106,7 +114,7 @@ class ThrottledSource(BaseSource):
             record = self.source.fetch(id)
         wait = self._reserve(payload_bytes(record))
         if wait > 0:
-            self._clock.sleep(wait)
+            self._sleep(wait)
         return record
 
     def _turn(self) -> contextlib.AbstractContextManager[Any]:
@@ -118,7 +126,7 @@ class ThrottledSource(BaseSource):
     def _reserve(self, size: int) -> float:
         """Count a record of `size` bytes and return the seconds from now until it has arrived."""
         with self._state.hold("a throttled fetch"):
-            now = self._clock.now()
+            now = self._monotonic()
             free, line_free, requests, transferred = self._state.load()
             done = max(now, free)
             if self._iops is not None:

@@ -1,7 +1,5 @@
 """`TierContract`: the test suite that every tier passes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import threading
 from collections.abc import Callable, Sequence
@@ -176,7 +174,7 @@ class TierContract:
     def test_another_process(self, tier: Tier) -> None:
         """A tier is sent to new processes."""
         put(tier, [1])
-        child = multiprocessing.get_context("spawn").Process(target=self._in_child, args=(tier,))
+        child = multiprocessing.get_context("forkserver").Process(target=self._in_child, args=(tier,))
         child.start()
         child.join(_SECONDS)
         assert child.exitcode == 0

@@ -1,7 +1,5 @@
 """The analysed job: its data set, loader and step, and the files that its samples come from."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib
@@ -10,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +15,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from stallfree import errors
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
-from stallfree.errors import (
-    InputError,
-    StallfreeError,
-    argument_conflict,
-    device_unknown,
-    job_failed,
-    job_function,
-)
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
 from stallfree.notes import described, note_sample
@@ -41,9 +31,6 @@ _OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "dr
 _OF_STALLFREE = ("seed", "with_ids", "on_error", "staging")
 """Loader arguments that torch's loader does not have."""
 
-_PREFETCH = 2
-_MOST_SAMPLES, _MOST_BYTES, _MOST_SECONDS = 2048, 1 << 28, 5.0
-
 
 @contextlib.contextmanager
 def users_code(doing: str, advice: str, value: object = None) -> Iterator[None]:
@@ -53,37 +40,68 @@ def users_code(doing: str, advice: str, value: object = None) -> Iterator[None]:
     """
     try:
         yield
-    except StallfreeError:
+    except errors.StallfreeError:
         raise
     except Exception as error:
-        raise job_failed(f"{doing} failed: {described(error)}. {advice.format(_shape(value))}") from error
+        raise errors.job_failed(f"{doing} failed: {described(error)}. {advice.format(_shape(value))}") from error
 
 
-@dataclass
 class Job:
-    """The analysed job.
+    """The analysed job. Raises `InputError` if an argument is invalid.
 
-    Attributes:
+    Args:
         dataset: as passed by the user.
         step: trains on a batch.
         batch_size: samples per batch.
         num_workers: worker processes of the loader.
-        device: device of `step`.
+        device: device of `step`; the CPU if None.
         arguments: other arguments of the loader.
+
+    Attributes:
         source: the fetch; fetch and prep if they are inseparable.
         steps: the prep; empty if they are inseparable.
         cached: whether the job has a sample cache.
     """
 
-    dataset: Any
-    step: Callable[[Any], Any]
-    batch_size: int
-    num_workers: int
-    device: torch.device
-    arguments: dict[str, Any] = field(default_factory=dict)
-    source: Any = None
-    steps: Compose = field(default_factory=lambda: Compose([]))
-    cached: bool = False
+    def __init__(
+        self,
+        dataset: Any,
+        step: Callable[[Any], Any],
+        batch_size: int,
+        num_workers: int,
+        device: str | torch.device | None,
+        arguments: Mapping[str, Any],
+    ) -> None:
+        check_numbers(num_workers, batch_size, 0, arguments.get("prefetch_factor"), False)
+        if batch_size is None:
+            raise errors.InputError("batch_size=None: the analysis counts batches, so give an int of 1 or more")
+        if not callable(step):
+            raise errors.InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
+        if isinstance(dataset, SmartCacheDataset):
+            raise errors.argument_conflict("a SmartCacheDataset cannot be analysed: give the data set beneath it")
+        try:
+            self.device = torch.device("cpu" if device is None else device)
+        except (RuntimeError, TypeError) as error:
+            advice = "is no device: give 'cpu', 'cuda' or such as 'cuda:1'"
+            raise errors.device_unknown(f"device={device!r} {advice}") from error
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            advice = "there is no such accelerator here; give 'cpu', or leave it out"
+            raise errors.device_unknown(f"device={device!r}: {advice}")
+        self.dataset, self.step, self.batch_size, self.num_workers = dataset, step, batch_size, num_workers
+        self.arguments = {key: value for key, value in arguments.items() if key not in _OURS}
+        self.cached = isinstance(dataset, CachedDataset)
+        if not self.cached:
+            self.source: Any = as_source(dataset, divide=False)
+        elif dataset.form == "files":  # one process makes a sample from files, wherever these come from
+            self.source = as_source(dataset.dataset, divide=False)
+        else:
+            self.source = dataset.source
+        self.steps = dataset.steps if self.cached else self.source.pipeline
+        if len(self.source) < batch_size:
+            raise errors.InputError(
+                f"the data set has {len(self.source)} samples, less than a batch of {batch_size}: give a smaller "
+                "batch_size"
+            )
 
     @property
     def parted(self) -> bool:
@@ -98,12 +116,11 @@ class Job:
     @property
     def ahead(self) -> int:
         """Batches in flight."""
-        return int(self.arguments.get("prefetch_factor") or _PREFETCH) * max(1, self.num_workers)
+        return int(self.arguments.get("prefetch_factor") or 2) * max(1, self.num_workers)
 
-    def load(self, dataset: Any, ids: Iterator[int] | Sequence[int], **changed: Any) -> Any:
+    def load(self, dataset: Any, ids: Iterable[int]) -> Any:
         """The job's loader over `ids` of `dataset`."""
-        arguments = {**self.arguments, "sampler": ids, **changed}
-        arguments |= {"batch_size": self.batch_size, "num_workers": self.num_workers}
+        arguments = {**self.arguments, "sampler": ids, "batch_size": self.batch_size, "num_workers": self.num_workers}
         with users_code("making the loader", "Give arguments of its class"):
             if self.loader == "stallfree":
                 return DataLoader(dataset, **arguments)
@@ -124,44 +141,6 @@ class Job:
             torch.mps.synchronize()
 
 
-def make_job(
-    dataset: Any,
-    step: Callable[[Any], Any],
-    batch_size: int,
-    num_workers: int,
-    device: str | torch.device | None,
-    arguments: Mapping[str, Any],
-) -> Job:
-    """Create a job from the user's arguments. Raises `InputError` if they are invalid."""
-    check_numbers(num_workers, batch_size, 0, arguments.get("prefetch_factor"), False)
-    if batch_size is None:
-        raise InputError("batch_size=None: the analysis counts batches, so give an int of 1 or more")
-    if not callable(step):
-        raise InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
-    if isinstance(dataset, SmartCacheDataset):
-        raise argument_conflict("a SmartCacheDataset cannot be analysed: give the data set beneath it")
-    try:
-        where = torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError) as error:
-        raise device_unknown(f"device={device!r} is no device: give 'cpu', 'cuda' or such as 'cuda:1'") from error
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise device_unknown(f"device={device!r}: there is no such accelerator here; give 'cpu', or leave it out")
-    job = Job(dataset, step, batch_size, num_workers, where)
-    job.arguments = {key: value for key, value in arguments.items() if key not in _OURS}
-    if isinstance(dataset, CachedDataset):
-        job.source, job.steps, job.cached = dataset.source, dataset.steps, True
-        if dataset.form == "files":  # one process makes a sample from files, wherever these come from
-            job.source = as_source(dataset.dataset, divide=False)
-    else:
-        job.source = as_source(dataset, divide=False)
-        job.steps = job.source.pipeline
-    if len(job.source) < batch_size:
-        raise InputError(
-            f"the data set has {len(job.source)} samples, less than a batch of {batch_size}: give a smaller batch_size"
-        )
-    return job
-
-
 def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     """The result of `build` in "my_job.py:build" or "package.module:build": data set, loader arguments, step.
 
@@ -172,16 +151,16 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     is_file = path.suffix == ".py" or len(path.parts) > 1
     if not name.isidentifier() or (is_file and not path.is_file()):
         problem = f"there is no file {module}" if name.isidentifier() else f"{where!r} names no function"
-        raise job_function(f"{problem}: give a file or a module and a function, such as my_job.py:build")
+        raise errors.job_function(f"{problem}: give a file or a module and a function, such as my_job.py:build")
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())  # worker processes import from it
     with users_code(f"loading {module}", "Correct it there"):
         build = getattr(importlib.import_module(path.stem if is_file else module), name, None)
     if not callable(build):
-        raise job_function(f"{module} has no function {name!r}: give one that it has")
+        raise errors.job_function(f"{module} has no function {name!r}: give one that it has")
     with users_code(where, "Correct it there"):
         built = build()
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
-        raise job_function(
+        raise errors.job_function(
             f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
             "(dataset, {'batch_size': 64, 'num_workers': 4}, step)"
         )
