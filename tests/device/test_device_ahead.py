@@ -1,7 +1,5 @@
 """A thread takes batches ahead, on a CPU one, and draws no random numbers concurrently with the model."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal

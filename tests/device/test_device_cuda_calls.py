@@ -17,7 +17,7 @@ from fakes import World
 
 import stallfree as sf
 from children import Child
-from stallfree.device.copies import Cuda, Place
+from stallfree.device.copies import BatchBuffer, Cuda
 
 REGISTERED_ALREADY, NOT_REGISTERED = 712, 713
 
@@ -121,7 +121,7 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     prefetcher, event, memory = sf.DevicePrefetcher([], "cuda:0"), Event(), np.zeros(4096, np.uint8)
-    prefetcher._places.append(Place(event, event))
+    prefetcher._buffers.append(BatchBuffer(event, event))
     undo = prefetcher.pin(memory)
     assert Child(undo).wait() == 0
     assert Child(lambda: prefetcher.pin(np.zeros(4096, np.uint8))()).wait() == 0

@@ -1,7 +1,5 @@
 """Epochs of a prefetcher: their ends, errors, states, remaining resources, several at once, and copies of it."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

@@ -1,7 +1,5 @@
 """The prefetchers on a GPU: `python -m pytest -m gpu tests/device`. Nothing here runs without one."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import multiprocessing

@@ -1,7 +1,5 @@
 """The duration of a step with and without a prefetcher, in virtual time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 

@@ -1,7 +1,5 @@
 """`sf.DataLoader(..., device=...)`: one copy from a worker to the device, from pinned slots."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """`ProcessPrefetcher` yields the batches of its loader, with its errors in their places, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """What plans promise: no bias, the storage operations that were asked for, nobody unseen for long, the top losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

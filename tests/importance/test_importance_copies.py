@@ -1,7 +1,5 @@
 """A loader with an `ImportanceSampler` can be copied and sent to another process, as torch's can."""
 
-from __future__ import annotations
-
 import copy
 import multiprocessing
 import pickle

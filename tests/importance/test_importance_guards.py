@@ -1,7 +1,5 @@
 """What keeps an `ImportanceSampler` in a loader from being misused, and what it says of itself."""
 
-from __future__ import annotations
-
 import json
 
 import numpy as np

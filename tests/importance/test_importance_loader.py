@@ -1,7 +1,5 @@
 """A loader with an `ImportanceSampler`: ids, samples, weights and losses belong together, come what may."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Iterator

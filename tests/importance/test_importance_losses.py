@@ -1,7 +1,5 @@
 """Losses come in by id, in order, from any device, and the training loop never waits for them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace

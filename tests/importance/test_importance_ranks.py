@@ -1,7 +1,5 @@
 """Several ranks of torch.distributed, each a process: one plan for all, of which each serves its part."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A sampler by itself: arguments, iteration under any loader, parts of ranks, states."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """What is packed and which packages are read, against models, in one process."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from collections.abc import Iterator

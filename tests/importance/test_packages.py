@@ -1,7 +1,5 @@
 """Packages: what goes in comes out, whatever happens to the file, within the budget; and the flags are shared."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

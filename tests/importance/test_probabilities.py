@@ -1,7 +1,5 @@
 """Probabilities and draws: exact where they can be counted out, else against definitions written down as loops."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What looks like reading communicates with no other rank, so one rank alone may do it: `if rank == 0: print(...)`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from contextlib import closing

@@ -1,7 +1,5 @@
 """A training job that uses a Ray cluster, in a process of its own: `python ray_job.py NAME ADDRESS`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

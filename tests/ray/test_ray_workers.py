@@ -1,7 +1,5 @@
 """Workers on a Ray cluster of several nodes: the same batches as without, whatever dies."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import os

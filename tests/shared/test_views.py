@@ -1,7 +1,5 @@
 """A member's view of the ring: its changes are private, and dropped before the slot is reused."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource
@@ -77,19 +75,6 @@ def test_writes_are_private_and_gone_after_clean(ring: Ring, views: PrivateSlots
     assert (views.view(0, SIZE)[:SIZE] == 2).all()
 
 
-def test_only_the_pages_of_the_batch_are_cleaned(ring: Ring, views: PrivateSlots) -> None:
-    """Those written by larger batches were cleaned with them; other slots are left alone."""
-    for slot in (0, 1):
-        fill(ring, slot, slot)
-        views.view(slot, SIZE)[5] = 99
-    views.clean(0, SIZE)
-    views.view(0, 10)[9] = 98
-    views.clean(0, 10)
-    assert (views.view(0, SIZE)[:SIZE] == 0).all()
-    assert views.view(1, SIZE)[5] == 99
-    views.clean(2, SIZE)  # never mapped
-
-
 def faults(ring: Ring, views: PrivateSlots, write: bool) -> int:
     """Return the page faults of reading the slot after it was cleaned."""
     fill(ring, 0, 1)
@@ -113,38 +98,6 @@ def test_what_was_not_written_stays_mapped(ring: Ring) -> None:
     assert faults(ring, views, write=False) == 0
     assert faults(ring, views, write=True) > 0
     views.close()
-
-
-def test_memory_stays_valid(ring: Ring, views: PrivateSlots) -> None:
-    fill(ring, 0, 1)
-    kept = views.view(0, SIZE)[:SIZE]
-    kept[5] = 99
-    views.close()
-    views.close()
-    views.clean(0, SIZE)
-    ring.close()
-    assert kept[5] == 99
-    assert (np.delete(kept, 5) == 1).all()
-
-
-def test_a_slot_that_is_retired_is_not_filled_again(ring: Ring, views: PrivateSlots) -> None:
-    """Its views stay as they are, and its memory is unmapped when another slot is mapped."""
-    slot = ring.take()
-    assert slot is not None
-    fill(ring, slot, 1)
-    kept = views.view(slot, SIZE)[:SIZE]
-    ring.retire(slot)
-    ring.resize(2)
-    ring.resize(3)
-    slots = [ring.take() for _ in range(3)]
-    assert len(set(slots) - {slot, None}) == 3
-    for number in slots:
-        assert number is not None
-        fill(ring, number, 2)
-        assert views.view(number, SIZE)[0] == 2
-    assert (kept == 1).all()
-    assert slot not in views._maps
-    assert ring.take() is None
 
 
 def test_a_forked_child_has_pages_of_its_own(ring: Ring, views: PrivateSlots) -> None:

@@ -1,7 +1,5 @@
 """Pictures decoded and cropped on a GPU: `python -m pytest -m gpu tests/vision`. Nothing here runs without one."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import random

@@ -1,7 +1,5 @@
 """A random step that names its halves: the first one may be cached."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Normalisation of batches of bytes."""
 
-from __future__ import annotations
-
 import pickle
 from collections import namedtuple
 from typing import Any

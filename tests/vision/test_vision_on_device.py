@@ -1,7 +1,5 @@
 """Pictures that stay encoded until they are on the device give what the CPU's step gives. Here the device is a CPU."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pickle

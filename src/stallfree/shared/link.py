@@ -5,8 +5,6 @@ member's progress, and the coordinator can leave a member behind without a messa
 that no job sees another job's changes to its batch, and released as their tensors are freed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import logging

@@ -6,8 +6,6 @@ lowest batch that a member needs is prepared first, and kept until no member nee
 its number, so one that was dropped can be prepared again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

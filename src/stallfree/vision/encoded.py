@@ -6,8 +6,6 @@ The step draws the crop where the CPU step draws it, in the worker, and the para
 random number is drawn on the device, or in a thread of the training process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
