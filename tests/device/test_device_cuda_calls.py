@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import World
 
 import stallfree as sf
 from children import Child
@@ -131,27 +129,6 @@ def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     assert not driver.registered
 
 
-class Numbers:
-    """A data set whose samples are their numbers."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, id: int) -> torch.Tensor:
-        return torch.full((4096,), id)
-
-
-def test_forked_workers_fill_slots_that_are_pinned(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked workers inherit the slots of the process that pins them, and have no device."""
-    driver, pin = Driver(), device.backend.pin
-    monkeypatch.setattr(device.backend, "pin", lambda memory: driver.cudart() and pin(memory))
-    options: Any = {"batch_size": 4, "num_workers": 2, "device": "cuda", "multiprocessing_context": "fork"}
-    with sf.DataLoader(Numbers(), **options) as loader:
-        seen = [batch[:, 0].tolist() for batch in loader if device.synchronize() is None]
-    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert device.registrations
-
-
 def test_what_is_not_on_the_device_is_not_kept_and_waits_sleep(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
     stream = object()
@@ -179,16 +156,3 @@ def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) 
     del prefetcher
     assert Child(gc.collect).wait() == 0
     gc.collect()
-
-
-def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:
-    loader = sf.DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True, device="cpu")
-    assert len(list(loader)) == 3
-    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._epochs)]
-    loader.close()
-    gc.disable()
-    try:
-        del loader
-        assert [part() for part in parts] == [None, None, None]
-    finally:
-        gc.enable()

@@ -104,13 +104,6 @@ def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slo
         assert pinned[1] == pinned[0]
 
 
-def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World) -> None:
-    with loader_of(shuffle=False) as loader:
-        every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
-        for end in (1, 3, None):
-            assert labels(world, iter(loader), end) == every[:end]
-
-
 def test_the_wait_that_counts_is_that_of_the_training_loop(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -128,28 +128,6 @@ def test_update_on_a_gpu(ids_too: bool) -> None:
     assert sampler.losses.last.tolist() == told.tolist()
 
 
-def test_the_last_loss_of_a_sample_counts_in_the_order_of_the_steps(device: Copies) -> None:
-    losses = Losses(4)
-    losses.add(device.put([0, 1], torch.int64), device.put([1.0, 1.0], torch.float32))
-    losses.add([1, 2], [2.0, 2.0])
-    losses.add(torch.tensor([2, 3]), device.put([3.0, 3.0], torch.float32))
-    device.events[1].finish()
-    losses.collect(wait=False)
-    assert np.isinf(losses.last).all()
-    device.events[0].finish()
-    losses.collect(wait=False)
-    assert losses.last.tolist() == [1.0, 2.0, 3.0, 3.0]
-
-
-def test_ids_that_are_changed_after_update(device: Copies) -> None:
-    losses, ids = Losses(10), torch.arange(3)
-    losses.add(ids, device.put([1.0, 2.0, 3.0], torch.float32))
-    ids += 5
-    device.events[0].finish()
-    losses.collect(wait=False)
-    assert losses.last[:4].tolist() == [1.0, 2.0, 3.0, np.inf]
-
-
 def test_a_wrong_id_on_the_device_is_found_later_and_harms_nothing_else(device: Copies) -> None:
     losses = Losses(5)
     losses.add(device.put([1, 5], torch.int64), device.put([1.0, 1.0], torch.float32))

@@ -84,8 +84,9 @@ class Team:
 
         def begin() -> Callable[[], Any]:
             own = loader(self.dataset)
-            kept = list(islice(own, take))[-1]
-            return lambda: (own.close(), kept)
+            batches = iter(own)
+            kept = [next(batches) for _ in range(take)][-1]
+            return lambda: (own.close(), batches, kept)
 
         return Holder(begin)
 
