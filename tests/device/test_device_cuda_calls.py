@@ -129,19 +129,6 @@ def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     assert not driver.registered
 
 
-def test_what_is_not_on_the_device_is_not_kept_and_waits_sleep(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
-    stream = object()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: blocking)
-    streams: list[object] = []
-    backend: Any = Cuda(torch.device("cuda:0"))
-    backend.keep(torch.zeros(3))
-    backend.keep(type("OnDevice", (), {"record_stream": streams.append}))
-    assert streams == [stream]
-    assert backend.new_event() is True
-
-
 def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) -> None:
     """The destructors of torch's events and of tensors in pinned memory call CUDA, which aborts a forked child."""
     owner = os.getpid()

@@ -185,25 +185,18 @@ def test_an_error_that_is_let_go_of_holds_nothing(device: World, where: str) -> 
     class Wrong(Exception):
         pass
 
-    def transform(batch: torch.Tensor) -> torch.Tensor:
-        raise Wrong
-
-    def generate() -> Iterator[torch.Tensor]:
-        yield torch.tensor([0])
+    def wrong(_: Any = None) -> Any:
         raise Wrong
 
     def first_error() -> weakref.ref[Wrong]:
         try:
-            deque_all(prefetcher)
+            list(prefetcher)
         except Wrong as error:
             return weakref.ref(error)
         raise AssertionError("there was none")
 
-    def deque_all(iterable: Iterable[Any]) -> None:
-        for _ in iterable:
-            pass
-
-    prefetcher = DevicePrefetcher(generate(), "cuda", transform_on_device=transform if where == "transform" else None)
+    loader = (wrong() if where == "loader" else batch for batch in batches(1))
+    prefetcher = DevicePrefetcher(loader, "cuda", transform_on_device=wrong)
     gc.disable()
     try:
         gone = first_error()
@@ -212,6 +205,12 @@ def test_an_error_that_is_let_go_of_holds_nothing(device: World, where: str) -> 
         assert device.in_use("device") == 0
     finally:
         gc.enable()
+
+
+def test_a_device_that_cannot_be_used_any_more_is_an_error(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device.backend, "bind", lambda: list(device.no_such_device))  # type: ignore[attr-defined]
+    with pytest.raises(AttributeError, match="no_such_device"):
+        next(iter(DevicePrefetcher(batches(3), "cuda")))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -240,11 +239,8 @@ def nested(loader: Any, device: str, depth: int) -> Any:
     return DevicePrefetcher(DevicePrefetcher(loader, device, 1), device, depth)
 
 
-@pytest.mark.parametrize(
-    ("loader", "make", "close"),
-    [(Numbers, DevicePrefetcher, True), (Numbers, nested, False), (Positioned, nested, True),
-     (Positioned, DevicePrefetcher, False)],
-)  # fmt: skip
+@pytest.mark.parametrize("close", [False, True])
+@pytest.mark.parametrize(("loader", "make"), [(Numbers, DevicePrefetcher), (Positioned, nested)])
 def test_a_state_of_any_moment_leaves_exactly_what_was_not_given(
     world: World | None, loader: type[Numbers], make: Callable[..., Any], close: bool
 ) -> None:

@@ -13,7 +13,6 @@ from stallfree.importance.plans import (
     draw,
     leaning,
     ranks,
-    shares,
     systematic,
 )
 
@@ -84,14 +83,3 @@ def test_leaning(count: int, mean: float, lowest: float, lean: float, seed: int)
         assert chances[some].mean() == pytest.approx(np.clip(mean, lowest, 1), rel=2e-3)
     if lean == 0:
         assert np.ptp(chances) < 1e-9
-
-
-@given(st.lists(st.tuples(st.floats(0.01, 1), st.floats(0.001, 1)), min_size=1, max_size=80))
-def test_shares_are_means_of_strata(given: list[tuple[float, float]]) -> None:
-    chances, places = (np.array(part) for part in zip(*given, strict=True))
-    found = shares(chances, places)
-    strata = [min(63, int(place * 64)) for place in places]
-    for one, stratum in enumerate(strata):
-        same = [chance for chance, other in zip(chances, strata, strict=True) if other == stratum]
-        assert found[one] == pytest.approx(sum(same) / len(same))
-    assert (1 / found * chances).sum() == pytest.approx(len(chances))  # the weights add up to N

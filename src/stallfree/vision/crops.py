@@ -29,16 +29,13 @@ from stallfree.pipeline.compose import Out, empty, in_place, mark_deterministic,
 from stallfree.pytree import take_apart
 from stallfree.sources.decode import DecodeImage
 from stallfree.units import parse_whole
-from stallfree.vision.encoded import EncodedPicture, baseline_size
+from stallfree.vision.encoded import TAIL, EncodedPicture, baseline_size
 
 Pixels: TypeAlias = npt.NDArray[np.uint8]
 Layout: TypeAlias = Literal["HWC", "CHW"]
 
 LIBRARY = Path(__file__).with_name("_native.so")
 ABI = 4
-
-_TAIL = 1024
-"""Bytes at the end of a file that must contain a JPEG's end marker: truncated files are not decoded in part."""
 
 _TRIES = 10
 
@@ -145,8 +142,7 @@ class RandomResizedCrop(_Crop):
 
     def draw(self, height: int, width: int) -> tuple[Crop, bool]:
         """Draw a crop for an image of that size, and whether to mirror it, from Python's generator."""
-        crop = self._draw_crop(height, width)
-        return crop, self.flip > 0 and random.random() < self.flip
+        return self._draw_crop(height, width), self.flip > 0 and random.random() < self.flip
 
     def _draw_crop(self, height: int, width: int) -> Crop:
         low, high = self.ratio
@@ -403,7 +399,7 @@ def library() -> ctypes.CDLL | None:
 def jpeg_size(data: bytes) -> tuple[int, int] | None:
     """Return height and width if `data` is a complete JPEG that supports partial decoding, else None."""
     compiled = library()
-    if compiled is None or data[:3] != b"\xff\xd8\xff" or data.find(b"\xff\xd9", len(data) - _TAIL) < 0:
+    if compiled is None or data[:3] != b"\xff\xd8\xff" or data.find(b"\xff\xd9", len(data) - TAIL) < 0:
         return None
     size = (ctypes.c_int * 2)()
     return None if compiled.stallfree_jpeg_size(data, len(data), size) else (size[0], size[1])
