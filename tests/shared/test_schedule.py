@@ -179,11 +179,13 @@ def test_a_new_coordinator_goes_on_with_what_its_members_need() -> None:
 
 
 def test_a_skip_ends_the_need_for_batches_and_keeps_leases(group: Schedule) -> None:
-    assert group.skip("a", BATCHES) == []
+    assert not group.request("a", BATCHES, waits=False)
+    assert group.free() == []
     assert group.release("b", 0) == [], "a holds it until it reads the grant"
     assert numbers(group.release("a", 0)) == [0]
     assert group.finish(1, 8, b"") == ([], []), "b needs it"
-    assert numbers(group.skip("b", BATCHES)) == [1]
+    assert not group.request("b", BATCHES, waits=False)
+    assert numbers(group.free()) == [1]
     assert group.next_to_start() is None
     assert not group.request("a", BATCHES)
     assert group.next_to_start() == BATCHES

@@ -85,9 +85,11 @@ def test_what_a_job_does_to_its_batches_no_other_job_sees(group: Group) -> None:
     for number in range(2):
         first, second = begun(jobs)
         for batch in first:
+            seen = taken(jobs[0], batch)
             for tensor in (*batch.data, batch.ids):
                 tensor.fill_(-1)  # before the other one has it
-            assert right([taken(jobs[1], kept := next(second))], kept.ids.tolist()) == number
+            assert right([seen], seen.ids) == number
+            assert taken(jobs[1], next(second)) == seen
         assert list(second) == []
 
 

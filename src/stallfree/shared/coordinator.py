@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import select
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -80,8 +79,6 @@ def coordinate(parent: Parent, setup: GroupSetup, attached: SharedFolder | None)
     finally:
         if coordinator is not None:
             coordinator.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 class Coordinator:
@@ -145,14 +142,12 @@ class Coordinator:
     def _serve(self, peer: Connection, message: Message) -> None:
         kind, number, value, _ = message
         if kind == Kind.REQUEST:
-            if self._schedule.request(peer, number):
+            if self._schedule.request(peer, number, waits=bool(value)):
                 self._send(peer, number)
             else:
                 self._free(self._schedule.free())
         elif kind == Kind.RELEASE:
             self._free(self._schedule.release(peer, number, kept=bool(value)))
-        elif kind == Kind.SKIP:
-            self._free(self._schedule.skip(peer, number))
         elif kind == Kind.HELLO:
             self._greet(peer, message)
         elif kind == Kind.EXPLAIN:

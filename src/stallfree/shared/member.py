@@ -193,13 +193,12 @@ def _start(setup: GroupSetup, attached: SharedFolder) -> None:
     """Start a coordinator and wait until it accepts members. One that hangs at its start is replaced."""
     options, deadline = setup.options, time.monotonic() + _START_SECONDS
     inherited = attached if options.context.get_start_method() == "fork" else None
-    parts = (("the data set", options.dataset), ("collate_fn", options.collate))
     for attempt in count():
         child = Child(
             *(coordinate, setup, inherited),
             context=options.context,
             name="stallfree-coordinator",
-            parts=parts,
+            parts=(("the data set", options.dataset), ("collate_fn", options.collate)),
             attempt=attempt,
             leads=True,
         )
@@ -352,7 +351,7 @@ class Member:
 
     def _request(self, link: Link, number: int) -> None:
         self._requested = number
-        link.send(pack(Kind.REQUEST, number=number))
+        link.send(pack(Kind.REQUEST, number=number, value=1))
 
     def _timeout(self, number: int, why: str) -> errors.WaitError:
         epoch, batch = divmod(number, len(self.setup.order))
@@ -385,7 +384,7 @@ class Member:
         """Notify the coordinator that no batch before `cursor` is needed."""
         self._requested = None
         if self._link is not None:
-            self._link.send(pack(Kind.SKIP, number=cursor))
+            self._link.send(pack(Kind.REQUEST, number=cursor))
 
     @property
     def staging_bytes(self) -> int:

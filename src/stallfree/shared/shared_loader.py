@@ -215,10 +215,10 @@ class SharedLoader(Generic[BatchT_co]):
     def _rebatching(self, epoch: int) -> Rebatching:
         order, chunk = self._member.setup.order, self._member.group.terms.chunk
 
-        def planned(number: int) -> Ids:
-            return next(iter(order.batches(epoch, number)))
-
-        return Rebatching(self._samples, chunk, self.batch_size, self._ranks, self.drop_last, planned)
+        return Rebatching(
+            *(self._samples, chunk, self.batch_size, self._ranks, self.drop_last),
+            planned=lambda number: next(iter(order.batches(epoch, number))),
+        )
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
