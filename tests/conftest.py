@@ -24,7 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from stallfree.sources import file_opens
-from stallfree.vision import native
+from stallfree.vision import crops
 from warm import Interpreter
 
 # The threads of one parallel computation would spin while they wait for each other, on cores that other tests need too.
@@ -34,7 +34,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # The others make data sets, which it could not send, and fork processes, which could not use its server.
 multiprocessing.set_start_method("fork", force=True)
 
-native.library()  # before any module of tests imports torchvision 0.19, which has another libjpeg of the same name
+crops.library()  # before any module of tests imports torchvision 0.19, which has another libjpeg of the same name
 
 # Examples have no time limits, which another test on the same cores could break.
 settings.register_profile(

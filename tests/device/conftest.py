@@ -1,7 +1,5 @@
 """The simulated device, for the tests of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

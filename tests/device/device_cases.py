@@ -1,7 +1,5 @@
 """Loaders of stamped batches with faults, and a training loop that checks each batch."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ Two accesses to the same bytes, of which one is a write, are a fault if they are
 streams execute their work as late as allowed, at random, so that faulty code also yields wrong data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import threading

@@ -1,7 +1,5 @@
 """A thread takes batches ahead, on a CPU one, and draws no random numbers concurrently with the model."""
 
-from __future__ import annotations
-
 import gc
 import random
 import signal
@@ -151,22 +149,6 @@ class Drawing:
         return torch.rand(3) + random.random() + np.random.random()
 
 
-class Iterable:
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self.dataset[id] for id in range(len(self.dataset)))
-
-
-class Slow(Noted):
-    """Takes longer than the model needs to draw."""
-
-    def __getitem__(self, id: int) -> torch.Tensor:
-        threading.Event().wait(0.005)
-        return super().__getitem__(id)
-
-
 def cached(dataset: Any, transform: Any = None) -> sf.CachedDataset:
     return sf.CachedDataset(dataset, capacity="1MiB", form="prepared", transform=transform)
 
@@ -177,11 +159,10 @@ def noisy(sample: torch.Tensor) -> torch.Tensor:
 
 
 DRAWN: dict[str, Callable[[], Any]] = {
-    "an iterable": lambda: Iterable(Drawing()),
+    "an iterable": lambda: (sample for sample in map(Drawing().__getitem__, range(2 * COUNT))),
     "torch's loader": lambda: torch.utils.data.DataLoader(Drawing(), batch_size=2),  # type: ignore[arg-type]
     "torch's loader, shuffled": lambda: torch.utils.data.DataLoader(Drawing(), shuffle=True),  # type: ignore[arg-type]
     "stallfree's": lambda: sf.DataLoader(cached(Noted(), noisy), seed=1),
-    "stallfree's cache": lambda: sf.DataLoader(cached(Slow())),
     "stallfree's collate": lambda: sf.DataLoader(
         cached(Noted()),
         batch_size=2,
@@ -291,24 +272,3 @@ def test_ctrl_c_at_any_point_of_the_wait(world: World | None) -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert interrupts[0]
-
-
-def test_ctrl_c_ends_a_wait(world: World | None) -> None:
-    begun, go = threading.Event(), threading.Event()
-    main = threading.get_ident()
-
-    def slow() -> Iterator[int]:
-        assert begun.wait(PATIENCE)
-        while not iterator.thread._waiting:  # type: ignore[attr-defined]
-            go.wait(0.001)
-        while not go.wait(0.01):  # again, as it may have come before the wait
-            signal.pthread_kill(main, signal.SIGINT)
-        yield from range(3)
-
-    iterator = iter(DevicePrefetcher(slow(), "cpu"))
-    begun.set()
-    try:
-        next(iterator)
-    except KeyboardInterrupt:
-        go.set()
-    assert list(iterator) == [0, 1, 2]

@@ -1,7 +1,5 @@
 """All accesses of a prefetcher to the same memory are ordered, as checked with vector clocks and by the data."""
 
-from __future__ import annotations
-
 import gc
 import re
 import sys
@@ -18,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stallfree.device import copies
-from stallfree.device.copies import Copier, Place, Sent
+from stallfree.device.copies import BatchBuffer, Copier, Sent
 from stallfree.device.prefetcher import DevicePrefetcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Parcel is sent:RuntimeWarning")
@@ -160,7 +158,7 @@ def without(name: str, caller: str, owner: Any = None) -> Callable[[pytest.Monke
 
 def hold_nothing(patch: pytest.MonkeyPatch, world: World) -> None:
     """Release the leaves of the loader as soon as their copies are submitted."""
-    patch.setattr(Place, "held", property(lambda place: None, lambda place, leaves: None))
+    patch.setattr(BatchBuffer, "held", property(lambda buffer: None, lambda buffer, leaves: None))
 
 
 def forget_copies_of_failures(patch: pytest.MonkeyPatch, world: World) -> None:
@@ -173,9 +171,9 @@ def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
     """Record `copied` when the copies are submitted, not after the transform."""
     plain, record = Copier._send, Event.record
 
-    def send(copier: Copier, place: Place, *parts: Any) -> Sent:
-        sent = plain(copier, place, *parts)
-        record(place.copied, world.current)
+    def send(copier: Copier, buffer: BatchBuffer, *parts: Any) -> Sent:
+        sent = plain(copier, buffer, *parts)
+        record(buffer.copied, world.current)
         return sent
 
     patch.setattr(Copier, "_send", send)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import World
 
 import stallfree as sf
 from children import Child
-from stallfree.device.copies import Cuda, Place
+from stallfree.device.copies import BatchBuffer, Cuda
 
 REGISTERED_ALREADY, NOT_REGISTERED = 712, 713
 
@@ -121,7 +119,7 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     prefetcher, event, memory = sf.DevicePrefetcher([], "cuda:0"), Event(), np.zeros(4096, np.uint8)
-    prefetcher._places.append(Place(event, event))
+    prefetcher._buffers.append(BatchBuffer(event, event))
     undo = prefetcher.pin(memory)
     assert Child(undo).wait() == 0
     assert Child(lambda: prefetcher.pin(np.zeros(4096, np.uint8))()).wait() == 0
@@ -129,40 +127,6 @@ def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
     undo()
     assert event.waits == 1, "memory was unpinned under a copy"
     assert not driver.registered
-
-
-class Numbers:
-    """A data set whose samples are their numbers."""
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, id: int) -> torch.Tensor:
-        return torch.full((4096,), id)
-
-
-def test_forked_workers_fill_slots_that_are_pinned(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked workers inherit the slots of the process that pins them, and have no device."""
-    driver, pin = Driver(), device.backend.pin
-    monkeypatch.setattr(device.backend, "pin", lambda memory: driver.cudart() and pin(memory))
-    options: Any = {"batch_size": 4, "num_workers": 2, "device": "cuda", "multiprocessing_context": "fork"}
-    with sf.DataLoader(Numbers(), **options) as loader:
-        seen = [batch[:, 0].tolist() for batch in loader if device.synchronize() is None]
-    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
-    assert device.registrations
-
-
-def test_what_is_not_on_the_device_is_not_kept_and_waits_sleep(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The prefetcher's thread waits for most of a step: spinning would occupy a core that the workers need."""
-    stream = object()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "Event", lambda blocking=False: blocking)
-    streams: list[object] = []
-    backend: Any = Cuda(torch.device("cuda:0"))
-    backend.keep(torch.zeros(3))
-    backend.keep(type("OnDevice", (), {"record_stream": streams.append}))
-    assert streams == [stream]
-    assert backend.new_event() is True
 
 
 def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) -> None:
@@ -179,16 +143,3 @@ def test_a_forked_child_never_frees_the_garbage_of_a_prefetcher(driver: Driver) 
     del prefetcher
     assert Child(gc.collect).wait() == 0
     gc.collect()
-
-
-def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:
-    loader = sf.DataLoader(Numbers(), 4, num_workers=1, persistent_workers=True, device="cpu")
-    assert len(list(loader)) == 3
-    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._epochs)]
-    loader.close()
-    gc.disable()
-    try:
-        del loader
-        assert [part() for part in parts] == [None, None, None]
-    finally:
-        gc.enable()

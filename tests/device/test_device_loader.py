@@ -1,6 +1,4 @@
-"""`sf.DataLoader(..., device=...)`: one copy from a worker to the device, from pinned slots."""
-
-from __future__ import annotations
+"""`sf.DataLoader(..., device=...)` copies from pinned slots; and how long a step takes, in virtual time."""
 
 import gc
 import threading
@@ -12,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from fakes import World
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import stallfree as sf
 from stallfree.analysis.simulate import read_events
+from stallfree.device.prefetcher import DevicePrefetcher
 from stallfree.loader.epochs import Epochs
 from stallfree.loader.ring import Ring
 
@@ -106,13 +107,6 @@ def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slo
         assert pinned[1] == pinned[0]
 
 
-def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World) -> None:
-    with loader_of(shuffle=False) as loader:
-        every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
-        for end in (1, 3, None):
-            assert labels(world, iter(loader), end) == every[:end]
-
-
 def test_the_wait_that_counts_is_that_of_the_training_loop(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -141,3 +135,100 @@ def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world:
         prefetcher.close()
         assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(SAMPLES))
         assert loader.stats().wait_seconds > 0
+
+
+# -- the pace, in virtual time -----------------------------------------------------------------------------------------
+
+SECONDS = st.integers(1, 100).map(lambda number: number / 1000)
+
+
+class Loaders:
+    """Several loaders, each `load` seconds per batch, and `ahead` batches ahead of the consumer."""
+
+    def __init__(self, world: World, workers: int, load: float, batches: int, ahead: int = 2) -> None:
+        self.world, self.workers, self.load, self.batches, self.ahead = world, workers, load, batches, ahead
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        world, room = self.world, self.workers * self.ahead
+        done = [world.here.time] * self.workers
+        taken: list[float] = []
+        for number in range(self.batches):
+            at = number % self.workers
+            begin = max(done[at], taken[number - room] if number >= room else 0.0)
+            done[at] = begin + self.load
+            world.sleep_until(done[at])
+            taken.append(world.here.time)
+            yield torch.tensor(float(number))
+
+
+def train(world: World, batches: Iterator[torch.Tensor], step: float) -> list[float]:
+    """Run steps that are waited for, as by `loss.item()`; returns their end times."""
+    times = []
+    for number, batch in enumerate(batches):
+        world.use(batch, torch.tensor(float(number)), step)
+        world.synchronize()
+        times.append(world.here.time)
+    return times
+
+
+def without_prefetch(world: World, loader: Loaders) -> Iterator[torch.Tensor]:
+    """The usual loop: copy to the device in the training stream, and wait."""
+    for batch in loader:
+        pinned, sent = world.backend.empty_pinned(4).view(torch.float32), world.backend.empty(4).view(torch.float32)
+        world.backend.stage([pinned[0]], [batch])
+        world.backend.copy(sent, pinned)
+        world.synchronize()
+        yield sent[0]
+
+
+def rate(times: list[float], workers: int) -> float:
+    """Return batches per second in the second half, over whole rounds of the loaders."""
+    count = len(times) // (2 * workers) * workers
+    return count / (times[-1] - times[-1 - count])
+
+
+def rates(workers: int, load: float, copy: float, step: float, depth: int = 2, rounds: int = 12) -> tuple[float, float]:
+    """Return the rates with and without a prefetcher."""
+    found = []
+    for prefetch in (True, False):
+        world = World(copy_seconds=copy)
+        loader = Loaders(world, workers, load, workers * rounds)
+        with world.installed():
+            if prefetch:
+                prefetcher = DevicePrefetcher(loader, "cuda", depth)
+                times = train(world, iter(prefetcher), step)
+                prefetcher.close()
+                assert world.main.name not in world.copies
+            else:
+                times = train(world, without_prefetch(world, loader), step)
+        world.check()
+        found.append(rate(times, workers))
+    return found[0], found[1]
+
+
+@given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]))
+@settings(max_examples=8)
+def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
+    workers: int, load: float, copy: float, step: float, depth: int
+) -> None:
+    ours, without = rates(workers, load, copy, step, depth)
+    assert ours == pytest.approx(min(workers / load, 1 / max(copy, step)), rel=0.02)
+    assert without == pytest.approx(min(workers / load, 1 / (copy + step)), rel=0.02)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop_waits_for_it(waits: bool) -> None:
+    """Steps take three times as long as copies: without a limit, the host would run ever further ahead."""
+    world, depth = World(copy_seconds=0.01), 2
+    reserved = []
+    with world.installed():
+        prefetcher = DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth)
+        for _ in range(5):
+            for number, batch in enumerate(prefetcher):
+                world.use(batch, torch.full((256,), float(number)), 0.03)
+                if waits:
+                    world.synchronize()
+            reserved.append(world.reserved)
+        prefetcher.close()
+    world.check()
+    assert max(reserved) <= (depth + 2) * 1024  # one of them may still be referred to when the next is sent

@@ -1,7 +1,5 @@
 """`ProcessPrefetcher` yields the batches of its loader, with its errors in their places, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os
@@ -11,14 +9,14 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from process_tools import PATIENCE, Script, gone, read_stamp, wait_for
+from process_tools import PATIENCE, Stamped, gone, read_stamp, wait_for
 
 import stallfree as sf
 from children import Child
@@ -35,127 +33,96 @@ def prefetch(make: Any, depth: int = 2) -> sf.ProcessPrefetcher[Any]:
     return sf.ProcessPrefetcher(make, "cpu", depth, timeout=PATIENCE)
 
 
-@pytest.fixture(scope="module")
-def script(tmp_path_factory: pytest.TempPathFactory) -> Script:
-    return Script(tmp_path_factory.mktemp("served"))
+def stamped(depth: int = 2, **script: Any) -> sf.ProcessPrefetcher[Any]:
+    return prefetch(partial(Stamped, **script), depth)
 
 
-@pytest.fixture(scope="module")
-def served(script: Script) -> Iterator[sf.ProcessPrefetcher[Any]]:
-    """The prefetcher of all tests that need no other, started by "spawn"."""
-    torch.manual_seed(1)
-    with prefetch(script) as prefetcher:
-        len(prefetcher)
-        yield prefetcher
+def test_epochs_are_complete_and_one_that_is_broken_off_leaves_nothing_behind() -> None:
+    with stamped(batches=20) as batches:
+        assert len(batches) == 20
+        for epoch, take in enumerate((20, 3, 20, 1, 20)):
+            iteration = iter(batches)
+            assert [read_stamp(next(iteration)) for _ in range(take)] == [(epoch, number) for number in range(take)]
+        assert list(iteration) == []
+        for batch in batches:
+            batch["pixels"].add_(1)
+        kept = list(batches)  # which may be kept and changed
+        assert [read_stamp(batch) for batch in kept] == [(6, number) for number in range(20)]
+        assert all(batch["pixels"].is_shared() for batch in kept)
+    with stamped(batches=0) as batches:
+        assert (list(batches), len(batches)) == ([], 0)
 
 
-def test_epochs_are_complete(script: Script, served: Any) -> None:
-    script.write(batches=20)
-    first = read_stamp(next(iter(served)))[0] + 1
-    for epoch in range(first, first + 2):
-        assert [read_stamp(batch) for batch in served] == [(epoch, number) for number in range(20)]
-    assert len(served) == 20
-    script.write(batches=0)
-    assert list(served) == []
-    assert len(served) == 0
-
-
-def test_a_broken_off_epoch_leaves_nothing_behind(script: Script, served: Any) -> None:
-    script.write(batches=9)
-    epochs = []
-    for take in (3, 9, 0, 9):
-        iteration = iter(served)
-        stamps = [read_stamp(next(iteration)) for _ in range(take)]
-        assert [number for _, number in stamps] == list(range(take))
-        epochs += [epoch for epoch, _ in stamps[:1]]
-    assert sorted(set(epochs)) == epochs  # never a batch of an epoch before
-    assert list(iteration) == []
-
-
-def test_one_iteration_at_a_time_and_nothing_is_lost_silently(script: Script, served: Any) -> None:
-    script.write(batches=3)
-    first = iter(served)
-    assert read_stamp(next(first))[1] == 0
-    second = iter(served)
-    assert read_stamp(next(second))[1] == 0
-    for _ in range(2):
+def test_one_iteration_at_a_time_and_nothing_is_lost_silently() -> None:
+    with stamped(batches=3) as batches:
+        first = iter(batches)
+        assert read_stamp(next(first)) == (0, 0)
+        second = iter(batches)
+        for _ in range(2):
+            with pytest.raises(sf.StallfreeError, match="iterated again"):
+                next(first)
+        assert [read_stamp(batch) for batch in second] == [(1, 0), (1, 1), (1, 2)]
         with pytest.raises(sf.StallfreeError, match="iterated again"):
-            next(first)
-    assert [read_stamp(batch)[1] for batch in second] == [1, 2]
-    with pytest.raises(sf.StallfreeError, match="iterated again"):
-        list(zip(served, served, strict=True))
-    third = iter(served)
-    assert len(list(third)) == 3
-    assert len(list(served)) == 3
-    assert not list(third), "it had ended by itself"
+            list(zip(batches, batches, strict=True))
+        third = iter(batches)
+        assert len(list(third)) == len(list(batches)) == 3
+        assert not list(third), "it had ended by itself"
 
 
-def test_the_loader_is_no_further_ahead_than_it_may_be(script: Script, served: Any) -> None:
+def test_the_loader_is_no_further_ahead_than_it_may_be(tmp_path: Path) -> None:
     """`depth` batches are ready, one is in use, and the process has taken one more from the loader."""
-    counts = script.map()
-    counts[0] = 0
-    script.write(batches=30)
-    for number, batch in enumerate(served):
-        assert read_stamp(batch)[1] == number
-        if number % 10 == 0:
-            wait_for(lambda: counts[0] == min(30, number + 4), "the loader to be ahead")  # noqa: B023
+    log = tmp_path / "log"
+    with stamped(batches=30, log=log) as batches:
+        for number, batch in enumerate(batches):
+            assert read_stamp(batch)[1] == number
+            if number % 10 == 0:
+                wait_for(lambda: log.stat().st_size == min(30, number + 4), "the loader to be ahead")  # noqa: B023
     assert number == 29
 
 
-def test_batches_may_be_kept_and_changed(script: Script, served: Any) -> None:
-    script.write(batches=12)
-    with torch.inference_mode():
-        for batch in served:
-            batch["pixels"].add_(1)
-    for number, batch in enumerate(list(served)):
-        assert read_stamp(batch)[1] == number
-        assert not batch["pixels"].is_inference()
-        assert batch["pixels"].is_shared()
-
-
 @pytest.mark.parametrize("ends", [False, True])
-def test_errors_of_the_loader_come_in_their_place(script: Script, served: Any, ends: bool) -> None:
-    script.write(batches=8, errors=[0, 3, 4], ends=ends)
-    iteration = iter(served)
-    for number in [0] if ends else range(8):
-        if number in (0, 3, 4):
-            with pytest.raises(FileNotFoundError, match=f"no picture for batch {number}") as caught:
+def test_errors_of_the_loader_come_in_their_place(ends: bool) -> None:
+    with stamped(batches=8, errors=(0, 3, 4), ends=ends) as batches:
+        iteration = iter(batches)
+        for number in [0] if ends else range(8):
+            if number in (0, 3, 4):
+                with pytest.raises(FileNotFoundError, match=f"no picture for batch {number}") as caught:
+                    next(iteration)
+                assert caught.value.errno == 2
+                assert "in __next__" in caught.value.__notes__[-1]
+            else:
+                assert read_stamp(next(iteration))[1] == number
+        assert list(iteration) == []
+
+
+def test_it_waits_no_longer_than_it_may(tmp_path: Path) -> None:
+    with stamped(batches=6, gate=tmp_path / "gate") as batches:
+        iteration = iter(batches)
+        assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
+        batches.timeout = 0.05
+        for _ in range(2):
+            with pytest.raises(sf.WaitError, match=r"0.05 s for batch 2 of the epoch"):
                 next(iteration)
-            assert caught.value.errno == 2
-            assert "in __next__" in caught.value.__notes__[-1]
-        else:
-            assert read_stamp(next(iteration))[1] == number
-    assert list(iteration) == []
+        batches.timeout = PATIENCE
+        (tmp_path / "gate").touch()
+        assert [read_stamp(batch)[1] for batch in iteration] == [2, 3, 4, 5]
 
 
-def test_it_waits_no_longer_than_it_may(script: Script, served: Any) -> None:
-    script.write(batches=6, hang=2)
-    iteration = iter(served)
-    assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
-    served.timeout = 0.05
-    for _ in range(2):
-        with pytest.raises(sf.WaitError, match=r"0.05 s for batch 2 of the epoch"):
-            next(iteration)
-    served.timeout = PATIENCE
-    script.release()
-    assert [read_stamp(batch)[1] for batch in iteration] == [2, 3, 4, 5]
+def test_a_forked_child_cannot_go_on_with_it() -> None:
+    with stamped(batches=3) as batches:
+        iteration = iter(batches)
+        read_stamp(next(iteration))
 
+        def use() -> None:
+            for call in (partial(next, iteration), partial(iter, batches)):
+                with pytest.raises(sf.InputError, match=r"belongs to process \d+, and this process is a child of it"):
+                    call()
+            batches.close()
 
-def test_a_forked_child_cannot_go_on_with_it(script: Script, served: Any) -> None:
-    script.write(batches=3)
-    iteration = iter(served)
-    read_stamp(next(iteration))
-
-    def use() -> None:
-        for call in (partial(next, iteration), partial(iter, served)):
-            with pytest.raises(sf.InputError, match=r"belongs to process \d+, and this process is a child of it"):
-                call()
-        served.close()
-
-    assert Child(use).wait() == 0
-    assert [read_stamp(batch)[1] for batch in iteration] == [1, 2]
-    with pytest.raises(sf.InputError, match="belongs to the process that made it"):
-        pickle.dumps(served)
+        assert Child(use).wait() == 0
+        assert [read_stamp(batch)[1] for batch in iteration] == [1, 2]
+        with pytest.raises(sf.InputError, match="belongs to the process that made it"):
+            pickle.dumps(batches)
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -213,13 +180,7 @@ def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place() -> None:
         assert next(iteration).shape == (1,)
         with pytest.raises(TypeError, match="lock"):
             next(iteration)
-        assert next(iteration).shape == (2,)
-        assert list(iteration) == []
-
-
-def test_a_loader_that_ends_its_process() -> None:
-    with prefetch(partial(os._exit, 7)) as prefetcher, pytest.raises(sf.ProducerError, match="with exit code 7"):
-        list(prefetcher)
+        assert [batch.shape for batch in iteration] == [(2,)]
 
 
 @pytest.mark.parametrize(
@@ -259,8 +220,8 @@ def test_its_loader_draws_a_seed_that_follows_from_torchs_generator_here() -> No
     assert order() == first
 
 
-def test_it_is_closed(tmp_path: Path) -> None:
-    prefetcher = prefetch(Script(tmp_path))
+def test_it_is_closed() -> None:
+    prefetcher = stamped()
     iteration = iter(prefetcher)
     next(iteration)
     prefetcher.close()
@@ -271,10 +232,8 @@ def test_it_is_closed(tmp_path: Path) -> None:
             late(prefetcher)  # type: ignore[operator]
 
 
-def test_the_process_is_killed(tmp_path: Path) -> None:
-    script = Script(tmp_path)
-    script.write(batches=50)
-    with prefetch(script) as prefetcher:
+def test_the_process_is_killed_or_ends() -> None:
+    with stamped(batches=50) as prefetcher:
         iteration = iter(prefetcher)
         batch = next(iteration)
         os.kill(prefetcher.pid, signal.SIGKILL)
@@ -285,6 +244,8 @@ def test_the_process_is_killed(tmp_path: Path) -> None:
         for call in (partial(next, iteration), lambda: next(iter(prefetcher))):
             with pytest.raises(sf.ProducerError):
                 call()
+    with prefetch(partial(os._exit, 7)) as prefetcher, pytest.raises(sf.ProducerError, match="with exit code 7"):
+        list(prefetcher)
 
 
 def started() -> set[int]:
@@ -315,33 +276,30 @@ def test_workers_of_the_loader_do_not_keep_it_alive() -> None:
     wait_for(lambda: started() <= before, "the workers to end")
 
 
-def train(make: Callable[[], Any]) -> None:
+def train(**script: Any) -> None:
     process._START_METHOD = "spawn"  # the server is not its child
-    for batch in prefetch(make):
+    for batch in stamped(**script):
         read_stamp(batch)
 
 
 @pytest.mark.slow
 def test_a_loader_that_hangs_is_ended(tmp_path: Path) -> None:
-    script, before = Script(tmp_path), started()
-    script.write(hang=2)
-    with prefetch(script) as prefetcher:
+    gate, log, before = tmp_path / "gate", tmp_path / "log", started()
+    with stamped(gate=gate) as prefetcher:
         iteration = iter(prefetcher)
         assert [read_stamp(next(iteration))[1] for _ in range(2)] == [0, 1]
-    maker, counts = Child(train, script), script.map()
-    counts[0] = 0
-    wait_for(lambda: counts[0] == 3, "the first batches")
+    maker = Child(partial(train, gate=gate, log=log))
+    wait_for(lambda: log.exists() and log.stat().st_size == 3, "the first batches")
     maker.kill()
     wait_for(lambda: started() <= before, "the process to end")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_the_process_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
+def test_the_process_dies_at_random_moments(seed: int) -> None:
     """The batches are complete and in order, and an error follows."""
-    chance, script = random.Random(seed), Script(tmp_path)
-    script.write(batches=100_000)
-    with prefetch(script, chance.choice([1, 2, 5])) as prefetcher:
+    chance = random.Random(seed)
+    with stamped(chance.choice([1, 2, 5]), batches=100_000) as prefetcher:
         killer = threading.Timer(chance.random(), os.kill, (prefetcher.pid, signal.SIGKILL))
         killer.start()
         taken: list[tuple[int, int]] = []
@@ -353,11 +311,10 @@ def test_the_process_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
-def test_who_made_it_dies_at_random_moments(tmp_path: Path, seed: int) -> None:
+def test_who_made_it_dies_at_random_moments(seed: int) -> None:
     """Killed before, during and after the start of the process: it ends."""
-    script, before = Script(tmp_path), started()
-    script.write(batches=100_000)
-    maker = Child(train, script)
+    before = started()
+    maker = Child(partial(train, batches=100_000))
     time.sleep(random.Random(seed).random() * 4)
     maker.kill()
     wait_for(lambda: started() <= before, "the process to end")

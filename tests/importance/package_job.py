@@ -1,7 +1,5 @@
 """What the tests of the packager share: a job that has a data set, a cache and flags."""
 
-from __future__ import annotations
-
 import multiprocessing
 from pathlib import Path
 from typing import Any

@@ -1,12 +1,12 @@
 """What plans promise: no bias, the storage operations that were asked for, nobody unseen for long, the top losses."""
 
-from __future__ import annotations
-
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +23,8 @@ from importance_tools import (
     knowing,
     z_score,
 )
-from stallfree.importance.plans import Draw, Known, draw_plan, ranks, shares
+from stallfree.importance import sampler as importance
+from stallfree.importance.plans import Draw, Known, draw, draw_plan, leaning, ranks, shares, systematic
 
 STATIC: dict[str, dict[str, Any]] = {
     "no cache": {},
@@ -231,3 +232,133 @@ def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
     assert {epoch for epoch in range(16) if len(sampler.plan(epoch).ids) == 200} == full
     weights = sampler.plan(min(full)).weights
     assert weights is None or set(weights.tolist()) == {1.0}
+
+
+# -- probabilities and draws, exact where they can be counted out ------------------------------------------------------
+
+STEPS = 64
+
+finite = st.floats(-(2.0**90), 2.0**90, width=32)
+scores = st.lists(finite | st.just(float("inf")), max_size=40).map(lambda values: np.array(values, np.float32))
+
+
+def with_mark(mark: float) -> Any:
+    """A generator whose one random number is `mark`."""
+    return SimpleNamespace(random=lambda: mark)
+
+
+@given(st.lists(st.integers(0, STEPS), max_size=30), st.randoms(use_true_random=False))
+def test_systematic_draws_each_with_exactly_its_chance(chances: list[int], random: Any) -> None:
+    """With chances in 64ths, the 64 places that the marks can have decide all there is."""
+    order = np.array(random.sample(range(len(chances)), len(chances)), np.int64)
+    times = np.zeros(len(chances), int)
+    for step in range(STEPS):
+        drawn = systematic(np.array(chances) / STEPS, order, with_mark((step + 0.5) / STEPS))
+        assert len(set(drawn.tolist())) == len(drawn)
+        assert len(drawn) in (sum(chances) // STEPS, -(-sum(chances) // STEPS))
+        places = [order.tolist().index(id) for id in drawn]
+        assert places == sorted(places)
+        times[drawn] += 1
+    assert times.tolist() == chances
+
+
+def test_a_draw_has_the_chances_that_it_was_given() -> None:
+    rng = np.random.default_rng(3)
+    chances = np.clip(rng.random(80) * 1.3, 0.05, 1)
+    places = ranks(rng.random(80))
+    drawn = np.zeros((2000, 80))
+    for number in range(2000):
+        drawn[number, draw(chances, places, rng)] = 1
+    sure = chances == 1
+    assert drawn[:, sure].all()
+    assert z_score(drawn[:, ~sure], chances[~sure]) < 4.5
+    assert z_score(drawn[:, ~sure], chances[~sure] ** 1.2) > 6  # the test tells these apart
+
+
+@given(scores)
+def test_ranks(values: Any) -> None:
+    places = ranks(values)
+    count = len(values)
+    assert sorted((places * count).round().astype(int).tolist()) == list(range(1, count + 1))
+    for one in range(count):
+        for other in range(count):
+            assert values[one] <= values[other] or places[one] > places[other]
+
+
+@given(
+    st.integers(1, 300),
+    st.floats(0.01, 1.2),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+    st.integers(0, 2**32),
+)
+def test_leaning(count: int, mean: float, lowest: float, lean: float, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    places, some = ranks(rng.random(count)), rng.random(count) < 0.7
+    chances = leaning(places, some, mean, lowest, lean)
+    assert chances.min() >= lowest
+    assert chances.max() <= 1
+    assert (np.diff(chances[np.argsort(places)]) >= 0).all()
+    if some.any():
+        assert chances[some].mean() == pytest.approx(np.clip(mean, lowest, 1), rel=2e-3)
+    if lean == 0:
+        assert np.ptp(chances) < 1e-9
+
+
+# -- a sampler by itself -----------------------------------------------------------------------------------------------
+
+
+def test_under_another_loader() -> None:
+    """As the sampler of torch's own loader: each epoch its plan, and `len` of the loader is what comes."""
+    sampler = sf.ImportanceSampler(120, seed=2)
+    loader = torch.utils.data.DataLoader(list(range(120)), batch_size=7, sampler=sampler)
+    for epoch in range(5):
+        batches = list(loader)
+        assert len(loader) == len(batches)
+        ids = torch.cat(batches)
+        plan = sampler.plan(epoch)
+        assert plan.epoch == epoch
+        assert ids.tolist() == plan.ids.tolist()
+        assert len(sampler) == len(ids) == (120 if epoch == 0 else 30)
+        sampler.update(ids, ids.float())
+    sampler.set_epoch(9)
+    assert len(sampler) == len(sampler.plan(9).ids)
+    assert list(sampler) == sampler.plan(9).ids.tolist()
+    assert list(sampler) == sampler.plan(10).ids.tolist()
+
+
+def test_asking_for_other_plans_does_not_change_an_epoch_under_way() -> None:
+    sampler = knowing(sf.ImportanceSampler(200, seed=1), np.arange(200))
+    plan = sampler.plan(1)
+    expected = dict(zip(plan.ids.tolist(), (plan.weights * len(plan.ids) / 200).tolist(), strict=True))
+    found: dict[int, float] = {}
+    for ids, weights in Served(sampler).epoch(1):
+        found |= dict(zip(ids.tolist(), weights.tolist(), strict=True))
+        len(sampler), sampler.plan(5), sampler.plan(0)
+    assert found == pytest.approx(expected)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 8), st.booleans())
+def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool) -> None:
+    """All ranks have as many batches, of about the same size, and together each sample once."""
+    parts = []
+    with pytest.MonkeyPatch.context() as patch:
+        for rank in range(ranks):
+            patch.setattr(importance, "ranks_of_job", lambda rank=rank: (rank, ranks))  # but nothing to agree on
+            sampler = sf.ImportanceSampler(count, seed=5)
+            mine = list(sampler)
+            assert len(mine) == len(sampler) == -(-count // ranks)  # padded, as torch's own
+            parts.append([ids.tolist() for ids in sampler.batches(0, batch_size, drop_last=drop_last)])
+            assert len(parts[-1]) == sampler.num_batches(0, batch_size, drop_last=drop_last)
+    assert len({len(part) for part in parts}) == 1
+    sizes = {len(batch) for part in parts for batch in part}
+    ledger = [id for part in parts for batch in part for id in batch]
+    assert len(set(ledger)) == len(ledger)
+    if drop_last:
+        assert sizes <= {batch_size}
+        assert len(ledger) == count // (batch_size * ranks) * batch_size * ranks
+    else:
+        assert not sizes or max(sizes) <= (batch_size if batch_size > 1 or ranks == 1 else 2)
+        assert ranks == 1 or not sizes or max(sizes) - min(sizes) <= 1
+        assert sorted(ledger) == (list(range(count)) if count >= ranks else [])

@@ -1,7 +1,5 @@
 """Jobs that share what samples are worth: processes that join, end, are killed and fork."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource

@@ -1,10 +1,12 @@
-"""A loader with an `ImportanceSampler`: ids, samples, weights and losses belong together, come what may."""
-
-from __future__ import annotations
+"""A loader with an `ImportanceSampler`: ids, samples, weights, losses, states, copies; and how it must not be used."""
 
 import contextlib
+import copy
 import json
-from collections.abc import Iterator
+import multiprocessing
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,9 @@ import stallfree as sf
 from cached_data import Numbers
 from importance_tools import Drifting, Residents, z_score
 from loader_data import Made
+from stallfree.errors import WaitError
+from stallfree.importance.epoch import FRESH, Retention
+from stallfree.importance.plans import Draw
 from stallfree.testing import ThrottledSource
 
 COUNT = 240
@@ -221,3 +226,146 @@ def test_training_as_the_manual_says_follows_the_full_gradient() -> None:
 
     assert z_score(torch.stack([gradient(seed, weighted=True) for seed in range(20)]), full) < 4
     assert z_score(torch.stack([gradient(seed, weighted=False) for seed in range(12)]), full) > 8
+
+
+# -- copies ------------------------------------------------------------------------------------------------------------
+
+FORTY = list(range(40))
+
+
+def copyable(kind: str, folder: Path) -> sf.DataLoader:
+    if kind == "plain":
+        return sf.DataLoader(FORTY, 4, sampler=sf.ImportanceSampler(40, plan="icache", beta=3))
+    data = sf.CachedDataset(FORTY, capacity="1MiB", policy="importance", name="copies")
+    packages = folder if kind == "packages" else None
+    sampler = sf.ImportanceSampler(40, cache=data.cache, plan="icache", packages=packages)
+    return sf.DataLoader(data, 4, sampler=sampler, num_workers=int(kind == "with a worker"))
+
+
+def told(batches: Any, loader: sf.DataLoader) -> list[int]:
+    """The ids of the rest of an epoch, each with its sample and a loss."""
+    ids = []
+    for batch in batches:
+        assert batch.data.tolist() == batch.ids.tolist()
+        loader.update(batch.ids, batch.ids.float())
+        ids += batch.ids.tolist()
+    return ids
+
+
+def close(loader: sf.DataLoader) -> None:
+    loader.close()
+    if isinstance(loader.dataset, sf.CachedDataset):
+        loader.dataset.close()
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
+@pytest.mark.parametrize("kind", ["plain", "with a worker", "packages"])
+def test_a_copy_goes_on_by_itself(kind: str, copied: Callable[[Any], Any], tmp_path: Path) -> None:
+    loader = copyable(kind, tmp_path)
+    iterator = iter(loader)
+    before = [id for _ in range(3) for id in told([next(iterator)], loader)]
+    other = copied(loader)
+    assert other.sampler is not loader.sampler
+    other.set_epoch(0)
+    assert sorted(told(other, other)) == FORTY
+    shorter = len(told(other, other))
+    assert sorted(before + told(iterator, loader)) == FORTY
+    assert shorter == len(told(loader, loader)) <= 40, "the same losses give the same plan"
+    close(loader)
+    close(other)
+
+
+def send_sizes(loader: sf.DataLoader, answers: Any) -> None:
+    answers.send([len(told(loader, loader)) for _ in range(2)])
+    close(loader)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["plain", "packages"])
+def test_it_can_be_sent_to_another_process(kind: str, tmp_path: Path) -> None:
+    loader = copyable(kind, tmp_path)
+    told(loader, loader)
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=send_sizes, args=(loader, theirs))
+    process.start()
+    assert ours.poll(60)
+    sizes = ours.recv()
+    process.join()
+    assert process.exitcode == 0
+    assert 0 < sizes[0] < 40
+    assert len(told(loader, loader)) > 0, "this one goes on as well"
+    ours.close()
+    theirs.close()
+    close(loader)
+
+
+# -- misuse, and a busy cache ------------------------------------------------------------------------------------------
+
+
+def small(name: str | None = None) -> sf.CachedDataset:
+    return sf.CachedDataset(Made(COUNT, sample), capacity="64KiB", policy="importance", name=name)
+
+
+def test_a_resumed_epoch_has_its_own_weights_though_the_next_plan_was_asked_for() -> None:
+    sampler = sf.ImportanceSampler(COUNT, seed=1)
+    with sf.DataLoader(Made(COUNT, sample), 20, sampler=sampler) as loader:
+        for batch in loader:
+            loader.update(batch.ids, batch.ids.float())
+        iterator = iter(loader)
+        next(iterator)
+        plan = sampler.plan(1)
+        assert plan.weights is not None
+        weights = dict(zip(plan.ids.tolist(), (plan.weights * len(plan.ids) / COUNT).tolist(), strict=True))
+        sampler.plan(2)
+        state = json.loads(json.dumps(loader.state_dict()))
+    with sf.DataLoader(Made(COUNT, sample), 20, sampler=sf.ImportanceSampler(COUNT, seed=1)) as loader:
+        loader.load_state_dict(state)
+        rest = [(id, weight) for b in loader for id, weight in zip(b.ids.tolist(), b.weights.tolist(), strict=True)]
+    assert len(rest) == len(plan.ids) - 20
+    assert [weight for _, weight in rest] == pytest.approx([weights[id] for id, _ in rest])
+
+
+def test_the_sampler_and_the_data_set_have_one_cache() -> None:
+    with small(name="one") as data, small(name="two") as other:
+        with pytest.raises(sf.InputError, match="the sampler has the cache 'two', the data set 'one'"):
+            sf.DataLoader(data, 20, sampler=sf.ImportanceSampler(COUNT, cache=other.cache))
+        with pytest.warns(RuntimeWarning, match="nothing counts as resident: give ImportanceSampler"):
+            sf.DataLoader(data, 20, sampler=sf.ImportanceSampler(COUNT))
+
+
+def test_rotating_residents_are_for_one_job() -> None:
+    with small() as data, small() as again:
+        assert data.cache.name == again.cache.name
+        first, second = (sf.ImportanceSampler(COUNT, cache=d.cache) for d in (data, again))
+        first.begin(0, 20)
+        with pytest.warns(RuntimeWarning, match="2 jobs use this cache with importance"):
+            second.begin(0, 20)
+        first.close()
+        second.begin(1, 20)  # alone, and it was said once
+        second.close()
+
+
+def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
+    told: list[tuple[list[int], list[float]]] = []
+
+    class Busy:
+        busy = True
+
+        def resident(self, ids: np.ndarray) -> np.ndarray:
+            return np.ones(len(ids), bool)
+
+        def set_scores(self, ids: np.ndarray, scores: np.ndarray) -> None:
+            if self.busy:
+                raise WaitError("another process (stopped?) held the lock")
+            told.append((ids.tolist(), scores.tolist()))
+
+    cache = Busy()
+    keeping = Retention(cache, rotating=False)
+    plan = sf.ImportanceSampler(4, plan="full").plan(0)
+    keeping.begin(Draw(plan, np.zeros(4, bool), np.ones(4, bool)), np.arange(4, dtype=np.float32), 1.0, 0)
+    keeping.served(np.array([2]))
+    assert told == []
+    cache.busy = False
+    keeping.served(np.array([0]))
+    assert told == [([0, 1, 2, 3, 2, 0], [FRESH] * 4 + [0.75, 0.25])]

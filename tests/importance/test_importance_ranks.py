@@ -1,9 +1,9 @@
 """Several ranks of torch.distributed, each a process: one plan for all, of which each serves its part."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
+from contextlib import closing
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,10 @@ def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
 
     def main(rank: int) -> None:
         torch.set_num_threads(1)
-        distributed.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=count)
+        where, limit = f"file://{folder / 'meet'}", timedelta(seconds=30)
+        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=limit)
         (folder / f"{rank}.json").write_text(json.dumps(run(rank)))
+        distributed.barrier()
 
     children = [Child(main, rank) for rank in range(count)]
     assert [child.wait() for child in children] == [0] * count
@@ -153,3 +155,81 @@ def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:
     first, *others = in_ranks(2, tmp_path, run)
     assert others == [first]
     assert first[0] != first[1]
+
+
+# -- what looks like reading communicates with no other rank: `if rank == 0: print(...)` -------------------------------
+
+
+def importance(**arguments: Any) -> sf.DataLoader:
+    return sf.DataLoader(SAMPLES, 4, sampler=sf.ImportanceSampler(COUNT, plan="icache", beta=2, **arguments))
+
+
+def importance_cached() -> sf.DataLoader:
+    data = sf.CachedDataset(SAMPLES, capacity="1MiB", policy="importance", name="reading")
+    return sf.DataLoader(data, 4, sampler=sf.ImportanceSampler(COUNT, cache=data.cache))
+
+
+def window() -> sf.DataLoader:
+    data = sf.SmartCacheDataset(SAMPLES, cache_num=20, replace_rate=0.5, name="reading-window", seed=1)
+    return sf.DataLoader(data, 4, sampler=data.rank_sampler())
+
+
+LOADERS: dict[str, Callable[[], sf.DataLoader]] = {
+    "order": lambda: sf.DataLoader(SAMPLES, 4, shuffle=True, ranks="auto"),
+    "window": window,
+    "importance": importance,
+    "importance with a cache": importance_cached,
+}
+
+
+def read(loader: sf.DataLoader) -> int:
+    """Reads what a loader and its sampler show; returns the length."""
+    for shown in (loader, loader.sampler, loader.dataset):
+        repr(shown)
+    loader.state_dict(), loader.stats(), loader.seed, loader.decision, loader.cached, loader.batch_sampler
+    sampler: Any = loader.sampler
+    assert len(sampler) <= COUNT
+    if isinstance(sampler, sf.ImportanceSampler):
+        sampler.next_epoch, sampler.state_dict(), sampler.expected_samples(5), loader.importance_stats()
+    return len(loader)
+
+
+@pytest.mark.parametrize("kind", LOADERS)
+def test_one_rank_alone_may_read_between_collective_operations(kind: str, tmp_path: Path) -> None:
+    def run(rank: int) -> list[Any]:
+        def sum_of_ranks() -> float:
+            total = torch.ones(1)
+            distributed.all_reduce(total)
+            return total.item()
+
+        found = []
+        with closing(LOADERS[kind]()) as loader:
+            for _ in range(3):
+                before = read(loader) if rank == 0 else 0
+                assert sum_of_ranks() == 2
+                iterator = iter(loader)
+                during = read(loader) if rank == 1 else len(loader)
+                assert sum_of_ranks() == 2
+                ids = []
+                for batch in iterator:
+                    served = getattr(batch, "ids", batch)
+                    ids.append(served.tolist())
+                    if isinstance(batch, sf.Batch):
+                        loader.update(served, served.float() + rank)
+                    if rank == 0:
+                        assert read(loader) == during
+                    assert sum_of_ranks() == 2
+                assert len(ids) == during
+                found.append((before, during, ids))
+            close = getattr(loader.dataset, "close", None)
+        if close is not None:
+            close()
+        return found
+
+    one, other = in_ranks(2, tmp_path, run)
+    lengths = [during for _, during, _ in one]
+    assert [during for _, during, _ in other] == lengths
+    assert one[0][0] == lengths[0]
+    if kind == "importance":  # shorter epochs: the length of the last one counts until the next one begins
+        assert [before for before, _, _ in one] == [lengths[0], lengths[0], lengths[1]]
+        assert lengths[2] < lengths[0]

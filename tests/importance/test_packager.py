@@ -1,7 +1,5 @@
 """The packager's process: exact counts, and whatever dies or hangs, training goes on and nothing is left behind."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

@@ -1,9 +1,9 @@
-"""Packages: what goes in comes out, whatever happens to the file, within the budget; and the flags are shared."""
-
-from __future__ import annotations
+"""Packages: what goes in comes out, within the budget; what is packed and which are read, against models."""
 
 import os
-from collections.abc import Callable
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from package_job import WANTED, Job, package_size
 
 from cache_tools import crc, is_signed, signed
-from stallfree.importance.packages import Packages, SharedFlags
+from stallfree import mark_deterministic
+from stallfree.cache.records import MISS
+from stallfree.errors import CodecError
+from stallfree.importance import packages as packages_module
+from stallfree.importance.packages import LOW, MISSED, PENDING, Field, Packages, PackageWork, SharedFlags
 from stallfree.pipeline.codec import encode
 
 NUM_IDS = 1000
@@ -134,4 +139,231 @@ def test_the_budget_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     assert caplog.text.count("is spent") == len(caplog.records) == 3, "once each"
 
 
-# -- flags -------------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    made = Job(tmp_path)
+    yield made
+    made.close()
+
+
+def do(work: PackageWork, *, stopped: bool = False) -> None:
+    """All that there is to do."""
+    stop = threading.Event()
+    if stopped:
+        stop.set()
+    work.work(stop)
+
+
+# -- packing -----------------------------------------------------------------------------------------------------------
+
+
+def test_full_packages_of_what_is_not_there(job: Job) -> None:
+    """47 of 60 are neither resident nor in a package: four packages of ten, and seven are not even fetched."""
+    work = job.work()
+    job.add(work.packages, range(8))
+    job.cache.put_many(range(50, 55), [job.source.fetch(id) for id in range(50, 55)])
+    job.log.unlink()
+    job.flag(range(60))
+    job.flag(range(60, 70), LOW)
+    job.flag(range(70, 80), PENDING)
+    for _ in range(3):
+        do(work)
+    fetched = job.fetched()
+    assert len(set(fetched)) == len(fetched) == 40
+    assert set(fetched) <= set(range(8, 50)) | set(range(55, 60))
+    assert job.packed(work.packages).keys() == set(fetched) | set(range(8))
+    stats = job.shared.stats()
+    assert (stats["packages_written"], stats["samples_packed"]) == (5, 48)
+    assert stats["package_bytes_written"] == 4 * package_size(10) + package_size(8)
+    assert job.cache.stats().storage_reads == 40
+    assert (job.cache.stats().hits, job.cache.stats().misses) == (0, 0)
+    job.flag(range(100, 103))  # with those that were left, enough for one more
+    do(work)
+    assert len(job.fetched()) == 50
+    assert {100, 101, 102} | (set(range(60)) - set(fetched) - set(range(8)) - set(range(50, 55))) == set(
+        job.fetched()[40:]
+    )
+    work.close()
+
+
+def test_missed_samples_come_first(job: Job) -> None:
+    job.flag(range(200))
+    missed = list(range(5, 200, 9))
+    job.flag(missed, WANTED | MISSED)
+    work = job.work(budget=3 * package_size(10))
+    do(work)
+    assert len(missed) == 22
+    assert set(job.fetched()[:20]) <= set(missed) <= set(job.fetched())
+    assert len(job.fetched()) == 30
+    assert job.shared.stats()["packages_written"] == 3
+    work.close()
+
+
+@pytest.mark.parametrize("more", [-1, 0])
+def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: pytest.LogCaptureFixture) -> None:
+    job.flag(range(200))
+    work = job.work(budget=3 * package_size(10) + more)
+    for _ in range(3):
+        do(work)
+    packages = 3 - (more < 0)
+    assert len(job.fetched()) == 10 * packages
+    assert job.shared.stats()["package_bytes_written"] == packages * package_size(10)
+    assert caplog.text.count("is spent") == len(caplog.records) == 1
+    work.close()
+
+
+def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One cannot be read, one not prepared, one not stored."""
+
+    def refuse(value: Any, **arguments: Any) -> Any:
+        if value[1] == 18:
+            raise CodecError("of a strange kind")
+        return encode(value, **arguments)
+
+    encode = packages_module.encode
+    monkeypatch.setattr(packages_module, "encode", refuse)
+    job = Job(tmp_path, step=mark_deterministic(plus_one), bad=[3])
+    job.flag(range(23))
+    job.flag([3, 12, 17], WANTED | MISSED)
+    work = job.work()
+    for _ in range(3):
+        do(work)
+    assert Counter(job.fetched())[3] == Counter(job.fetched())[12] == Counter(job.fetched())[17] == 1
+    assert set(np.flatnonzero(work.packages.holding(range(200)) >= 0)) == set(range(23)) - {3, 12, 17}
+    for number in range(2):
+        content = work.packages.read(number, lambda ids: np.ones(len(ids), bool))
+        assert all((value[0] == id + 1).all() for id, value in zip(*content, strict=True))
+    work.close()
+    job.close()
+
+
+def plus_one(sample: Any) -> Any:
+    numbers, id = sample
+    if id == 12:
+        raise ValueError("twelve")
+    numbers += 1
+    return numbers, id + 1
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def reading(job: Job) -> PackageWork:
+    """Work that packs nothing by itself."""
+    work = job.work()
+    work._full = True
+    return work
+
+
+def model(packages: list[list[int]], flags: np.ndarray, resident: set[int], region: int) -> list[int]:
+    """Which packages are read, by the definition alone."""
+    read: list[int] = []
+    there = set(resident)
+    newest = {id: number for number, ids in enumerate(packages) for id in ids}
+    while sum(1 for id in there if flags[id] & WANTED == WANTED) < region:
+        worth = {}
+        for number, ids in enumerate(packages):
+            use = [id for id in ids if newest[id] == number and id not in there and flags[id] & WANTED == WANTED]
+            missed = [id for id in use if flags[id] & MISSED]
+            if missed or (use and len(use) >= len(ids) / 4):
+                worth[number] = len(use) + len(missed)
+        if not worth:
+            break
+        best = max(worth, key=lambda number: (worth[number], -number))
+        read.append(best)
+        there |= {id for id in packages[best] if flags[id] & WANTED == WANTED}
+    return read
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_packages_that_bring_most_are_read(job: Job, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    work = reading(job)
+    ids = rng.permutation(200)
+    packages = [part.tolist() for part in np.split(ids, np.sort(rng.choice(np.arange(1, 200), 11, replace=False)))]
+    if seed % 2:
+        packages.append(rng.permutation(200)[:20].tolist())  # some are in two
+    for part in packages:
+        job.add(work.packages, part)
+    before = rng.permutation(200)[:30].tolist()
+    job.cache.put_many(before, [job.source.fetch(id) for id in before])
+    job.flag(slice(None), rng.choice([0, LOW, PENDING, WANTED, WANTED, WANTED | MISSED], 200, p=[0.2] * 4 + [0.1] * 2))
+    if seed % 3 == 0:
+        job.flag(rng.permutation(200)[:150], PENDING)
+    flags = job.shared.flags.copy()
+    job.shared.fields[Field.REGION] = region = int(rng.integers(0, 60))
+    job.log.unlink()
+    read = model(packages, flags, set(before), region)
+    for _ in range(2):
+        do(work)
+    stats = job.shared.stats()
+    assert stats["packages_read"] == len(read)
+    assert stats["package_bytes_read"] == sum(package_size(len(packages[number])) for number in read)
+    brought = {id for number in read for id in packages[number] if flags[id] & WANTED == WANTED}
+    assert job.resident() == set(before) | brought
+    assert job.fetched() == []
+    for id, value in zip(sorted(brought), job.cache.get_many(sorted(brought)), strict=True):
+        assert value is not MISS
+        assert (value[0] == id).all()
+
+
+def full_cache(folder: Path) -> tuple[Job, list[int]]:
+    """A cache that is full of H-samples; their ids, by rising score."""
+    job = Job(folder, 2000, capacity=140_000)
+    ids = np.random.default_rng(0).permutation(np.arange(1000, 2000))
+    job.cache.set_scores(ids, np.arange(1000) + 1.0)
+    job.cache.put_many(ids, [job.source.fetch(id) for id in ids.tolist()])
+    there = [id for id in ids.tolist() if id in job.resident()]
+    assert 50 < len(there) < 900
+    assert there == ids[-len(there) :].tolist()
+    return job, there
+
+
+def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
+    """No package is read again and again for samples that find no place."""
+    job, high = full_cache(tmp_path)
+    room = len(high)
+    work = reading(job)
+    for first in range(0, 1000, 50):
+        job.add(work.packages, range(first, first + 50))
+    job.flag(range(1000))
+    job.shared.fields[Field.REGION] = 1000
+    for _ in range(5):
+        do(work)
+    assert job.shared.stats()["packages_read"] == room // 50 + 1
+    low = sorted(job.resident())
+    assert len(low) == room
+    assert max(low) < 1000
+    job.flag(low[:60], LOW)  # served, and used
+    job.cache.set_scores(low[:60], np.zeros(60))
+    do(work)
+    assert job.shared.stats()["packages_read"] <= room // 50 + 4
+    assert len(set(job.resident()) - set(low)) == 60
+    job.shared.fields[Field.EPOCH] += 1  # whatever the reason was, a new epoch is a new try
+    reads = job.shared.stats()["packages_read"]
+    do(work)
+    do(work)
+    assert job.shared.stats()["packages_read"] == reads + 1
+    job.close()
+
+
+def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainer takes `PENDING` away and lowers the score just before the score is raised."""
+    job, high = full_cache(tmp_path)
+    work = reading(job)
+    job.add(work.packages, range(10))
+    job.flag(range(10))
+    job.shared.fields[Field.REGION] = 10
+    put_many = job.cache.put_many
+
+    def served_first(ids: Any, values: Any) -> Any:
+        job.flag(range(4), LOW)
+        return put_many(ids, values)
+
+    monkeypatch.setattr(job.cache, "put_many", served_first)
+    do(work)
+    monkeypatch.undo()
+    assert job.resident() == set(range(10)) | set(high[10:])
+    job.cache.put_many(high[:10], [job.source.fetch(id) for id in high[:10]])
+    assert job.resident() == set(range(4, 10)) | set(high[6:])
+    job.close()

@@ -1,7 +1,5 @@
 """In which order a plan is served: whatever the cache does meanwhile, who is served, and who was, is on the ledger."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A training job that uses a Ray cluster, in a process of its own: `python ray_job.py NAME ADDRESS`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -124,7 +122,7 @@ def deadly() -> None:
 def kills() -> None:
     """Epochs until the file `over` exists in the current folder, while processes and nodes are killed."""
     dataset = Made(40 * 64, slow)
-    with sf.DataLoader(dataset, batch_size=64, shuffle=True, seed=5) as plain:
+    with sf.DataLoader(dataset, batch_size=64, shuffle=True, seed=5, num_workers=1) as plain:
         sums = [[(float(values.double().sum()), ids.tolist()) for values, ids in plain] for _ in range(3)]
     epoch, longest = 0, 0.0
     with loader(dataset, 4, batch_size=64) as remote:

@@ -1,9 +1,6 @@
 """Workers on a Ray cluster of several nodes: the same batches as without, whatever dies."""
 
-from __future__ import annotations
-
 import contextlib
-import importlib.util
 import os
 import random
 import signal
@@ -14,20 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import fake_ray
 import pytest
+import ray_job
 
 import stallfree as sf
 from loader_data import Made
 from ray_cluster import RayCluster
 from redis_servers import until
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed")
-
 JOB = Path(__file__).with_name("ray_job.py")
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    pytest.importorskip("ray")
     running = RayCluster(tmp_path_factory.mktemp("ray"), nodes=2)
     yield running
     running.close()
@@ -41,9 +39,34 @@ def start(name: str, cluster: RayCluster, folder: Path) -> subprocess.Popen[str]
         return subprocess.Popen(command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=errors)
 
 
-@pytest.mark.parametrize("name", ["equal", "pickles", pytest.param("deadly", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["equal", "pickles", "deadly"])
+def test_a_job(name: str) -> None:
+    """Each function of `ray_job.py` says what it checks. Actors are processes of this one, without Ray."""
+    with fake_ray.installed() as actors:
+        getattr(ray_job, name)()
+        assert actors == []
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_job_whose_actors_are_killed(seed: int) -> None:
+    chance, dataset = random.Random(seed), Made(320, ray_job.noisy)
+    with sf.DataLoader(dataset, batch_size=16, shuffle=True, seed=5, num_workers=1) as plain:
+        expected = [[ray_job.leaves(batch) for batch in plain] for _ in range(2)]
+    with fake_ray.installed() as actors, ray_job.loader(dataset, 3, batch_size=16) as remote:
+        kills = 0
+        for epoch in range(2):
+            for number, batch in enumerate(remote):
+                assert ray_job.leaves(batch) == expected[epoch][number]
+                if chance.random() < 0.2:
+                    os.kill(chance.choice(actors).process.pid or 0, signal.SIGKILL)
+                    kills += 1
+            assert number == 19
+        assert 0 < remote.stats().workers_replaced <= kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["equal", "pickles", "deadly"])
 def test_a_job_on_the_cluster(name: str, cluster: RayCluster, tmp_path: Path) -> None:
-    """Each function of `ray_job.py` says what it checks."""
     job = start(name, cluster, tmp_path)
     out, _ = job.communicate()
     assert (job.returncode, out) == (0, "done\n"), (tmp_path / "errors").read_text()[-3000:]
@@ -60,12 +83,13 @@ def test_a_job_on_the_cluster(name: str, cluster: RayCluster, tmp_path: Path) ->
     ],
 )
 def test_arguments_that_cannot_be_used(wrong: dict[str, Any], message: str) -> None:
-    with pytest.raises(sf.InputError, match=message):
+    with pytest.raises(sf.InputError, match=message), fake_ray.installed():
         sf.RayWorkers(**wrong)
 
 
 def test_what_ray_workers_do_not_do() -> None:
-    workers = sf.RayWorkers(1)
+    with fake_ray.installed():
+        workers = sf.RayWorkers(1)
     with pytest.raises(sf.InputError, match="cache='auto'"):
         sf.DataLoader(Made(4, int), workers=workers, cache="auto")
     with pytest.raises(sf.InputError, match="num_workers=2: give one of them"):

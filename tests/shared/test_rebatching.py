@@ -1,7 +1,5 @@
 """Rebatching yields the batches that torch's `DataLoader` makes of the same samples."""
 
-from __future__ import annotations
-
 import random
 from collections import OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable
@@ -139,29 +137,29 @@ def test_batches_are_those_of_torch(
         sampler: Any = torch.utils.data.BatchSampler(order, size, drop_last)
         assert [unit[0] for unit in units] == list(sampler)
     for rank in range(ranks):
-        rebatching = Rebatching(samples, chunk, size, Ranks(rank, ranks, ranks), drop_last, epoch.planned)
-        assert len(rebatching) == len(units)
-        assert rebatching.chunks == -(-min(len(units) * size * ranks, samples) // chunk)
-        got = epoch.batches(rebatching, range(rebatching.chunks))
+
+        def rebatching(rank: int = rank) -> Rebatching:
+            return Rebatching(samples, chunk, size, Ranks(rank, ranks, ranks), drop_last, epoch.planned)
+
+        assert len(rebatching()) == len(units)
+        chunks = rebatching().chunks
+        assert chunks == -(-min(len(units) * size * ranks, samples) // chunk)
+        got = epoch.batches(rebatching(), range(chunks))
         wanted = [[id for id in unit[rank] if id not in lost] for unit in units]
         numbers = [unit for unit, ids in enumerate(wanted) if ids]
         assert sorted(got) == numbers
         assert [got[unit][1] for unit in numbers] == [wanted[unit] for unit in numbers]
         batches: DataLoader[Any] = DataLoader(Samples(make), batch_sampler=[wanted[unit] for unit in numbers])
         assert all(same(got[unit][0], batch) for unit, batch in zip(numbers, batches, strict=True))
+        done = chance.randint(0, len(units))  # resumed there, no chunk comes that is not needed
+        first = rebatching().first_chunk(done)
+        assert first == chunks or first * chunk <= done * size * ranks < (first + 1) * chunk
+        rest = epoch.batches(rebatching(), range(first, chunks))
+        assert {unit: rest[unit][1] for unit in numbers if unit >= done} == {
+            unit: got[unit][1] for unit in numbers if unit >= done
+        }
     if not lost:
         assert epoch.planned_for == []  # the plan is made only where it is needed
-
-
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_only_the_chunks_that_are_needed(drop_last: bool) -> None:
-    """A job that drops the last batch does not need all chunks, and gets all of its batches without the others."""
-    order = list(range(21))
-    epoch = Epoch(order, 2, number, set())
-    rebatching = Rebatching(21, 2, 8, ALONE, drop_last, epoch.planned)
-    assert rebatching.chunks == (8 if drop_last else 11)
-    got = epoch.batches(rebatching, range(rebatching.chunks))
-    assert [ids for _, ids in got.values()] == [order[:8], order[8:16], *([] if drop_last else [order[16:]])]
 
 
 def test_a_chunk_of_the_batch_size_is_passed_on_as_it_is() -> None:
@@ -180,17 +178,6 @@ def test_no_copies_where_none_are_needed() -> None:
         assert part.data_ptr() == data[2 * unit :].data_ptr()
 
 
-@pytest.mark.parametrize("make", SAMPLES)
-def test_cut_and_join_undo_each_other(make: Any) -> None:
-    whole = default_collate([make(id) for id in range(7)])
-    parts = [cut(whole, low, high, 7) for low, high in ((0, 1), (1, 5), (5, 7))]
-    for part, ids in zip(parts, ([0], [1, 2, 3, 4], [5, 6]), strict=True):
-        assert same(part, default_collate([make(id) for id in ids]))
-    assert same(join(parts), whole)
-    assert join([whole]) is whole
-    assert cut(whole, 0, 7, 7) is whole
-
-
 @pytest.mark.parametrize("thing", [3, None, object(), np.arange(4)])
 def test_what_cannot_be_divided(thing: Any) -> None:
     name = type(thing).__name__
@@ -198,19 +185,3 @@ def test_what_cannot_be_divided(thing: Any) -> None:
         cut([torch.arange(4), thing], 1, 2, 4)
     with pytest.raises(sf.InputError, match=f"a {name} cannot be joined: give the group's chunk size as batch_size"):
         join([[torch.arange(4), thing], [torch.arange(4), thing]])
-
-
-@given(division=divisions(), samples=st.integers(1, 60), drop_last=st.booleans(), data=st.data())
-@settings(max_examples=40)
-def test_where_to_go_on(division: tuple[int, int, int], samples: int, drop_last: bool, data: st.DataObject) -> None:
-    """The chunks from the first needed one on complete the other batches, and no earlier one is among them."""
-    chunk, size, ranks = division
-    epoch = Epoch(list(range(samples)), chunk, number, set())
-
-    def rebatching() -> Rebatching:
-        return Rebatching(samples, chunk, size, Ranks(ranks - 1, ranks, ranks), drop_last, epoch.planned)
-
-    done = data.draw(st.integers(0, len(rebatching())))
-    first, end = rebatching().first_chunk(done), rebatching().chunks
-    assert set(range(done, len(rebatching()))) <= epoch.batches(rebatching(), range(first, end)).keys()
-    assert first == end or first * chunk <= done * size * ranks < (first + 1) * chunk

@@ -1,7 +1,5 @@
 """The schedule of a group against a model: each member gets each of its batches once, in order, and all go on."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass, field
 
@@ -169,14 +167,6 @@ def group() -> Schedule:
     return schedule
 
 
-def test_newcomers_begin_with_the_first_whole_epoch(group: Schedule) -> None:
-    assert group.join("c") == 0  # batch 0 is held
-    group.leave("c")
-    assert group.release("a", 0) == []
-    assert numbers(group.release("b", 0)) == [0]
-    assert group.join("d") == BATCHES
-
-
 def test_a_new_coordinator_goes_on_with_what_its_members_need() -> None:
     schedule = Schedule(BATCHES, 2, epoch=3)  # batches of epoch 2 were prepared before
     assert schedule.join("back", 12) == 12
@@ -189,11 +179,13 @@ def test_a_new_coordinator_goes_on_with_what_its_members_need() -> None:
 
 
 def test_a_skip_ends_the_need_for_batches_and_keeps_leases(group: Schedule) -> None:
-    assert group.skip("a", BATCHES) == []
+    assert not group.request("a", BATCHES, waits=False)
+    assert group.free() == []
     assert group.release("b", 0) == [], "a holds it until it reads the grant"
     assert numbers(group.release("a", 0)) == [0]
     assert group.finish(1, 8, b"") == ([], []), "b needs it"
-    assert numbers(group.skip("b", BATCHES)) == [1]
+    assert not group.request("b", BATCHES, waits=False)
+    assert numbers(group.free()) == [1]
     assert group.next_to_start() is None
     assert not group.request("a", BATCHES)
     assert group.next_to_start() == BATCHES
@@ -211,20 +203,3 @@ def test_laggards_are_those_that_take_nothing_while_others_wait(group: Schedule)
     freed = group.leave("b")
     assert [(entry.task, entry.kept) for entry in freed] == [(0, True), (1, False)], "b may keep reading batch 0"
     assert group.laggards() == []
-
-
-def test_a_batch_that_a_forked_process_reads_is_kept(group: Schedule) -> None:
-    assert group.release("a", 0, kept=True) == []
-    assert [entry.kept for entry in group.release("b", 0)] == [True]
-
-
-def test_a_batch_far_ahead_makes_room_for_one_that_is_waited_for(group: Schedule) -> None:
-    group.finish(1, 8, b"")
-    for member in ("a", "b"):
-        group.release(member, 0)
-    assert group.join("c", 0) == 0
-    assert not group.request("c", 0)
-    assert group.next_to_start() == 0
-    assert numbers(group.drop_one()) == [1]
-    group.start(0, 0)
-    assert group.next_to_start() == 1

@@ -1,7 +1,5 @@
 """Arguments of a `SharedLoader`: an invalid value, or one that differs from the group's, raises a clear error."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,32 +33,14 @@ class Endless(IterableDataset[int]):
         yield 1
 
 
-def plus(sample: int) -> int:
-    return sample + 1
-
-
-def minus(sample: int) -> int:
-    return sample - 1
-
-
 def as_list(samples: list[Any]) -> list[Any]:
     return list(samples)
-
-
-def as_tuple(samples: list[Any]) -> tuple[Any, ...]:
-    return tuple(samples)
 
 
 @pytest.fixture(autouse=True)
 def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-
-
-def the_coordinator() -> psutil.Process:
-    """Return the only coordinator that this process has started."""
-    (process,) = [child for child in multiprocessing.active_children() if child.name == "stallfree-coordinator"]
-    return psutil.Process(process.pid)
 
 
 def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
@@ -103,13 +83,6 @@ def test_multiples_and_divisors_go_together(store_root: Path) -> None:
         assert sorted(store_root.rglob("*")) == before
 
 
-def test_a_length_without_the_last_batch() -> None:
-    with loader(batch_size=10, drop_last=True) as first, loader(batch_size=5, drop_last=True) as second:
-        assert (len(first), len(second)) == (2, 4)
-    with loader(batch_size=25, drop_last=True) as shared:
-        assert len(shared) == 0
-
-
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -130,35 +103,23 @@ def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Pat
             f"this job does not fit into the group 'args': {said}. Give the same, or the name of another group"
         )
         assert sorted(store_root.rglob("*")) == before
-        loader().close()  # one that fits is let in all the same
+        loader(collate_fn=default_collate).close()  # one that fits is let in all the same
         loader(group="other", **given).close()
     loader(**given).close()  # and when all of them are gone, it is another group
 
 
-def test_all_differences_are_named() -> None:
-    with loader(), pytest.raises(sf.InputError) as caught:
-        loader(Numbers(3), seed=7, shuffle=True, drop_last=True, collate_fn=as_tuple, on_error="skip")
-    for word in ("the data set", "seed=7", "shuffle=True", "drop_last=True", "collate_fn", "on_error='skip'"):
-        assert str(caught.value).count(word) == 1
-    with loader(collate_fn=None):
-        loader(collate_fn=default_collate).close()  # which is what None stands for
+def test_the_seed_and_the_transform_of_a_cached_data_set_count() -> None:
+    def cached(transform: Any = None) -> sf.CachedDataset:
+        return sf.CachedDataset(Numbers(), capacity="1MiB", seed=5, transform=transform)
 
-
-def test_another_transform() -> None:
-    def cached(transform: Any) -> sf.CachedDataset:
-        return sf.CachedDataset(Numbers(), capacity="1MiB", transform=transform, seed=1)
-
-    with cached(plus) as dataset, cached(minus) as other, cached(plus) as same, loader(dataset):
-        with pytest.raises(sf.InputError, match=r"group 'args': the transform differs \(its code, param[^;]*$"):
-            loader(other)
-        loader(same).close()
-
-
-def test_the_seed_of_a_cached_data_set_counts() -> None:
-    with sf.CachedDataset(Numbers(), capacity="1MiB", seed=5) as dataset, loader(dataset, seed=None):
+    with cached() as dataset, cached(str) as other, loader(dataset, seed=None):
         loader(dataset, seed=5).close()
-        with pytest.raises(sf.InputError, match="it has seed=5, this job gives seed=6"):
-            loader(dataset, seed=6)
+        for given, seed, said in (
+            (dataset, 6, "it has seed=5, this job gives seed=6"),
+            (other, 5, "the transform differs"),
+        ):
+            with pytest.raises(sf.InputError, match=said):
+                loader(given, seed=seed)
 
 
 def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,8 +146,8 @@ def test_the_first_job_decides_though_another_one_begins() -> None:
     ):
         assert first.stats().num_workers == second.stats().num_workers == 2
         assert [batch.tolist() for batch in second] == [[*range(at, at + 4)] for at in range(0, 24, 4)]
-        coordinator = the_coordinator()
-        assert len(coordinator.children()) == 2
+        (coordinator,) = (one for one in multiprocessing.active_children() if one.name == "stallfree-coordinator")
+        assert len(psutil.Process(coordinator.pid).children()) == 2
         assert second.stats().staging_bytes <= 1 << 20
 
 

@@ -4,33 +4,65 @@ Each job writes a ledger, batch by batch, so that the lines of a killed job rema
 epoch, place, id, checksum, seconds) for each sample yielded. The expected lines are computed without a loader.
 """
 
-from __future__ import annotations
-
 import contextlib
+import mmap
 import os
 import random
 import signal
 import time
-import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from group_jobs import PATIENCE, Pictures, Team, children_of, expected, taken
+from group_jobs import Pictures, children_of, expected, loader, taken
 
-import stallfree as sf
 from children import Child
-from stallfree.ipc.folders import sweep
+from stallfree.ipc.folders import default_root, sweep
 from stallfree.loader import executors as worker_processes
 from stallfree.shared import member
 
 COUNT = 100  # no multiple of a batch of 8 or more
 BATCH_SIZES = (2, 4, 8, 8, 16)
-STILL_SECONDS = 60.0  # no job may stand still for longer, on a busy machine either
+STILL_SECONDS = PATIENCE = 60.0  # no job may stand still for longer, on a busy machine either
 MOST_JOBS = 4
+MARK = "STALLFREE_TEST_TEAM"
+
+
+@contextlib.contextmanager
+def marked(folder: Path) -> Iterator[Callable[[], list[psutil.Process]]]:
+    """Mark all processes that are started within; yields a function that finds them, orphans included.
+
+    The mark is a memory mapping, which forks inherit, and an environment variable for other processes.
+    """
+    path = folder / "marker"
+    path.write_bytes(bytes(mmap.PAGESIZE))
+    with path.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    os.environ[MARK] = str(path)
+
+    def processes() -> list[psutil.Process]:
+        mark, found = str(path).encode(), []
+        for pid in psutil.pids():
+            here = Path(f"/proc/{pid}")
+            with contextlib.suppress(OSError, psutil.Error):
+                if pid != os.getpid() and (
+                    mark in (here / "environ").read_bytes() or mark in (here / "maps").read_bytes()
+                ):
+                    found.append(psutil.Process(pid))
+        return found
+
+    try:
+        yield processes
+    finally:
+        for process in processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        mapping.close()
+        del os.environ[MARK]
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------
@@ -41,11 +73,11 @@ def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
     chance = random.Random(number)
     ledger = os.open(folder / f"ledger-{number}", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     turn, parent = 0, os.getppid()
-    with sf.SharedLoader(**arguments) as loader:
+    with loader(**arguments) as job:
         while not (folder / "stop").exists() and os.getppid() == parent:
             last = chance.randrange(20) if chance.random() < 0.15 else -1
-            for place, batch in enumerate(loader):
-                now, seen = time.monotonic(), taken(loader, batch)
+            for place, batch in enumerate(job):
+                now, seen = time.monotonic(), taken(job, batch)
                 lines = [
                     f"{turn} {seen.epoch} {place} {id} {total} {now}\n"
                     for id, total in zip(seen.ids, seen.sums, strict=True)
@@ -59,15 +91,6 @@ def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
             turn += 1
             if last >= 0 and chance.random() < 0.3:
                 break
-
-
-def run_and_tell(folder: Path, number: int, arguments: dict[str, Any]) -> None:
-    """Call `run`, and write an exception to a file."""
-    try:
-        run(folder, number, arguments)
-    except BaseException:
-        (folder / f"error-{number}").write_text(traceback.format_exc())
-        raise
 
 
 # --- the ledgers ------------------------------------------------------------------------------------------------------
@@ -154,14 +177,13 @@ class Chaos:
     """Starts jobs, kills and stops processes, and checks that each job makes progress.
 
     Args:
-        team: finds the processes.
+        folder: of the ledgers.
         chance: decides everything.
-        still: seconds that a job may stand still.
     """
 
-    def __init__(self, team: Team, chance: random.Random, still: float) -> None:
-        self.team, self.chance, self.still = team, chance, still
-        self.dataset = Pictures(team.folder / "decodes", COUNT, seconds=0.0005)
+    def __init__(self, folder: Path, chance: random.Random) -> None:
+        self.folder, self.chance = folder, chance
+        self.dataset = Pictures(folder / "decodes", COUNT, seconds=0.0005)
         self.jobs: list[Running] = []
         self.done: Counter[str] = Counter()
         self.longest = 0.0
@@ -173,12 +195,9 @@ class Chaos:
     def join(self) -> None:
         """Start another job."""
         number = len(self.jobs)
-        arguments = self.team.arguments(
-            dataset=self.dataset, batch_size=self.chance.choice(BATCH_SIZES),
-            num_workers=self.chance.choice((1, 2, 3)),
-        )  # fmt: skip
-        child = Child(run_and_tell, self.team.folder, number, arguments)
-        self.jobs.append(Running(number, child, self.team.folder / f"ledger-{number}", time.monotonic()))
+        sizes = {"batch_size": self.chance.choice(BATCH_SIZES), "num_workers": self.chance.choice((1, 2, 3))}
+        child = Child(run, self.folder, number, {"dataset": self.dataset, **sizes})
+        self.jobs.append(Running(number, child, self.folder / f"ledger-{number}", time.monotonic()))
         self.done["join"] += 1
 
     def watch(self) -> None:
@@ -187,18 +206,16 @@ class Chaos:
             gone, status = os.waitpid(job.child.pid, os.WNOHANG)
             if gone:
                 job.ended = True
-                error = self.team.folder / f"error-{job.number}"
-                text = error.read_text() if error.exists() else ""
-                assert os.waitstatus_to_exitcode(status) == 0, f"job {job.number} ended\n{text}"
+                assert os.waitstatus_to_exitcode(status) == 0, f"job {job.number} ended: see its traceback"
                 self.done["left"] += 1
                 continue
             size, now = job.ledger.stat().st_size if job.ledger.exists() else 0, time.monotonic()
             if size != job.size:
                 job.size, job.moved = size, now
             self.longest = max(self.longest, now - job.moved)
-            if now - job.moved > self.still:
-                whom = f"job {job.number} ({job.child.pid}) has stood still for {self.still:.0f} s"
-                pytest.fail(f"{whom} after {dict(self.done)}\n{self.team.stacks()}")
+            if now - job.moved > STILL_SECONDS:
+                job.child.signal(signal.SIGABRT)  # pytest's faulthandler writes the stacks of its threads
+                pytest.fail(f"job {job.number} has stood still for {STILL_SECONDS:.0f} s after {dict(self.done)}")
 
     def wait(self, seconds: float) -> None:
         """Wait while checking the jobs."""
@@ -212,7 +229,7 @@ class Chaos:
         end = time.monotonic() + PATIENCE
         while True:
             if time.monotonic() > end:
-                pytest.fail(f"there has been no {role} for {PATIENCE:.0f} s\n{self.team.stacks()}")
+                pytest.fail(f"there has been no {role} for {PATIENCE:.0f} s")
             self.watch()
             self.fill(2)
             job = self.chance.choice(self.living)
@@ -265,7 +282,7 @@ class Chaos:
         """Let all jobs finish."""
         self.fill(1)
         self.wait(0.1)
-        (self.team.folder / "stop").touch()
+        (self.folder / "stop").touch()
         while self.living:
             self.watch()
             time.sleep(0.003)
@@ -281,15 +298,18 @@ class Chaos:
 def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
     monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
-    with Team(folder) as team:
-        chaos = Chaos(team, random.Random(seed), STILL_SECONDS)
+    with marked(folder) as processes:
+        chaos = Chaos(folder, random.Random(seed))
         try:
             chaos.rage(kills)
             chaos.calm()
         finally:
             print(f"seed {seed}: {dict(chaos.done)}, longest standstill {chaos.longest:.2f} s")
             chaos.end()
-        team.all_gone()
+        deadline = time.monotonic() + PATIENCE / 2
+        while left := processes():
+            assert time.monotonic() < deadline, f"processes are left: {left}"
+            time.sleep(0.005)
     total: Counter[str] = Counter()
     for job in chaos.jobs:
         if job.ledger.exists():
@@ -297,7 +317,7 @@ def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypat
     print(f"ledgers: {dict(total)}")
     assert total["samples"] > COUNT  # there was something to be checked
     assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3
-    sweep(store_root)  # killed coordinators leave their rings
+    sweep(default_root())  # killed coordinators leave their rings
     assert not list(store_root.iterdir())
 
 

@@ -1,203 +1,165 @@
-"""Several jobs of one group: shared preparation, separate parts, and settings that must be equal.
+"""Several jobs of one group, each a loader of this process: what they share, and what each has for itself."""
 
-The tests control each job by commands, so no result depends on the speed of a job.
-"""
-
-from __future__ import annotations
-
-import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import pytest
-from group_jobs import (
-    BATCH,
-    BATCHES,
-    GROUP,
-    SAMPLES,
-    Pictures,
-    Served,
-    Taken,
-    Team,
-    afresh,
-    flat,
-    ids_of,
-    right,
-    taken,
-    together,
-)
+import torch
+from group_jobs import BATCH, BATCHES, SAMPLES, Pictures, Taken, flat, ids_of, loader, right, taken
 
 import stallfree as sf
 from loader_data import Made, as_list, checksum, picture, same
 
 
+class Group:
+    """Makes the loaders of a group, whose data set logs its decodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dataset, self.opened = Pictures(folder / "decodes"), ExitStack()
+
+    def job(self, **changes: Any) -> sf.SharedLoader[Any]:
+        return self.opened.enter_context(loader(changes.pop("dataset", self.dataset), **changes))
+
+
 @pytest.fixture
-def team(tmp_path: Path) -> Iterator[Team]:
-    with Team(tmp_path) as team:
-        yield team
+def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    made = Group(tmp_path)
+    with made.opened:
+        yield made
 
 
-# --- what jobs share --------------------------------------------------------------------------------------------------
+def begun(loaders: Any) -> list[Iterator[Any]]:
+    """Begin an epoch of each before any takes a batch; ranks wait for one another."""
+    with ThreadPoolExecutor(len(loaders)) as threads:
+        return list(threads.map(iter, loaders))
 
 
-def test_jobs_get_the_same_batches_and_each_sample_is_decoded_once(team: Team) -> None:
+def epoch(*loaders: sf.SharedLoader[Any]) -> list[list[Taken]]:
+    """The batches of an epoch of each job, at the pace of each."""
+    with ThreadPoolExecutor(len(loaders)) as threads:
+        return list(threads.map(lambda job, batches: [taken(job, each) for each in batches], loaders, begun(loaders)))
+
+
+def test_jobs_get_the_same_batches_and_each_sample_is_decoded_once(group: Group) -> None:
     """Augmentation is fresh in each epoch; `right` computes the expected values."""
-    jobs = team.jobs(3, num_workers=2)
-    for epoch in range(2):
-        seen = together(jobs, "rest" if epoch == 0 else "epoch")
-        assert [right(batches) for batches in seen] == [epoch] * 3
+    jobs = [group.job(num_workers=2) for _ in range(3)]
+    for number in range(2):
+        seen = epoch(*jobs)
+        assert [right(batches) for batches in seen] == [number] * 3
         assert all(ids_of(batches) == ids_of(seen[0]) for batches in seen)
-        assert Counter(id for _, id in team.dataset.decodes()) == dict.fromkeys(range(SAMPLES), epoch + 1)
+        assert Counter(group.dataset.decodes()) == dict.fromkeys(range(SAMPLES), number + 1)
     for job in jobs:
         stats = job.stats()
-        assert stats.batches == 2 * BATCHES
-        assert stats.samples == 2 * SAMPLES
-        assert stats.takeovers == 0
-    assert not {pid for pid, _ in team.dataset.decodes()} & {job.pid for job in jobs}
+        assert (stats.batches, stats.samples, stats.takeovers) == (2 * BATCHES, 2 * SAMPLES, 0)
 
 
 @pytest.mark.parametrize(("sample", "collate"), [(lambda id: {"word": "x" * id, "n": id}, None), (picture, as_list)])
-def test_batches_without_ids(sample: Callable[[int], Any], collate: Any, team: Team) -> None:
+def test_batches_without_ids(sample: Callable[[int], Any], collate: Any, group: Group) -> None:
     """Tensors, strings and user-defined objects, as `DataLoader` yields them."""
-    made = {"dataset": Made(30, sample), "batch_size": 7, "collate_fn": collate, "seed": 1, "shuffle": True}
-    with sf.SharedLoader(group=GROUP, **made) as shared, sf.DataLoader(**made) as plain:
-        assert same(list(shared), list(plain))
+    made: dict[str, Any] = {"batch_size": 7, "collate_fn": collate, "seed": 1, "shuffle": True}
+    with sf.DataLoader(Made(30, sample), **made) as plain:
+        assert same(list(group.job(dataset=Made(30, sample), with_ids=False, **made)), list(plain))
 
 
-def test_a_cache_that_jobs_share_is_filled_once(team: Team) -> None:
+def test_a_cache_that_jobs_share_is_filled_once(group: Group) -> None:
     with sf.CachedDataset(Made(SAMPLES, picture), capacity="8MiB") as dataset:
-        jobs = team.jobs(2, dataset=dataset)
-        for name in ("rest", "epoch"):
-            for batches in together(jobs, name):
-                assert [batch.sums for batch in batches] == [
-                    [checksum(picture(id)[0]) for id in batch.ids] for batch in batches
-                ]
-                assert sorted(flat(batches)) == list(range(SAMPLES))
-        for job in jobs:
-            job.end()
+        jobs = [group.job(dataset=dataset, seed=None) for _ in range(2)]
+        for batches in (*epoch(*jobs), *epoch(*jobs)):
+            assert [batch.sums for batch in batches] == [[checksum(picture(id)[0]) for id in b.ids] for b in batches]
+            assert sorted(flat(batches)) == list(range(SAMPLES))
+        group.opened.close()
         stats = dataset.stats()
         assert stats.storage_reads == SAMPLES
         assert stats.hits + stats.misses == 2 * SAMPLES
 
 
-def spoil(served: Served, count: int) -> None:
-    """Take batches and overwrite all of their tensors."""
-    for _ in range(count):
-        served.take(1)
-        images, labels = served.batch.data
-        images.fill_(-1)
-        labels.fill_(-1)
-        served.batch.ids.fill_(-1)
+def test_what_a_job_does_to_its_batches_no_other_job_sees(group: Group) -> None:
+    jobs = [group.job(), group.job()]
+    for number in range(2):
+        first, second = begun(jobs)
+        for batch in first:
+            seen = taken(jobs[0], batch)
+            for tensor in (*batch.data, batch.ids):
+                tensor.fill_(-1)  # before the other one has it
+            assert right([seen], seen.ids) == number
+            assert taken(jobs[1], next(second)) == seen
+        assert list(second) == []
 
 
-def test_what_a_job_does_to_its_batches_no_other_job_sees(team: Team) -> None:
-    first, second = team.jobs(2)
-    for _ in range(BATCHES // 4):
-        first.do("call", spoil, 4)  # before the other one has them
-        batches = second.take(4)
-        assert right(batches, flat(batches)) == 0
-    assert first.rest() == second.rest() == []
-    assert {right(batches) for batches in together([first, second], "epoch")} == {1}
-
-
-# --- batch sizes, ranks, transforms of a job's own --------------------------------------------------------------------
-
-
-def test_jobs_of_different_batch_sizes(team: Team) -> None:
-    """Batch sizes that are multiples and divisors of one another; the samples come in the same order."""
+def test_jobs_of_different_batch_sizes(group: Group) -> None:
+    """Multiples and divisors of one another; the samples come in the same order."""
     sizes = [8, 2, 24]
-    jobs = [team.job(batch_size=size) for size in sizes]
-    seen = afresh(jobs)
+    seen = epoch(*(group.job(batch_size=size) for size in sizes))
     for size, batches in zip(sizes, seen, strict=True):
         assert right(batches) == 0
         assert flat(batches) == flat(seen[0])
         assert [len(batch.ids) for batch in batches] == [min(size, SAMPLES - at) for at in range(0, SAMPLES, size)]
-    assert len(team.dataset.decodes()) == SAMPLES
+    assert len(group.dataset.decodes()) == SAMPLES
 
 
-def test_the_ranks_of_a_job_take_disjoint_parts(team: Team) -> None:
+def test_the_ranks_of_a_job_take_disjoint_parts(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job of 2 ranks beside a job of one process; the group's samples are still prepared once."""
-    ranks = [team.job(batch_size=4, environment={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
-    other = team.job(batch_size=8)
-    first, second, whole = afresh([*ranks, other])
+    jobs = []
+    for rank in range(2):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        jobs.append(group.job(batch_size=4))
+    monkeypatch.undo()
+    first, second, whole = epoch(*jobs, group.job(batch_size=8))
     assert right(whole) == right([*first, *second]) == 0
     assert len(first) == len(second) == len(whole) == SAMPLES // 8
     for parts in zip(first, second, whole, strict=True):
         assert len(parts[0].ids) == len(parts[1].ids) == 4
         assert sorted(parts[0].ids + parts[1].ids) == sorted(parts[2].ids)
-    assert len(team.dataset.decodes()) == SAMPLES
+    assert len(group.dataset.decodes()) == SAMPLES
 
 
-def darker(data: Any) -> Any:
-    images, labels = data
-    return images / 2, labels
+def test_a_transform_of_a_jobs_own(group: Group) -> None:
+    """The decoding is shared; `job_transform` is applied in each job, with draws that (seed, epoch, batch) decides."""
+
+    def noisier(data: Any) -> Any:
+        return data[0] + torch.rand(()), data[1]
+
+    jobs = [group.job(), *(group.job(job_transform=noisier) for _ in range(2))]
+    for batches in zip(*begun(jobs), strict=True):
+        plain, one, other = (taken(job, batch) for job, batch in zip(jobs, batches, strict=True))
+        right([plain], plain.ids)
+        assert one == other
+        assert (plain.ids, set(plain.sums) & set(one.sums)) == (one.ids, set())
+    assert len(group.dataset.decodes()) == SAMPLES
 
 
-def test_a_transform_of_a_jobs_own(team: Team) -> None:
-    """The decoding is shared; `job_transform` is applied in each job."""
-    plain, own = team.job(), team.job(job_transform=darker)
-    batches, others = afresh([plain, own])
-    right(batches)
-    assert ids_of(batches) == ids_of(others)
-    for batch, other in zip(batches, others, strict=True):
-        assert not set(batch.sums) & set(other.sums)
-    assert len(team.dataset.decodes()) == SAMPLES
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_a_sample_that_cannot_be_read(on_error: str, group: Group, tmp_path: Path) -> None:
+    """An error in all jobs, and the batches that follow come; or it is left out."""
+    bad = Pictures(tmp_path / "decodes", bad=13)
+    jobs = [group.job(dataset=bad, shuffle=False, on_error=on_error) for _ in range(2)]
 
+    def run(job: sf.SharedLoader[Any], batches: Iterator[Any]) -> None:
+        got = [taken(job, next(batches)) for _ in range(3)]
+        if on_error == "raise":
+            with pytest.raises(ValueError, match=r"no picture 13\n.*fetching sample 13"):
+                next(batches)
+        got += [taken(job, batch) for batch in batches]
+        right(got, set(range(SAMPLES)) - ({13} if on_error == "skip" else set(range(12, 12 + BATCH))))
+        assert job.stats().skips == (on_error == "skip")
 
-# --- samples that cannot be had ---------------------------------------------------------------------------------------
-
-
-def test_an_error_in_a_sample_reaches_all_jobs(team: Team) -> None:
-    jobs = team.jobs(2, dataset=Pictures(team.folder / "decodes", bad=13), shuffle=False)
-    lost = list(range(12, 12 + BATCH))
-    for job in jobs:
-        assert flat(job.take(3)) == list(range(12))
-    for job in jobs:
-        with pytest.raises(ValueError, match=r"no picture 13\n.*fetching sample 13"):
-            job.take(1)
-    for batches in together(jobs, "rest"):  # with the batches that follow
-        assert right(batches, range(lost[-1] + 1, SAMPLES)) == 0
-
-
-def test_samples_that_cannot_be_had_are_left_out(team: Team) -> None:
-    jobs = team.jobs(2, dataset=Pictures(team.folder / "decodes", bad=13), on_error="skip")
-    for batches in together(jobs, "rest"):
-        right(batches, [id for id in range(SAMPLES) if id != 13])
-    assert [job.stats().skips for job in jobs] == [1, 1]
-
-
-# --- processes of other kinds -----------------------------------------------------------------------------------------
-
-
-def test_two_loaders_in_one_process(team: Team) -> None:
-    loaders = [sf.SharedLoader(**team.arguments()) for _ in range(2)]
-    seen: list[list[Taken]] = [[], []]
-    iterators = [iter(loader) for loader in loaders]
-
-    def run(number: int) -> None:
-        seen[number] += [taken(loaders[number], batch) for batch in iterators[number]]
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for loader in loaders:
-        loader.close()
-    assert seen[0] == seen[1]
-    assert right(seen[0]) == 0
-    assert len(team.dataset.decodes()) == SAMPLES
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, jobs, begun(jobs)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
-def test_start_methods(method: str, team: Team) -> None:
+def test_start_methods(method: str, group: Group) -> None:
     forkserver._forkserver._stop()  # that of an earlier test, which forked jobs would take for their own
-    jobs = team.jobs(2, multiprocessing_context=method)
-    for epoch in range(2):
-        seen = together(jobs, "rest" if epoch == 0 else "epoch")
-        assert [right(batches) for batches in seen] == [epoch, epoch]
-    assert len(team.dataset.decodes()) == 2 * SAMPLES
+    jobs = [group.job(multiprocessing_context=method) for _ in range(2)]
+    for number in range(2):
+        assert [right(batches) for batches in epoch(*jobs)] == [number, number]
+    assert len(group.dataset.decodes()) == 2 * SAMPLES

@@ -5,8 +5,6 @@ result lie bytes that must stay. Needs NumPy and Pillow only, so that it also ru
 without torch.
 """
 
-from __future__ import annotations
-
 import ctypes
 import io
 import random

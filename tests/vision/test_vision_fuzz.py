@@ -1,7 +1,5 @@
 """Damaged pictures must not end the process, nor make it write where it should not."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
@@ -10,10 +8,10 @@ from pathlib import Path
 import pytest
 from vision_data import compiler
 
-from stallfree.vision import native
+from stallfree.vision import crops
 
 HERE = Path(__file__).resolve().parent
-SOURCE = Path(native.__file__).with_name("_native.c")
+SOURCE = Path(crops.__file__).with_name("_native.c")
 
 
 def run_fuzz(library: Path, count: int, **environment: str) -> str:
@@ -26,9 +24,9 @@ def run_fuzz(library: Path, count: int, **environment: str) -> str:
 
 @pytest.mark.parametrize("count", [300, pytest.param(40_000, marks=pytest.mark.slow)])
 def test_damaged_pictures(count: int) -> None:
-    if native.library() is None:
+    if crops.library() is None:
         pytest.skip("the compiled part is not there")
-    said = run_fuzz(native.LIBRARY, count)
+    said = run_fuzz(crops.LIBRARY, count)
     for outcome in ("done", "unreadable", "bad argument"):  # it got as far as that
         assert outcome in said
 

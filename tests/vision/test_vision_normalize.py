@@ -1,7 +1,5 @@
 """Normalisation of batches of bytes."""
 
-from __future__ import annotations
-
 import pickle
 from collections import namedtuple
 from typing import Any
@@ -23,12 +21,12 @@ def test_values_are_those_of_torchvision() -> None:
     expected = ((batch.float() / 255 - MEAN) / STD).permute(0, 3, 1, 2)
     step = Normalize()
     for out in (step(batch), pickle.loads(pickle.dumps(step))(batch)):
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        assert torch.allclose(out, expected, atol=1e-5, rtol=1e-5)
         assert out.is_contiguous(memory_format=torch.channels_last)
     planar = Normalize(layout="CHW", dtype=torch.float16)(batch.permute(0, 3, 1, 2).contiguous())
     assert planar.dtype == torch.float16
     assert planar.is_contiguous()
-    torch.testing.assert_close(planar.float(), expected, atol=2e-3, rtol=2e-3)
+    assert torch.allclose(planar.float(), expected, atol=2e-3, rtol=2e-3)
 
 
 def test_pictures_are_found_wherever_they_are() -> None:

@@ -1,7 +1,5 @@
 """Pictures for the tests of vision."""
 
-from __future__ import annotations
-
 import io
 import shutil
 import subprocess

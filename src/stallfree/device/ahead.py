@@ -12,8 +12,6 @@ generators:
   first one may draw the seed of a sampler. If both changed a generator, the whole pass runs without overlap.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools
@@ -199,7 +197,7 @@ class LoaderThread:
                 del item  # or the thread keeps the batch alive while it waits
 
     def _has_capacity(self) -> bool:
-        return self._items.all_taken if self.copier is None else self._items.has_capacity(len(self.copier.places))
+        return self._items.all_taken if self.copier is None else self._items.has_capacity(len(self.copier.buffers))
 
     def _next(self, source: Iterator[Any]) -> Item:
         """Return the next item of the loader, whose batch is sent to the device."""

@@ -1,7 +1,5 @@
 """Copies to a device: all calls of CUDA, and the tensors of a batch in few copies, through pinned memory."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import gc
@@ -159,12 +157,12 @@ def find_device(device: Device) -> tuple[torch.device, Cuda | None]:
 
 
 @dataclass
-class Place:
+class BatchBuffer:
     """Persistent buffers for one batch in flight.
 
     Attributes:
         copied: event reached when the copies from `pinned` and from the tensors in `held` are done.
-        used: event reached when the previous batch in this place is not needed any more.
+        used: event reached when the previous batch in this buffer is not needed any more.
         pinned: pinned host memory, for tensors that are not pinned themselves.
         views, layout: tensors over `pinned` for the last batch, and the layout that they were made for.
         held: objects that copies may still read.
@@ -183,14 +181,14 @@ class Sent:
     """A batch whose copies are submitted.
 
     Attributes:
-        place: the place that it uses.
+        buffer: the buffer that it uses.
         rebuild: rebuilds the batch from its leaves.
         leaves: the leaves in order. Those in `late` have not been sent.
         memory: device memory that must stay alive while the leaves are used: tensors or tensor-like objects.
         late: positions of leaves that the consumer has to send by their own `.to()`.
     """
 
-    place: Place
+    buffer: BatchBuffer
     rebuild: Rebuild
     leaves: list[Any]
     memory: list[Any] = field(default_factory=list)
@@ -202,42 +200,42 @@ class Copier:
 
     Args:
         backend, stream: the device, and the stream of the copies.
-        places: one for each batch in flight.
+        buffers: one for each batch in flight.
         transform: called with each batch on the device, or None.
     """
 
-    def __init__(self, backend: Cuda, stream: Stream, places: list[Place], transform: Transform | None) -> None:
-        self.backend, self.stream, self.places, self._transform = backend, stream, places, transform
+    def __init__(self, backend: Cuda, stream: Stream, buffers: list[BatchBuffer], transform: Transform | None) -> None:
+        self.backend, self.stream, self.buffers, self._transform = backend, stream, buffers, transform
         self._number = 0
-        self._in_use: Place | None = None  # the place of the batch delivered last
+        self._in_use: BatchBuffer | None = None  # the buffer of the batch delivered last
 
     # -- in a thread whose current stream is the copy stream -----------------------------------------------------------
 
     def send(self, batch: Any) -> Sent:
         """Submit the copies of a batch, and its transform, to the current stream."""
-        place = self.places[self._number % len(self.places)]
+        buffer = self.buffers[self._number % len(self.buffers)]
         try:
-            sent = self._send(place, *take_apart(batch))
+            sent = self._send(buffer, *take_apart(batch))
             if self._transform is not None and not sent.late:
                 sent.leaves, sent.rebuild = take_apart(self._transform(sent.rebuild(sent.leaves)))
                 sent.memory += [part for leaf in sent.leaves for part in memory_of(leaf)]
         finally:
-            place.copied.record(self.backend.current_stream())
+            buffer.copied.record(self.backend.current_stream())
         self._number += 1
         return sent
 
-    def _send(self, place: Place, leaves: list[Any], rebuild: Rebuild) -> Sent:
+    def _send(self, buffer: BatchBuffer, leaves: list[Any], rebuild: Rebuild) -> Sent:
         """Submit the copies of `leaves` to the current stream.
 
-        Waits until the pinned memory of `place` can be reused, and until the previous batch in this place is not needed
-        any more: otherwise a training loop ahead of the device would use ever more memory. A host tensor is copied
-        through the pinned memory of the place, unless it is pinned itself; it must then not change until `place.copied`
-        is reached.
+        Waits until the pinned memory of `buffer` can be reused, and until its previous batch is not needed any more:
+        otherwise a training loop ahead of the device would use ever more memory. A host tensor is copied through the
+        pinned memory of the buffer, unless it is pinned itself; it must then not change until `buffer.copied` is
+        reached.
         """
-        place.copied.synchronize()
-        place.used.synchronize()
-        place.held = leaves
-        sent = Sent(place, rebuild, list(leaves))
+        buffer.copied.synchronize()
+        buffer.used.synchronize()
+        buffer.held = leaves
+        sent = Sent(buffer, rebuild, list(leaves))
         small: Group = []
         large: list[Group] = []
         for at, leaf in enumerate(leaves):
@@ -258,21 +256,21 @@ class Copier:
         return sent
 
     def _send_staged(self, sent: Sent, groups: list[Group]) -> None:
-        """Copy the groups through the pinned memory of the place."""
-        place, leaves = sent.place, [leaf for group in groups for _, leaf in group]
+        """Copy the groups through the pinned memory of the buffer."""
+        buffer, leaves = sent.buffer, [leaf for group in groups for _, leaf in group]
         layout = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]
-        if place.pinned is None or place.layout != layout:
+        if buffer.pinned is None or buffer.layout != layout:
             sizes = list(map(_padded_bytes, leaves))
-            if place.pinned is None or place.pinned.numel() < sum(sizes):
-                place.pinned = self.backend.empty_pinned(sum(sizes) + sum(sizes) // 8)
+            if buffer.pinned is None or buffer.pinned.numel() < sum(sizes):
+                buffer.pinned = self.backend.empty_pinned(sum(sizes) + sum(sizes) // 8)
             starts = [sum(sizes[:number]) for number in range(len(sizes))]
-            place.views = [_view(place.pinned, *each) for each in zip(starts, leaves, strict=True)]
-            place.layout = layout
-        self.backend.stage(place.views, leaves)
+            buffer.views = [_view(buffer.pinned, *each) for each in zip(starts, leaves, strict=True)]
+            buffer.layout = layout
+        self.backend.stage(buffer.views, leaves)
         start = 0
         for group in groups:
             target = self._allocate(group, sent)
-            self.backend.copy(target, place.pinned[start : start + len(target)])
+            self.backend.copy(target, buffer.pinned[start : start + len(target)])
             start += len(target)
 
     def _allocate(self, group: Group, sent: Sent) -> torch.Tensor:
@@ -301,18 +299,18 @@ class Copier:
 
     def drop_copied(self, *, wait: bool = False) -> None:
         """Drop the loader's batches whose copies are done; with `wait`, all of them, in the end."""
-        for place in self.places:
+        for buffer in self.buffers:
             if wait:
-                place.copied.synchronize()
-            if place.held is not None and place.copied.query():
-                place.held = None
+                buffer.copied.synchronize()
+            if buffer.held is not None and buffer.copied.query():
+                buffer.held = None
 
     # -- in the training loop ------------------------------------------------------------------------------------------
 
     def deliver(self, sent: Sent) -> Any:
         """Return the batch. The current stream waits for its copies, and its memory is kept for that stream."""
-        self._in_use = sent.place
-        self.backend.current_stream().wait_event(sent.place.copied)
+        self._in_use = sent.buffer
+        self.backend.current_stream().wait_event(sent.buffer.copied)
         for memory in sent.memory:
             self.backend.keep(memory)
         for at in sent.late:

@@ -1,7 +1,5 @@
 """`DevicePrefetcher`: copies the next batches to the device while the model works with the current one."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
@@ -13,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.device.ahead import Item, LoaderThread, Snapshot
-from stallfree.device.copies import Copier, Cuda, Device, Place, Stream, Transform, find_device
+from stallfree.device.copies import BatchBuffer, Copier, Cuda, Device, Stream, Transform, find_device
 from stallfree.errors import InputError, iteration_over, stop_iteration
 from stallfree.ipc.forked import Owner
 from stallfree.pytree import take_apart
@@ -84,12 +82,12 @@ class DevicePrefetcher(Generic[BatchT_co]):
     def _begin_here(self) -> None:
         """Set what belongs to this process: a forked child inherits no threads."""
         self._owner = Owner()
-        self._places: list[Place] = []  # of all iterations
-        self.pin = partial(_pin, self._backend, self._owner, self._places)  # a loader may keep it
+        self._buffers: list[BatchBuffer] = []  # of all iterations
+        self.pin = partial(_pin, self._backend, self._owner, self._buffers)  # a loader may keep it
         self._lock = threading.Lock()  # held while the loader runs, in whichever iteration
         self._latest: Callable[[], _Iteration | None] = lambda: None
         self._threads: list[LoaderThread] = []
-        self._unused: list[list[Place]] = []
+        self._unused: list[list[BatchBuffer]] = []
         self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
 
     def __reduce__(self) -> Any:
@@ -125,17 +123,17 @@ class DevicePrefetcher(Generic[BatchT_co]):
         if self._stream is None:
             self._stream = backend.new_stream()
         if not self._unused:
-            self._unused.append([Place(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)])
-            self._places += self._unused[-1]
+            self._unused.append([BatchBuffer(backend.new_event(), backend.new_event()) for _ in range(self.depth + 1)])
+            self._buffers += self._unused[-1]
         return Copier(backend, self._stream, self._unused.pop(), self.transform_on_device)
 
     def _join_stopped(self) -> None:
-        """Wait for the threads of ended iterations, whose places serve the next one."""
+        """Wait for the threads of ended iterations, whose buffers serve the next one."""
         for thread in [thread for thread in self._threads if thread.stopped]:
             thread.join()
             self._threads.remove(thread)
             if thread.copier is not None:
-                self._unused.append(thread.copier.places)
+                self._unused.append(thread.copier.buffers)
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -192,11 +190,11 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
 
 def _pin(
-    backend: Cuda | None, owner: Owner, places: list[Place], memory: npt.NDArray[np.uint8]
+    backend: Cuda | None, owner: Owner, buffers: list[BatchBuffer], memory: npt.NDArray[np.uint8]
 ) -> Callable[[], object]:
     """Pin host memory, so that the device copies from it directly.
 
-    Returns the function that unpins it once the copies of all `places` are done. In a forked child, which has no
+    Returns the function that unpins it once the copies of all `buffers` are done. In a forked child, which has no
     device, both do nothing.
     """
     if backend is None or not owner.is_here:
@@ -205,8 +203,8 @@ def _pin(
 
     def finish_and_undo() -> None:
         if owner.is_here:
-            for place in places:
-                place.copied.synchronize()
+            for buffer in buffers:
+                buffer.copied.synchronize()
             undo()
 
     return finish_and_undo

@@ -7,8 +7,6 @@ Memory passes through `torch.multiprocessing`, which counts its references in bo
 the number of the iteration that it belongs to.
 """
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import struct

@@ -10,8 +10,6 @@ from the rest of the plan and exchanged with the missing one ("swap"), so each s
 exactly once.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol

@@ -10,8 +10,6 @@ There is no server. A job holds a lock on one byte of a lock file, which the ker
 a file of that number, which it writes under another name and renames. Readers remove the files of dead jobs.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -194,11 +192,11 @@ class Jobs:
 
     def __init__(self, folder: str | Path, num_ids: int) -> None:
         self.num_ids = num_ids
-        self._place = _Place(Path(folder) / "importance")
+        self._file = _JobFile(Path(folder) / "importance")
         self._own: tuple[Array, float] | None = None
         self._apart = False  # the last `publish` failed
         self._warned = False
-        self._leave = weakref.finalize(self, self._place.leave)
+        self._leave = weakref.finalize(self, self._file.leave)
 
     def publish(self, importance: Any, benefit: float) -> None:
         """Publish the importance of each sample to this job; replaces the values published before.
@@ -210,7 +208,7 @@ class Jobs:
         values = np.asarray(importance, "<f4")
         self._own = values, benefit
         try:
-            self._place.write([_HEADER.pack(_MAGIC, self.num_ids, benefit), values.data])
+            self._file.write([_HEADER.pack(_MAGIC, self.num_ids, benefit), values.data])
             self._apart = False
         except OSError as error:  # includes `WaitError`
             self._apart = True
@@ -225,7 +223,7 @@ class Jobs:
         found = None
         if not self._apart:
             try:
-                found = [job for data in self._place.read_living() if (job := self._parsed(data)) is not None]
+                found = [job for data in self._file.read_living() if (job := self._parsed(data)) is not None]
             except OSError as error:
                 self._warn(error)
         if found is None:
@@ -261,7 +259,7 @@ class Jobs:
         self._leave()
 
 
-class _Place:
+class _JobFile:
     """The number of one process among the jobs in `folder`, and its file. Created on first use."""
 
     def __init__(self, folder: Path) -> None:

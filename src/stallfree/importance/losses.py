@@ -1,7 +1,5 @@
 """The last loss of each sample, received from the training loop without blocking it, and states of samplers."""
 
-from __future__ import annotations
-
 import base64
 import warnings
 import zlib

@@ -6,8 +6,6 @@ kernel frees its space when that process ends. The index is in the memory of the
 damaged package is forgotten and counted, and is never an error.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import math
@@ -211,8 +209,8 @@ class Packages:
             whole = _move(os.preadv, self._file.fileno(), memory, package.offset)
             if whole and xxhash.xxh3_64_intdigest(memory.data) == package.check:
                 chosen = np.flatnonzero(wanted(package.ids))
-                places = zip(package.starts[chosen].tolist(), package.lengths[chosen].tolist(), strict=True)
-                records = [memory[start : start + length] for start, length in places]
+                spans = zip(package.starts[chosen].tolist(), package.lengths[chosen].tolist(), strict=True)
+                records = [memory[start : start + length] for start, length in spans]
                 values = [read_record(record, copy=True, allow_pickle=self._allow_pickle) for record in records]
                 self._fields[Field.PACKAGES_READ] += 1
                 self._fields[Field.PACKAGE_BYTES_READ] += package.size

@@ -4,10 +4,8 @@ Scores are losses (or ranks of losses): float32 per sample, infinite for a sampl
 never seen, or have diverged, count as most important. Nothing here depends on a cache.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -48,10 +46,10 @@ def ranks(scores: Array) -> Array:
     keys |= np.arange(count, dtype=np.uint64)
     keys.sort()
     keys &= np.uint64(0xFFFF_FFFF)
-    places = np.empty(count, np.float32)
-    places[keys.astype(np.int64)] = np.arange(1, count + 1, dtype=np.float32)
-    places /= np.float32(max(1, count))
-    return places
+    quantiles = np.empty(count, np.float32)
+    quantiles[keys.astype(np.int64)] = np.arange(1, count + 1, dtype=np.float32)
+    quantiles /= np.float32(max(1, count))
+    return quantiles
 
 
 def selective(scores: Array, history: Array, beta: float) -> Array:
@@ -87,11 +85,11 @@ def pruned(scores: Array, share: float) -> Array:
     return np.where(scores < mean, 1.0 - share, 1.0)
 
 
-def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float) -> Array:
+def leaning(quantiles: Array, some: Array, mean: float, lowest: float, lean: float) -> Array:
     """Probabilities that rise with the rank and are at least `lowest`; those of `some` have the mean `mean`.
 
     Args:
-        places: ranks of all samples, above 0 and up to 1.
+        quantiles: ranks of all samples, above 0 and up to 1.
         some: bool for each: the samples drawn with these probabilities.
         mean: 0 to 1; `lowest` if it is below that.
         lowest: 0 to 1.
@@ -100,11 +98,11 @@ def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float)
     They are `scale * (1 - lean + 2 * lean * rank)`, clipped to `lowest` and 1. The scale is fitted to every n-th rank,
     about 4,096 of them, which gives the mean a relative error of about 1e-3.
     """
-    shape = 1 - lean + 2 * lean * places.astype(np.float64)
+    shape = 1 - lean + 2 * lean * quantiles.astype(np.float64)
     step = max(1, int(np.count_nonzero(some)) // _GRID)
-    grid = shape[some & ((places * len(places)).astype(np.int64) % step == 0)]
+    grid = shape[some & ((quantiles * len(quantiles)).astype(np.int64) % step == 0)]
     if len(grid) == 0 or mean >= 1:
-        return np.ones(len(places))
+        return np.ones(len(quantiles))
     low, high = 0.0, 1.0 / max(float(grid.min()), 1e-9)
     for _ in range(60):
         middle = (low + high) / 2
@@ -112,9 +110,9 @@ def leaning(places: Array, some: Array, mean: float, lowest: float, lean: float)
     return np.clip(shape * high, lowest, 1)
 
 
-def shares(chances: Array, places: Array) -> Array:
-    """For each sample the mean chance of the samples in its stratum of the ranks `places`; there are 64 strata."""
-    stratum = np.minimum(places * _WIDE, _WIDE - 1).astype(np.int64)
+def shares(chances: Array, quantiles: Array) -> Array:
+    """For each sample the mean chance of the samples in its stratum of the ranks `quantiles`; there are 64 strata."""
+    stratum = np.minimum(quantiles * _WIDE, _WIDE - 1).astype(np.int64)
     sizes = np.bincount(stratum, minlength=_WIDE)
     mean = np.bincount(stratum, chances, minlength=_WIDE) / np.maximum(sizes, 1)
     return mean[stratum]  # type: ignore[no-any-return]
@@ -142,10 +140,10 @@ def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
     return order[marks > before]
 
 
-def draw(chances: Array, places: Array, rng: np.random.Generator) -> Array:
+def draw(chances: Array, quantiles: Array, rng: np.random.Generator) -> Array:
     """Draw each id with its own chance; return the ids, ascending.
 
-    Ids with chance 1 are always drawn. Of the others a fixed number is drawn, spread evenly over the ranks `places`:
+    Ids with chance 1 are always drawn. Of the others a fixed number is drawn, spread evenly over the ranks `quantiles`:
     they are ordered by strata of rank, and randomly within each stratum.
     """
     sure = np.flatnonzero(chances >= 1)
@@ -153,7 +151,7 @@ def draw(chances: Array, places: Array, rng: np.random.Generator) -> Array:
     if len(rest) == 0:
         return sure
     rest = rest[rng.permutation(len(rest))]
-    strata = np.minimum(places[rest] * _STRATA, _STRATA - 1).astype(np.uint8)
+    strata = np.minimum(quantiles[rest] * _STRATA, _STRATA - 1).astype(np.uint8)
     rest = rest[np.argsort(strata, kind="stable")]
     drawn = np.concatenate([sure, systematic(chances, rest, rng)])
     drawn.sort()
@@ -181,6 +179,51 @@ def check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
 
 
 PLANS = ("unbiased", "icache", "infobatch", "full")
+
+
+@dataclass(frozen=True)
+class Known:
+    """The snapshot that, with (seed, epoch), determines a plan.
+
+    Attributes:
+        losses: float32 per id; infinite if unknown.
+        drawn: int32 per id, the last epoch that served the sample; -1 for none.
+        resident: bool per id.
+    """
+
+    losses: Array
+    drawn: Array
+    resident: Array
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A plan, and the classification of samples from its draw.
+
+    Attributes:
+        plan: ids and weights, which are 1 / probability in "unbiased" and "infobatch".
+        low: bool per id: the L-samples, whose probability is below 1/2.
+        resident: bool per id, at the time of the draw.
+    """
+
+    plan: Plan
+    low: Array
+    resident: Array
+
+    def state(self) -> dict[str, Any]:
+        """The draw, serializable as JSON."""
+        weights = None if self.plan.weights is None else pack(self.plan.weights)
+        masks = {"low": pack_mask(self.low), "resident": pack_mask(self.resident)}
+        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **masks}
+
+    @classmethod
+    def load(cls, state: dict[str, Any] | None, count: int) -> Self | None:
+        """Restore the draw of a state, if it has one, for `count` samples."""
+        if state is None:
+            return None
+        weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
+        plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
+        return cls(plan, unpack_mask(state["low"], count), unpack_mask(state["resident"], count))
 
 
 @dataclass(frozen=True)
@@ -222,19 +265,19 @@ class Rule:
             or 0 <= self.full_from <= epoch
         )
 
-    def chances(self, known: Known, places: Array, seed: int, epoch: int) -> tuple[Array, Array]:
+    def chances(self, known: Known, quantiles: Array, seed: int, epoch: int) -> tuple[Array, Array]:
         """The probability with which each sample is drawn, and the one that determines its weight.
 
         The two are equal unless the residents rotate: a resident is always drawn, but residency among samples of about
         the same rank is itself random. The weight then depends on the drawn share of such samples
-        (post-stratification), and varies little between samples. `places` are the ranks of the losses; not needed in a
-        full epoch.
+        (post-stratification), and varies little between samples. `quantiles` are the ranks of the losses, which are not
+        needed in a full epoch.
         """
         if self.full(epoch):
             return np.ones(len(known.losses)), np.ones(len(known.losses))
         overdue = epoch - known.drawn > self.max_age - 1 - _early(len(known.drawn), self.max_age // 2)
         if self.plan == "unbiased":
-            return self._unbiased(known, places, overdue)
+            return self._unbiased(known, quantiles, overdue)
         if self.plan == "infobatch":
             chances = pruned(known.losses, self.prune)
         else:
@@ -243,14 +286,14 @@ class Rule:
         chances[overdue] = 1
         return chances, chances
 
-    def _unbiased(self, known: Known, places: Array, overdue: Array) -> tuple[Array, Array]:
+    def _unbiased(self, known: Known, quantiles: Array, overdue: Array) -> tuple[Array, Array]:
         """1 for resident or overdue samples; the others share the remaining storage operations by loss."""
         left = ~(known.resident | overdue)
         missing, others = len(left) - int(np.count_nonzero(known.resident)), int(np.count_nonzero(left))
         mean = (self.target_io * missing - (missing - others)) / max(1, others)
-        chances = leaning(places, left, max(self.p_min, mean), self.p_min, self.lean)
+        chances = leaning(quantiles, left, max(self.p_min, mean), self.p_min, self.lean)
         chances[~left] = 1
-        return chances, chances if not self.rotating else shares(chances, places)
+        return chances, chances if not self.rotating else shares(chances, quantiles)
 
 
 def _early(count: int, most: int) -> Array:
@@ -259,58 +302,13 @@ def _early(count: int, most: int) -> Array:
     return ((mixed >> np.uint64(40)) % np.uint64(max(1, most))).astype(np.int32)
 
 
-@dataclass(frozen=True)
-class Known:
-    """The snapshot that, with (seed, epoch), determines a plan.
-
-    Attributes:
-        losses: float32 per id; infinite if unknown.
-        drawn: int32 per id, the last epoch that served the sample; -1 for none.
-        resident: bool per id.
-    """
-
-    losses: Array
-    drawn: Array
-    resident: Array
-
-
-@dataclass(frozen=True)
-class Draw:
-    """A plan, and the classification of samples from its draw.
-
-    Attributes:
-        plan: ids and weights, which are 1 / probability in "unbiased" and "infobatch".
-        low: bool per id: the L-samples, whose probability is below 1/2.
-        resident: bool per id, at the time of the draw.
-    """
-
-    plan: Plan
-    low: Array
-    resident: Array
-
-    def state(self) -> dict[str, Any]:
-        """The draw, serializable as JSON."""
-        weights = None if self.plan.weights is None else pack(self.plan.weights)
-        masks = {"low": pack_mask(self.low), "resident": pack_mask(self.resident)}
-        return {"epoch": self.plan.epoch, "ids": pack(self.plan.ids), "weights": weights, **masks}
-
-    @staticmethod
-    def load(state: dict[str, Any] | None, count: int) -> Draw | None:
-        """Restore the draw of a state, if it has one, for `count` samples."""
-        if state is None:
-            return None
-        weights = None if state["weights"] is None else unpack(state["weights"], np.float32)
-        plan = Plan(unpack(state["ids"], np.int64), weights, state["epoch"])
-        return Draw(plan, unpack_mask(state["low"], count), unpack_mask(state["resident"], count))
-
-
 def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
     """Draw the plan of an epoch."""
-    places = np.empty(0) if rule.full(epoch) else ranks(known.losses)
-    chances, by = rule.chances(known, places, seed, epoch)
+    quantiles = np.empty(0) if rule.full(epoch) else ranks(known.losses)
+    chances, by = rule.chances(known, quantiles, seed, epoch)
     ids = np.arange(len(chances))
     if (chances < 1).any():
-        ids = draw(chances, places, generator(seed, epoch, 0))
+        ids = draw(chances, quantiles, generator(seed, epoch, 0))
     ids = ids[generator(seed, epoch, 1).permutation(len(ids))]
     weights = (1 / by[ids]).astype(np.float32) if rule.plan in ("unbiased", "infobatch") else None
     return Draw(Plan(ids, weights, epoch), chances < 0.5, known.resident)

@@ -4,8 +4,6 @@ The training loop passes losses to `update`. `plan` draws an epoch from the loss
 samples, and a loader serves it through the `ActiveEpoch` that `begin` returns.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from importlib import import_module

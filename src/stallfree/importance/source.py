@@ -1,7 +1,5 @@
 """Epochs of an `ImportanceSampler`: plans drawn from losses, served preferably from the cache."""
 
-from __future__ import annotations
-
 import logging
 import tempfile
 import time
@@ -86,10 +84,10 @@ class Packager:
     ) -> None:
         cache = reader.cache
         assert cache is not None  # of the policy "importance", as the sampler has checked
-        budget, place = parse_size(write_budget, "write_budget"), _prepare(folder)
+        budget, path = parse_size(write_budget, "write_budget"), _prepare(folder)
         self._cache = cache
         self.shared = SharedFlags(cache.num_ids)
-        self._arguments = reader, self.shared, place, budget, package_bytes
+        self._arguments = reader, self.shared, path, budget, package_bytes
         self._context, self._lives, self._owner = context, LIVES, Owner()
         self._running: list[Child] = []  # the process, if it was started
         self._end = weakref.finalize(self, end_all, self._running, _STOP_SECONDS)

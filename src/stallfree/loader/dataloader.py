@@ -20,8 +20,7 @@ from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, shown_samplers, source_of
 from stallfree.loader.pool import Options, new_counts
-from stallfree.pipeline.compose import Transform
-from stallfree.pipeline.protocol import Source
+from stallfree.pipeline.compose import Source, Transform
 from stallfree.sources.mapped import MapSource, as_source, is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co

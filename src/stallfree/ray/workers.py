@@ -1,20 +1,38 @@
-"""`RayWorkers`: prep on other machines."""
+"""`RayWorkers`: prep on other machines, by actors of a Ray cluster.
 
-from __future__ import annotations
+    submit ─▶ actor.run ─▶ (head, memory) in Ray's object store ─▶ the thread of the executor ─▶ slot, `poll`
 
+Several tasks are under way per actor. A task stays with its actor until its batch has arrived: if the actor or its node
+is lost before, another actor gets the task, so each batch arrives once. One thread copies the batches into slots.
+"""
+
+import contextlib
+import io
+import pickle
+import queue
+import threading
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from stallfree.errors import InputError, missing_extra
+import numpy as np
+import numpy.typing as npt
+
+from stallfree.cache.sample_cache import SampleCache, attach_or_create
+from stallfree.errors import InputError, missing_extra, not_picklable, text_of
+from stallfree.ipc.process import find_unpicklable
+from stallfree.loader import executors
+from stallfree.loader.batch import failure
+from stallfree.loader.messages import PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
+from stallfree.loader.ring import Slots
 from stallfree.platform import need_linux
 
-if TYPE_CHECKING:
-    from stallfree.loader.executors import WorkerSetup
-    from stallfree.loader.ring import Slots
+Bytes = npt.NDArray[np.uint8]
 
+_STOP_SECONDS = 5.0
 
 AHEAD = 2
 """Batches in flight per worker: one is fetched while the other is prepared."""
@@ -74,7 +92,215 @@ class RayWorkers:
         """Batches in flight."""
         return AHEAD * self.num_workers
 
-    def executor(self, setup: WorkerSetup, slots: Slots) -> Any:
+    def executor(self, setup: executors.WorkerSetup, slots: Slots) -> "RayExecutor":
         """Return the executor of these workers. Called by loaders."""
-        executor = import_module("stallfree.ray.executor").RayExecutor  # which needs this module
-        return executor(self.num_workers, self.resources or {}, setup, slots)
+        return RayExecutor(self.num_workers, self.resources or {}, setup, slots)
+
+
+# -- the executor -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Actor:
+    """An actor, and its tasks that have no result yet."""
+
+    handle: Any
+    tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
+
+
+class RayExecutor(executors.ThreadExecutor):
+    """Executor of Ray actors. A lost one is replaced, and its batches are repeated.
+
+    The result of a batch during which three actors were lost is a `WorkerError`.
+
+    Args:
+        count: number of actors.
+        resources: what each requires, by Ray's names.
+        setup: of the workers.
+        slots: of the ring.
+
+    Attributes:
+        replaced: number of actors that were lost.
+    """
+
+    def __init__(self, count: int, resources: Mapping[str, float], setup: executors.WorkerSetup, slots: Slots) -> None:
+        self._ray, self.replaced = import_module("ray"), 0
+        packed = pack_setup(setup)
+        self._packed = self._ray.put(packed)
+        named = {"CPU": 1.0, **resources}
+        options = {"num_cpus": named.pop("CPU"), "num_gpus": named.pop("GPU", 0), "memory": named.pop("memory", None)}
+        self._class = self._ray.remote(RayWorker).options(
+            **{name: value for name, value in options.items() if value is not None},
+            resources=named,
+            max_concurrency=AHEAD,
+            max_restarts=0,
+        )
+        self._slots = slots
+        super().__init__()
+        self._lock = threading.Lock()  # of `_actors`
+        self._actors = [self._start(number) for number in range(count)]
+        self._arrived: queue.SimpleQueue[tuple[_Actor, int, Task, Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="stallfree-ray", daemon=True)
+        self._thread.start()
+
+    def _start(self, number: int) -> _Actor:
+        return _Actor(self._class.remote(self._packed, number))
+
+    def submit(self, task: Task) -> None:
+        with self._lock:
+            loads = [len(actor.tasks) for actor in self._actors]
+            self._send(loads.index(min(loads)), task)
+
+    def _send(self, number: int, task: Task) -> None:
+        actor = self._actors[number]
+        actor.tasks[task.token, task.number] = task
+        head, memory = actor.handle.run.options(num_returns=2).remote(task.pack())
+
+        def arrived(future: Any) -> None:
+            self._arrived.put((actor, number, task, (future, memory)))
+
+        head.future().add_done_callback(arrived)
+
+    def _run(self) -> None:
+        """Receive batches until the end."""
+        while (item := self._arrived.get()) is not None:
+            actor, number, task, (future, memory) = item
+            try:
+                packed = future.result()
+                result = unpack_result(packed)
+                batch = None if result.status != PRIVATE or task.token < self._wanted else self._ray.get(memory)
+            except Exception as error:  # the actor or its node is lost
+                self._lost(number, actor, error)
+                continue
+            with self._lock:
+                if actor.tasks.pop((task.token, task.number), None) is None:
+                    continue  # it was sent to another actor
+            self.deliver(self._copied(task, number, result, batch))
+            del item, future, memory, batch, result, packed
+
+    def _copied(self, task: Task, number: int, result: Result, batch: Bytes | None) -> Result:
+        """Copy a batch into its slot; return its result."""
+        result.slot, result.worker = task.slot, number
+        if task.token < self._wanted:
+            return Result(UNDONE, task.token, task.number, task.slot)
+        if batch is not None:
+            try:
+                slot = self._slots.reserve(task.slot, len(batch))
+            except Exception as error:
+                return failure(task, error)
+            if slot is None:
+                result.status, result.memory, result.size = PRIVATE, batch.copy(), len(batch)
+            else:
+                slot[: len(batch)] = batch
+                result.status, result.size = READY, len(batch)
+        return result
+
+    def _lost(self, number: int, actor: _Actor, error: Exception) -> None:
+        """Replace an actor, and send its tasks to the new one."""
+        failed: list[Result] = []
+        with self._lock:
+            if self._actors[number] is not actor:
+                return  # by an earlier task
+            self.replaced += 1
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor.handle)
+            self._actors[number] = self._start(number)
+            for at, task in enumerate(list(actor.tasks.values())):
+                task.deaths += at < AHEAD  # the others had not begun
+                if task.deaths >= executors.LIVES:
+                    failed.append(failure(task, executors.deadly_batch(task, "Ray workers were lost", text_of(error))))
+                else:
+                    self._send(number, task)
+            actor.tasks.clear()
+        for result in failed:
+            self.deliver(result)
+
+    def describe(self, task: Task) -> str:
+        with self._lock:
+            for number, actor in enumerate(self._actors):
+                if (task.token, task.number) in actor.tasks:
+                    return f"Ray worker {number}, with {len(actor.tasks)} batches to do"
+        return ""
+
+    def close(self) -> None:
+        """End the actors."""
+        self._arrived.put(None)
+        if threading.current_thread() is not self._thread:  # the garbage collector may run in any thread
+            self._thread.join(_STOP_SECONDS)
+        with self._lock, contextlib.suppress(Exception):  # Ray was shut down before
+            for actor in self._actors:
+                actor.handle.__ray_terminate__.remote()  # after its task; it leaves its cache
+        if not self._thread.is_alive():
+            super().close()
+
+
+# -- what is sent to the nodes ----------------------------------------------------------------------------------------
+
+
+def pack_setup(setup: executors.WorkerSetup) -> bytes:
+    """Pickle the setup of workers, with functions and classes of `__main__` by value.
+
+    Unpickled on another host, a sample cache in memory is one of that host with the same layout. Raises `InputError`
+    if it cannot be pickled, which names the part that is the cause.
+    """
+    try:
+        return _dumps(setup)
+    except Exception as error:
+        what, problem = find_unpicklable(setup.parts, _dumps) or ("the data set", text_of(error))
+        raise not_picklable(
+            f"{what} cannot be sent to Ray workers: {problem}. Give something that can be pickled: create locks, open "
+            "files and connections on first use in the worker, or leave them out in __getstate__"
+        ) from error
+
+
+def _dumps(value: object) -> bytes:
+    cloudpickle: Any = import_module("ray.cloudpickle")
+
+    class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, SampleCache):
+                return attach_or_create, (*obj.address, obj.meta)
+            return super().reducer_override(obj)
+
+    out = io.BytesIO()
+    Pickler(out, protocol=5).dump(value)
+    return out.getvalue()
+
+
+class RayWorker:
+    """The actor.
+
+    Args:
+        packed: the result of `pack_setup`.
+        worker: number of this worker.
+    """
+
+    def __init__(self, packed: bytes, worker: int) -> None:
+        setup: executors.WorkerSetup = pickle.loads(packed)
+        setup = replace(setup, worker=worker, seed=setup.seed + worker)
+        self._builder = setup.builder
+        self._builder.slots = None  # type: ignore[assignment]  # batches go to reused memory
+        self._builder.reader.split.quiet = True
+        executors.prepare_process(setup)
+        self._problem = executors.problem_of_init(setup)
+        self._prep = threading.Lock()
+
+    def run(self, packed: bytes) -> tuple[bytes, Bytes | None]:
+        """Build a batch. Its fetches are started at once, its prep begins when that of the previous one has ended.
+
+        Returns:
+            The packed result without memory; and the memory of the batch.
+        """
+        _, task = unpack_task(packed)
+        pending = self._builder.start(task)
+        with self._prep:
+            begun = time.monotonic()
+            if self._problem is None:
+                result = self._builder.finish(task, pending, here=False)
+            else:
+                result = failure(task, self._problem)
+            result.prep_seconds = result.prep_seconds or time.monotonic() - begun
+        memory = None
+        if result.status == PRIVATE and result.memory is not None:
+            memory, result.memory = result.memory[: result.size].copy(), None
+        return b"".join(result.pack()), memory

@@ -4,14 +4,11 @@ It is a child process of one of the jobs, started by the first job that finds no
 member is left. It holds no state that could be lost: every batch can be prepared again from its number.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
 import os
 import select
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,14 +43,12 @@ class GroupSetup:
         options: options of the worker pool.
         base_seed: seed of the workers' own generators.
         order: order of the chunks.
-        lag_seconds: seconds that laggards may hold up the other members.
     """
 
     folder: Path
     options: Options
     base_seed: int
     order: Order
-    lag_seconds: float
 
 
 def coordinate(parent: Parent, setup: GroupSetup, attached: SharedFolder | None) -> None:
@@ -83,8 +78,6 @@ def coordinate(parent: Parent, setup: GroupSetup, attached: SharedFolder | None)
     finally:
         if coordinator is not None:
             coordinator.close()
-        sys.stdout.flush()
-        sys.stderr.flush()
 
 
 class Coordinator:
@@ -101,6 +94,7 @@ class Coordinator:
         self._noted = -1
         self._largest = 0
         self._blocked: float | None = None  # since when all slots have been full while a member waits
+        self._lag_seconds = setup.options.seconds / 2  # for laggards; less than the others wait
         self._hellos: dict[Connection, Hello] = {}  # of members and of pending members
         self._delivered = time.monotonic()
         self._idle_until = self._delivered + _FIRST_WAIT  # end then, unless a process is connected
@@ -129,10 +123,8 @@ class Coordinator:
         poller.register(self._parent, select.POLLIN)
         for fd, events in [*self._pool.descriptors, *self.server.descriptors]:
             poller.register(fd, events)
-        seconds = _CHECK_SECONDS
-        if self._blocked is not None:
-            seconds = min(seconds, max(0.001, self._blocked + self._setup.lag_seconds - time.monotonic()))
-        if not poller.poll(1000 * seconds if nothing else 0):
+        seconds = min(_CHECK_SECONDS, self._lag_seconds / 4) if nothing else 0.0
+        if not poller.poll(1000 * seconds):
             self._pool.check()
         for peer, message in self.server.receive():
             try:
@@ -149,14 +141,12 @@ class Coordinator:
     def _serve(self, peer: Connection, message: Message) -> None:
         kind, number, value, _ = message
         if kind == Kind.REQUEST:
-            if self._schedule.request(peer, number):
+            if self._schedule.request(peer, number, waits=bool(value)):
                 self._send(peer, number)
             else:
                 self._free(self._schedule.free())
         elif kind == Kind.RELEASE:
             self._free(self._schedule.release(peer, number, kept=bool(value)))
-        elif kind == Kind.SKIP:
-            self._free(self._schedule.skip(peer, number))
         elif kind == Kind.HELLO:
             self._greet(peer, message)
         elif kind == Kind.EXPLAIN:
@@ -242,10 +232,10 @@ class Coordinator:
             return True
         now = time.monotonic()
         self._blocked = now if self._blocked is None else self._blocked
-        if now - self._blocked < self._setup.lag_seconds:
+        if now - self._blocked < self._lag_seconds:
             return False
         for member in self._schedule.laggards():
-            text = f"{self._describe(member)} has held up the group {self._name!r} for {self._setup.lag_seconds:g} s"
+            text = f"{self._describe(member)} has held up the group {self._name!r} for {self._lag_seconds:g} s"
             log.warning("%s: it gets no more batches. Close the loader of a job that has finished", text)
             self._drop(member, text)
         return True  # if all slots are held for good, the batch is made without one

@@ -5,8 +5,6 @@ member's progress, and the coordinator can leave a member behind without a messa
 that no job sees another job's changes to its batch, and released as their tensors are freed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import enum
 import logging
@@ -51,8 +49,7 @@ class Kind(enum.IntEnum):
     HELLO = (
         2  # the first message; the body is a `Hello` as JSON, `number` the batch needed next; `value` is 1 on return
     )
-    REQUEST = 3  # request batch `number`; no earlier request is open
-    SKIP = 4  # batches before `number` are not needed
+    REQUEST = 3  # batches before `number` are not needed; if `value` is 1, that one is; no earlier request is open
     RELEASE = 5  # batch `number` is released; if `value` is 1, a forked process may still read it
     LEAVE = 6
     EXPLAIN = 7  # request the reason why batch `number` is not ready

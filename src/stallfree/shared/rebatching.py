@@ -1,7 +1,5 @@
 """Rebatching: splits and joins a group's batches (*chunks*) into the batches of one job, partitioned by rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any

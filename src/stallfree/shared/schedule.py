@@ -6,8 +6,6 @@ lowest batch that a member needs is prepared first, and kept until no member nee
 its number, so one that was dropped can be prepared again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,21 +103,19 @@ class Schedule:
                 self.entries[number].kept = True
         return self.free()
 
-    def request(self, member: Hashable, number: int) -> bool:
-        """Register a request for batch `number`; returns whether it is granted, since the batch is ready."""
-        state = self.members[member]
-        state.cursor, state.waits = number, True
-        self._last_requested = max(self._last_requested, number)
-        ready = number in self.entries and self.entries[number].ready
-        if ready:
-            state.grant()
-        return ready
+    def request(self, member: Hashable, number: int, *, waits: bool = True) -> bool:
+        """Register that a member needs no batch before `number`, and whether it waits for that one.
 
-    def skip(self, member: Hashable, cursor: int) -> list[Entry]:
-        """Advance a member to `cursor`; returns the batches whose slots are now free."""
+        Returns whether it is granted, since the batch is ready.
+        """
         state = self.members[member]
-        state.cursor, state.waits = max(state.cursor, cursor), False
-        return self.free()
+        state.cursor, state.waits = number, waits
+        granted = waits and number in self.entries and self.entries[number].ready
+        if waits:
+            self._last_requested = max(self._last_requested, number)
+        if granted:
+            state.grant()
+        return granted
 
     def release(self, member: Hashable, number: int, *, kept: bool = False) -> list[Entry]:
         """Release a member's lease on batch `number`; returns the batches whose slots are now free.

@@ -1,7 +1,5 @@
 """`SharedLoader`: jobs on one host that train on the same data share its preparation."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time
@@ -16,25 +14,21 @@ from typing import Any, Generic, Self
 
 from torch.utils.data import default_collate
 
-from stallfree.datasets.epoch_source import SourceSetup
+from stallfree.datasets.epoch_source import SourceSetup, check_state
 from stallfree.datasets.ranks import find_ranks, job_name
 from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
-from stallfree.errors import InputError, argument_conflict, object_closed, state_format, state_mismatch
-from stallfree.ipc.process import context_of, start_method
-from stallfree.loader.arguments import WAIT_SECONDS, check_functions, check_numbers, seed_of, shown_by
+from stallfree.errors import InputError, argument_conflict, object_closed, state_mismatch
+from stallfree.ipc import process
+from stallfree.loader import arguments, pool
 from stallfree.loader.messages import FAILED, NOTHING, Ids
 from stallfree.loader.order import Order
-from stallfree.loader.pool import Options, new_counts
 from stallfree.loader.run import delivery
 from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import Randomness, draw_seed
 from stallfree.platform import need_linux
-from stallfree.shared.coordinator import GroupSetup
-from stallfree.shared.group import Group, Terms
-from stallfree.shared.link import Hello
-from stallfree.shared.member import Member
+from stallfree.shared import coordinator, link, member
 from stallfree.shared.rebatching import Rebatching
 from stallfree.stats import SharedStats
 from stallfree.typevars import BatchT_co
@@ -133,8 +127,8 @@ class SharedLoader(Generic[BatchT_co]):
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         need_linux("SharedLoader", "use DataLoader, one in each job")
-        check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
-        check_functions(collate_fn, worker_init_fn, on_error)
+        arguments.check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
+        arguments.check_functions(collate_fn, worker_init_fn, on_error)
         if num_workers < 1:
             raise InputError("num_workers=0: the workers belong to the group, which needs 1 or more")
         if batch_size is None:
@@ -148,10 +142,10 @@ class SharedLoader(Generic[BatchT_co]):
             )
         self.dataset, self.group = dataset, group
         self.batch_size, self.drop_last, self.with_ids = batch_size, bool(drop_last), with_ids
-        self.seed = seed_of(dataset, seed, None)
+        self.seed = arguments.seed_of(dataset, seed, None)
         self._shuffle, self._ranks = bool(shuffle), find_ranks()
         self._transform, self._drawing = job_transform, Randomness(job_transform)
-        options = Options(
+        options = pool.Options(
             reader=reader_of(dataset),
             dataset=dataset,
             collate=None if collate_fn is default_collate else collate_fn,
@@ -160,9 +154,9 @@ class SharedLoader(Generic[BatchT_co]):
             skip=on_error == "skip",
             workers=num_workers,
             ahead=(prefetch_factor or 2) * num_workers,
-            context=context_of(multiprocessing_context),
+            context=process.context_of(multiprocessing_context),
             worker_init=worker_init_fn,
-            seconds=timeout or WAIT_SECONDS,
+            seconds=timeout or arguments.WAIT_SECONDS,
             staging=None if staging is None else parse_size(staging, "staging"),
             log=None,
             with_ids=with_ids,
@@ -171,12 +165,12 @@ class SharedLoader(Generic[BatchT_co]):
         self._deliver = delivery(options, None)
         self._samples = len(options.reader.source)
         self._member = self._join(options)
-        self._counts = new_counts()
+        self._counts = pool.new_counts()
         self._next_epoch, self._resumed, self._done = 0, False, 0
-        self._pass: weakref.ref[EpochIterator] | None = None  # the last one begun
+        self._pass: Callable[[], EpochIterator | None] = lambda: None  # the last one begun
         self._end = weakref.finalize(self, _close, os.getpid(), self._member)
 
-    def _join(self, options: Options) -> Member:
+    def _join(self, options: pool.Options) -> member.Member:
         source, ranks, steps = options.reader.source, self._ranks, getattr(self.dataset, "steps", None)
         with tolerant():  # the group is identified by name: objects without a fingerprint are assumed to be equal
             same = {
@@ -189,25 +183,18 @@ class SharedLoader(Generic[BatchT_co]):
                 "on_error": "skip" if options.skip else "raise",
             }
         chunk = self.batch_size * ranks.count
-        group = Group(self.group, Terms(same, chunk, options.workers, options.ahead, options.staging))
-        try:
-            group.check_sizes(self.batch_size, ranks.count, options.collate is not None)
-            if self.seed is not None:
-                group.agree_on_seed(self.seed)
-        except BaseException:
-            group.close()
-            raise
+        terms = member.Terms(same, chunk, options.workers, options.ahead, options.staging)
+        group = member.Group(self.group, terms, self.batch_size, ranks.count, options.collate is None)
         terms = group.terms
-        setup = GroupSetup(
+        setup = coordinator.GroupSetup(
             folder=group.folder,
             options=replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging),
             base_seed=0,
             order=Order(SourceSetup(self._samples, terms.chunk, self._shuffle, seed=self.seed)),
-            lag_seconds=options.seconds / 2,  # less than the other jobs wait
         )
         job = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
         script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-        return Member(group, setup, Hello(job, ranks.here, script or "python"), options.seconds)
+        return member.Member(group, setup, link.Hello(job, ranks.here, script or "python"), options.seconds)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -221,17 +208,17 @@ class SharedLoader(Generic[BatchT_co]):
         return self._next_epoch if active is None else active.epoch
 
     @property
-    def _active_pass(self) -> EpochIterator | None:
-        iteration = None if self._pass is None else self._pass()
+    def _active_pass(self) -> "EpochIterator | None":
+        iteration = self._pass()
         return None if iteration is None or iteration.ended else iteration
 
     def _rebatching(self, epoch: int) -> Rebatching:
         order, chunk = self._member.setup.order, self._member.group.terms.chunk
 
-        def planned(number: int) -> Ids:
-            return next(iter(order.batches(epoch, number)))
-
-        return Rebatching(self._samples, chunk, self.batch_size, self._ranks, self.drop_last, planned)
+        return Rebatching(
+            *(self._samples, chunk, self.batch_size, self._ranks, self.drop_last),
+            planned=lambda number: next(iter(order.batches(epoch, number))),
+        )
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -240,24 +227,25 @@ class SharedLoader(Generic[BatchT_co]):
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
-        member, reader = self._member, self._member.setup.options.reader
-        start_method(member.setup.options.context)  # a script without a main guard would wait for itself
+        joining, setup = self._member, self._member.setup
+        process.start_method(setup.options.context)  # a script without a main guard would wait for itself
         if active := self._active_pass:
             active.close(replaced=True)
-        if reader.cache is not None and reader.cache.tier is not None:
-            reader.cache.tier.begin_epoch()
+        cache = setup.options.reader.cache
+        if cache is not None and cache.tier is not None:
+            cache.tier.begin_epoch()
         drawn = draw_seed()
         if self._shuffle:
             draw_seed()  # torch's RandomSampler draws a second seed
-        if not member.joined:
-            member.setup.base_seed = drawn
+        if not joining.joined:
+            setup.base_seed = drawn
             if self.seed is None:
-                self._set_seed(member.group.agree_on_seed(drawn, drawn=True))
-            batches = len(member.setup.order)
+                self._set_seed(joining.group.agree_on_seed(drawn, drawn=True))
+            batches = len(setup.order)
             if self._resumed:
-                member.join(self._next_epoch * batches + self._rebatching(0).first_chunk(self._done))
+                joining.join(self._next_epoch * batches + self._rebatching(0).first_chunk(self._done))
             else:
-                self._next_epoch = member.join() // batches
+                self._next_epoch = joining.join() // batches
         iteration = EpochIterator(self, self._next_epoch, self._done)
         self._resumed, self._done = False, 0
         self._pass = weakref.ref(iteration)
@@ -304,9 +292,7 @@ class SharedLoader(Generic[BatchT_co]):
         """
         if self._member.joined:
             raise state_mismatch("this loader is in its group already: load the state before the first iteration")
-        known = isinstance(state, dict) and {"version", "epoch", "batches", "terms"} <= state.keys()
-        if not known or state["version"] != _STATE_VERSION:
-            raise state_format("this is no state of a SharedLoader of this release: give what state_dict() returned")
+        check_state(state, _STATE_VERSION, "epoch", "batches", "terms")
         seed, mine = state["terms"].get("seed"), self._terms()
         if None in (seed, self.seed):
             mine["seed"] = seed
@@ -326,9 +312,9 @@ class SharedLoader(Generic[BatchT_co]):
 
     def stats(self) -> SharedStats:
         """Return the statistics of this job's loader since its creation."""
-        member = self._member
-        sizes = {"num_workers": member.group.terms.workers, "staging_bytes": member.staging_bytes}
-        return SharedStats(**self._counts | sizes, takeovers=member.deaths, jobs=member.jobs)
+        joined = self._member
+        sizes = {"num_workers": joined.group.terms.workers, "staging_bytes": joined.staging_bytes}
+        return SharedStats(**self._counts | sizes, takeovers=joined.deaths, jobs=joined.jobs)
 
     def close(self) -> None:
         """Leave the group; batches that are still held stay valid. Idempotent.
@@ -351,7 +337,7 @@ class SharedLoader(Generic[BatchT_co]):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    __repr__ = shown_by("group", "batch_size", "drop_last")
+    __repr__ = arguments.shown_by("group", "batch_size", "drop_last")
 
 
 class EpochIterator:
@@ -380,7 +366,7 @@ class EpochIterator:
         first = epoch * self._batches
         self._next, self._end = first + self._rebatching.first_chunk(done), first + self._rebatching.chunks
 
-    def __iter__(self) -> EpochIterator:
+    def __iter__(self) -> Self:
         return self
 
     def __len__(self) -> int:
@@ -434,6 +420,6 @@ class EpochIterator:
             self.close()
 
 
-def _close(pid: int, member: Member) -> None:
+def _close(pid: int, joined: member.Member) -> None:
     if pid == os.getpid():  # not a forked child
-        member.close()
+        joined.close()

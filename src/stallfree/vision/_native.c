@@ -32,7 +32,7 @@
 #define FOR_EACH_PROCESSOR
 #endif
 
-#define ABI 4 /* equal to ABI in native.py */
+#define ABI 4 /* equal to ABI in crops.py */
 #define LANES 8
 #define SPARE 2 /* minimum ratio between the sides decoded at a lower resolution and those of the result */
 #define MOST_TAPS 128 /* each product loses half a 256th: with more products, the error would be visible */

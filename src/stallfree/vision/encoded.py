@@ -6,8 +6,6 @@ The step draws the crop where the CPU step draws it, in the worker, and the para
 random number is drawn on the device, or in a thread of the training process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -22,7 +20,7 @@ from stallfree.sources.files import DecodeImage
 _BYTES_AT_ONCE = 256 << 20
 """Memory on the device for the crops that are resized together, before they are resized."""
 
-_TAIL = 1024  # bytes at the end of a file that must contain a JPEG's end marker
+TAIL = 1024  # bytes at the end of a file that must contain a JPEG's end marker: truncated files are not decoded in part
 _SUBSAMPLINGS = {b"\x11", b"\x21", b"\x22", b"\x12", b"\x41"}  # of the luminance, if the chrominance has 0x11
 
 
@@ -107,7 +105,7 @@ def baseline_size(data: bytes) -> tuple[int, int] | None:
 
     It is a complete baseline JPEG with 8 bits per value, grey or YCbCr.
     """
-    if data[:2] != b"\xff\xd8" or data.find(b"\xff\xd9", max(0, len(data) - _TAIL)) < 0:
+    if data[:2] != b"\xff\xd8" or data.find(b"\xff\xd9", max(0, len(data) - TAIL)) < 0:
         return None
     at = 2
     while data[at : at + 1] == b"\xff" and at + 4 <= len(data):

@@ -1,6 +1,4 @@
-"""A `SharedLoader` used as torch's loader is: several iterations at once, temporary loaders, copies, any batch."""
-
-from __future__ import annotations
+"""A `SharedLoader` used as torch's loader is: iterations, temporary loaders, copies, forks, and jobs that lag."""
 
 import copy
 import gc
@@ -9,10 +7,13 @@ import multiprocessing
 import pickle
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import stallfree as sf
 from stallfree.shared import member
@@ -88,31 +89,21 @@ def test_the_state_is_that_of_the_last_iteration_begun() -> None:
         assert loader.epoch == state["epoch"] + 1
     with shared() as resumed:
         resumed.load_state_dict(state)
-        assert ids(resumed) == WHOLE[1:]
+        with pickle.loads(pickle.dumps(resumed)) as other:
+            assert ids(other) == WHOLE[1:]
 
 
 # -- temporary loaders -------------------------------------------------------------------------------------------------
 
 
-def returned(make: Callable[[], Any]) -> Iterator[Any]:
-    loader = make()
-    return iter(loader)
-
-
-def prefetched() -> Any:
-    return sf.DevicePrefetcher(shared(), "cpu")
-
-
-TEMPORARY: dict[str, Callable[[Callable[[], Any]], list[list[int]]]] = {
-    "for": lambda make: [batch.tolist() for batch in make()],
-    "returned": lambda make: [batch.tolist() for batch in returned(make) if gc.collect() >= 0],
-}
-
-
-@pytest.mark.parametrize("make", [shared, prefetched], ids=["shared", "with a prefetcher"])
-@pytest.mark.parametrize("use", TEMPORARY)
-def test_a_temporary_loader_lives_as_long_as_its_iterator(use: str, make: Callable[[], Any]) -> None:
-    assert TEMPORARY[use](make) == WHOLE
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: sf.DevicePrefetcher(loader, "cpu")])
+def test_a_temporary_loader_lives_and_ends_with_its_iterator(wrap: Callable[[Any], Any], store_root: Any) -> None:
+    iterator = iter(wrap(shared(group="temporary")))
+    assert [batch.tolist() for batch in iterator if gc.collect() >= 0] == WHOLE
+    assert list(store_root.rglob("group-temporary"))
+    del iterator
+    gc.collect()
+    assert not list(store_root.rglob("group-temporary"))
 
 
 @pytest.mark.parametrize("batches", [0, 2], ids=["before", "in an epoch"])
@@ -128,14 +119,6 @@ def test_a_loader_that_is_dropped_leaves_its_group(batches: int, no_collector: N
         del iterator
         assert ids(first) == WHOLE[1:]
         assert ids(other) == WHOLE
-
-
-def test_a_temporary_loader_ends_with_its_iterator(store_root: Any, no_collector: None) -> None:
-    iterator = iter(shared(group="temporary"))
-    assert next(iterator).tolist() == WHOLE[0]
-    assert list(store_root.rglob("group-temporary"))
-    del iterator
-    assert not list(store_root.rglob("group-temporary"))
 
 
 def test_no_python_code_runs_where_a_batch_is_freed() -> None:
@@ -169,17 +152,6 @@ def test_a_copy_is_another_job_of_the_group(copied: Callable[[Any], Any]) -> Non
             assert other.stats().num_workers == 2
 
 
-def test_a_copy_of_a_loader_that_is_to_resume_resumes() -> None:
-    with shared() as loader:
-        iterator = iter(loader)
-        next(iterator)
-        state = loader.state_dict()
-    with shared() as resumed:
-        resumed.load_state_dict(state)
-        with pickle.loads(pickle.dumps(resumed)) as other:
-            assert ids(other) == WHOLE[1:]
-
-
 def iterate(loader: Any, connection: Any) -> None:
     connection.send(ids(loader))
     loader.close()
@@ -211,20 +183,6 @@ def test_a_batch_may_be_none() -> None:
         assert loader.stats().batches == 3
 
 
-def test_a_batch_that_is_skipped_is_none_of_them() -> None:
-    class Broken:
-        def __len__(self) -> int:
-            return 12
-
-        def __getitem__(self, id: int) -> int:
-            if 4 <= id < 8:
-                raise ValueError(id)
-            return id
-
-    with shared(dataset=Broken(), on_error="skip", collate_fn=odd_ones) as loader:
-        assert list(loader) == [DATA[:4], DATA[8:]]
-
-
 # -- the end -----------------------------------------------------------------------------------------------------------
 
 
@@ -242,3 +200,131 @@ def test_closing_one_loader_does_not_wait_for_another(monkeypatch: pytest.Monkey
     closing.start()
     closing.join(PATIENCE)
     assert not closing.is_alive()
+
+
+# -- forks inside the loop: an asynchronous saver, a plot --------------------------------------------------------------
+
+VALUES = 20_000  # of a sample: several pages
+
+
+class Rows:
+    """Samples of several pages, filled with their number."""
+
+    def __init__(self, samples: int) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, id: int) -> torch.Tensor:
+        return torch.full((VALUES,), id, dtype=torch.int32)
+
+
+class Saver:
+    """A forked process that looks at its batch when it is asked to."""
+
+    def __init__(self, batch: torch.Tensor) -> None:
+        context = multiprocessing.get_context("fork")
+        self._ours, theirs = context.Pipe()
+
+        def save() -> None:
+            theirs.recv()
+            theirs.send([np.unique(row).tolist() for row in batch.numpy()])
+
+        self._process = context.Process(target=save, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def saved(self) -> Any:
+        """The values of each row of the batch."""
+        self._ours.send(None)
+        assert self._ours.poll(PATIENCE)
+        values = self._ours.recv()
+        self._process.join()
+        return values
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: sf.DevicePrefetcher(loader, "cpu")])
+def test_a_forked_child_keeps_its_batch(wrap: Callable[[Any], Any]) -> None:
+    savers, expected = [], []
+    with shared(dataset=Rows(40), batch_size=2) as loader:
+        batches = wrap(loader)
+        for epoch in range(2):
+            for number, batch in enumerate(batches):
+                if number in (2, 3, 7):
+                    savers.append(Saver(batch))
+                    expected.append([[2 * number], [2 * number + 1]])
+                assert batch[:, -1].tolist() == [2 * number, 2 * number + 1], epoch
+        del batch
+        assert [saver.saved() for saver in savers] == expected
+        getattr(batches, "close", int)()
+
+
+def test_many_forks_cost_no_memory() -> None:
+    with shared(dataset=Rows(60), batch_size=2) as loader:
+        staging = []
+        for number, batch in enumerate(loader):
+            assert Saver(batch).saved() == [[2 * number], [2 * number + 1]]
+            staging.append(loader.stats().staging_bytes)
+        del batch
+        assert max(staging) <= 2 * staging[8]
+
+
+# -- jobs that take no more batches ------------------------------------------------------------------------------------
+
+MANY = list(range(160))
+
+
+def two_jobs(**changes: Any) -> tuple[sf.SharedLoader[Any], sf.SharedLoader[Any]]:
+    group = f"lag-{next(_groups)}"
+    first, second = (shared(**{"dataset": MANY, "group": group, "timeout": 1, **changes}) for _ in range(2))
+    return first, second
+
+
+def flat(batches: Any) -> list[int]:
+    return [id for batch in batches for id in batch.tolist()]
+
+
+def test_a_job_that_stands_still_in_an_epoch_gets_an_error() -> None:
+    slow, quick = two_jobs()
+    with slow, quick:
+        behind, ahead = iter(slow), iter(quick)
+        held = next(behind)
+        assert flat(ahead) == MANY
+        assert held.tolist() == [0, 1, 2, 3], "what it holds stays"
+        with pytest.raises(sf.WaitError, match=r"has held up the group 'lag-\d+' for 0\.5 s, so it gets no more"):
+            flat(behind)
+        assert held.tolist() == [0, 1, 2, 3]
+        assert flat(slow) == MANY, "and it may join again"
+
+
+def test_a_job_that_is_late_between_epochs_joins_again() -> None:
+    slow, quick = two_jobs()
+    with slow, quick:
+        for one, other in zip(iter(slow), iter(quick), strict=True):
+            assert torch.equal(one, other)
+        del one, other
+        assert flat(quick) == MANY
+        assert flat(slow) == MANY
+        assert slow.epoch > 2
+
+
+def test_a_job_that_waits_for_the_next_epoch_does_not_time_out() -> None:
+    """The group makes progress all the while, though each epoch takes longer than its timeout."""
+
+    class Slow(Rows):
+        def __getitem__(self, id: int) -> torch.Tensor:
+            time.sleep(0.015)
+            return torch.tensor(id)
+
+    first, second = two_jobs(dataset=Slow(60), timeout=0.5)
+    with first, second:
+        going = iter(first)
+        next(going)
+        got: list[int] = []
+        waiting = threading.Thread(target=lambda: got.extend(flat(second)))
+        waiting.start()
+        assert flat(going) == list(range(4, 60))
+        assert flat(first) == list(range(60))
+        waiting.join()
+        assert got == list(range(60))
