@@ -7,12 +7,13 @@ What cannot be had there raises `PlatformError`, which names what to use in its 
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 
 from stallfree.errors import PlatformError
@@ -28,6 +29,7 @@ OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags for every `os.open`: bytes as they are, and not for processes started later."""
 
 _ZEROS = 1 << 20
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
 def shares_memory() -> bool:
@@ -97,9 +99,21 @@ def begin_child() -> None:
     What a fork brought along is never collected there: an unused loader of torch would wait 5 s for each worker.
     """
     gc.freeze()
+    _reuse_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def _reuse_freed_memory() -> None:
+    """Let malloc reuse blocks of up to 32 MiB, as large images and arrays are, and keep up to 128 MiB for that.
+
+    By default, the GNU C library returns them to the system, and touching fresh pages costs more than filling them.
+    """
+    with suppress(OSError, AttributeError, TypeError):  # another library
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, 32 << 20)
+        mallopt(_M_TRIM_THRESHOLD, 128 << 20)
 
 
 def how_it_ended(exit_code: int | None) -> str:

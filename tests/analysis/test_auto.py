@@ -221,8 +221,8 @@ def test_files_are_cached_where_samples_are_random(
 def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    free = iter([8 << 20, 1 << 20])
-    monkeypatch.setattr(limits, "grantable_memory", lambda root: next(free))
+    shares = iter([4 << 20, 512 << 10])
+    monkeypatch.setattr(auto, "granted", lambda capacity, root: next(shares))
 
     def job() -> Any:
         return sf.DataLoader(Slow(), 8, num_workers=0, cache="auto")
@@ -260,10 +260,10 @@ def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.Monke
     free = 1000 << 20
     monkeypatch.setattr(limits, "free_memory", lambda: free)
     monkeypatch.setattr(limits, "free_space", lambda folder: 2 * free)
-    assert limits.grantable_memory(default_root()) == free
+    assert limits.granted(1.0, default_root()) == free
     with sf.CachedDataset(Numbers(COUNT, size=200_000), capacity="600MiB"):  # of which 64 MiB are allocated
-        assert limits.grantable_memory(default_root()) == pytest.approx(464 << 20, rel=0.05)
-    assert limits.grantable_memory(default_root()) == free
+        assert limits.granted(1.0, default_root()) == pytest.approx(464 << 20, rel=0.05)
+    assert limits.granted(1.0, default_root()) == free
 
 
 class Held:
