@@ -27,7 +27,7 @@ from PIL import Image
 from stallfree import CodecError
 from stallfree.pipeline import codec
 from stallfree.pipeline.codec import encode, read_record, structure_of
-from stallfree.pipeline.values import BANDS, TORCH_DTYPES
+from stallfree.pipeline.values import BANDS, TORCH_DTYPES, as_cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -254,6 +254,12 @@ def test_complex_tensors_are_aligned(copy: bool, shift: int, text: Any) -> None:
     back = read_record(buffer, copy=copy)
     assert back[2].data_ptr() % 16 == back[4].data_ptr() % 16 == 0
     assert torch.equal(back[4] + back[2], torch.full((9,), 2, dtype=torch.complex128))
+
+
+def test_values_have_the_strides_that_a_record_restores() -> None:
+    value = [torch.zeros(2, 3).t(), np.zeros((2, 3)).T]
+    kept, back = as_cached(value), read_record(record(value), copy=True)
+    assert (kept[0].stride(), kept[1].strides) == (back[0].stride(), back[1].strides) != ((1, 3), (8, 24))
 
 
 def test_a_new_class_of_the_same_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
