@@ -55,7 +55,7 @@ from stallfree.errors import CodecError, value_unstorable
 from stallfree.pipeline import values
 from stallfree.pipeline.values import BANDS, CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8
 
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 MAGIC = 0x5AFE0D01
 _HEAD = struct.Struct("=IIII")
 _DEPTH = 100  # deeper nesting is treated as a value that contains itself
