@@ -4,6 +4,7 @@ import contextlib
 import gc
 import io
 import json
+import math
 import mmap
 import os
 import pickle
@@ -13,31 +14,145 @@ import weakref
 from collections import OrderedDict, defaultdict, namedtuple
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from codec_values import Loose, NotStored, Sample, everyday, fixed_leaves, leaves, record, same, trees
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from PIL import Image
 
-from stallfree.errors import CodecError
-from stallfree.pipeline.codec import (
-    MAGIC,
-    MissingClassError,
-    encode,
-    open_record,
-    read_own_record,
-    read_record,
-    stack_build,
-    structure_of,
-    write_record,
-)
-from stallfree.pipeline.values import BANDS
+from stallfree import CodecError
+from stallfree.pipeline import codec
+from stallfree.pipeline.codec import encode, read_record, structure_of
+from stallfree.pipeline.values import BANDS, TORCH_DTYPES, as_cached
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+class Sample(NamedTuple):
+    image: Any
+    label: Any
+
+
+class Loose(namedtuple("Loose", "a b")):
+    """Its instances have a `__dict__`."""
+
+
+class NotStored:
+    pass
+
+
+def record(value: Any, *, allow_pickle: bool = False, spare: int = 0) -> np.ndarray:
+    structure, arrays = encode(value, allow_pickle=allow_pickle)
+    size = codec.record_size(structure, arrays)
+    out = np.full(size + spare, 0xAB, np.uint8)
+    assert codec.write_record(structure, arrays, out) == size
+    return out
+
+
+def same(a: Any, b: Any) -> bool:
+    """Same types, same structure, same bits."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, torch.Tensor):
+        if a.dtype != b.dtype or a.shape != b.shape or not a.numel():
+            return a.dtype == b.dtype and a.shape == b.shape
+        plain = [t.new_empty(t.shape).copy_(t).reshape(-1).view(torch.uint8) for t in (a, b)]
+        return torch.equal(*plain)
+    if isinstance(a, np.longdouble):  # 6 of its 16 bytes are nothing
+        return bool(a == b)
+    if isinstance(a, np.ndarray | np.generic):
+        return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return same(list(a), list(b)) and all(same(x, y) for x, y in zip(a.values(), b.values(), strict=True))
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(same(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, float):
+        return struct.pack("d", a) == struct.pack("d", b)
+    if isinstance(a, complex):
+        return same(a.real, b.real) and same(a.imag, b.imag)
+    return bool(a == b)
+
+
+# --- values ---------------------------------------------------------------------------------------------------------
+
+torch_dtypes = st.sampled_from(sorted(TORCH_DTYPES.values(), key=str))
+shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
+structured = st.sampled_from(
+    [
+        np.dtype([("a", "<i4"), ("b", ">f8", (2, 3)), ("c", [("d", "S3"), ("e", "?")])]),
+        np.dtype({"names": ["x", "y"], "formats": ["u1", "f4"], "offsets": [0, 8], "itemsize": 16}),
+        np.dtype([(("the title", "t"), "<i2")]),
+    ]
+)
+array_dtypes = hnp.scalar_dtypes() | hnp.datetime64_dtypes() | hnp.timedelta64_dtypes() | structured
+array_dtypes = array_dtypes | hnp.byte_string_dtypes(min_len=1) | hnp.unicode_string_dtypes(min_len=1)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    dtype, shape = draw(torch_dtypes), draw(shapes)
+    count = math.prod(shape) * dtype.itemsize
+    data = np.frombuffer(draw(st.binary(min_size=count, max_size=count)), np.uint8).copy()
+    if dtype == torch.bool:
+        data &= 1
+    tensor = torch.from_numpy(data).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
+    layout = draw(st.sampled_from(["plain", "transposed", "strided", "expanded", "conj"]))
+    if layout == "transposed":
+        return tensor.permute(tuple(reversed(range(tensor.dim()))))
+    if layout == "strided" and tensor.dim():
+        return tensor[..., ::2]
+    if layout == "expanded":
+        return tensor.unsqueeze(-1).expand(*shape, 3)
+    if layout == "conj" and dtype in (torch.complex64, torch.complex128):
+        return tensor.conj()
+    return tensor
+
+
+@st.composite
+def arrays(draw: st.DrawFn) -> np.ndarray:
+    dtype, shape = draw(array_dtypes), draw(shapes)
+    array = draw(hnp.arrays(dtype, shape)) if dtype.names is None else np.zeros(shape, dtype)
+    layout = draw(st.sampled_from(["plain", "fortran", "strided", "backward", "read-only"]))
+    if layout == "fortran":
+        return np.asfortranarray(array)
+    if layout == "strided" and array.ndim:
+        return array[..., ::2]
+    if layout == "backward" and array.ndim:
+        return array[::-1]
+    if layout == "read-only":
+        array.flags.writeable = False
+    return array
+
+
+texts = st.text(st.characters(codec=None, exclude_categories=()))
+numbers = st.integers(-(2**63), 2**63 - 1) | st.floats() | st.booleans()
+np_scalars = hnp.scalar_dtypes().flatmap(lambda dtype: hnp.arrays(dtype, ())).map(lambda array: array[()])
+fixed_leaves = st.none() | numbers | tensors() | arrays() | np_scalars
+leaves = fixed_leaves | texts | st.binary()
+keys = texts | st.integers() | st.booleans() | st.none()
+
+
+def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.recursive(
+        leaf,
+        lambda child: (
+            st.lists(child, max_size=4)
+            | st.lists(child, max_size=4).map(tuple)
+            | st.dictionaries(keys, child, max_size=4)
+            | st.dictionaries(keys, child, max_size=2).map(OrderedDict)
+            | st.builds(Sample, child, child)
+            | st.builds(Loose, child, child)
+        ),
+        max_leaves=8,
+    )
+
+
+everyday = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+
 
 # --- round trips ----------------------------------------------------------------------------------------------------
 
@@ -51,7 +166,7 @@ def test_round_trip(value: Any, spare: int, count: int) -> None:
     structure, leaf_arrays = encode(value)
     check_structure(structure, leaf_arrays)
     if structure.fixed:
-        built = stack_build(structure, [np.repeat(array[None, :], count, axis=0) for array in leaf_arrays], count)
+        built = codec.stack_build(structure, [np.repeat(array[None, :], count, axis=0) for array in leaf_arrays], count)
         assert len(built) == count
         assert all(same(item, value) for item in built)
         check_composed_in_place(structure, leaf_arrays, record(value))
@@ -75,7 +190,7 @@ def check_structure(structure: Any, leaf_arrays: list[Any]) -> None:
 def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any) -> None:
     """Leaves written to where `open_record` says make the record that `write_record` makes."""
     out = np.full(written.size, 0xAB, np.uint8)
-    for part, data in zip(open_record(structure, out), leaf_arrays, strict=True):
+    for part, data in zip(codec.open_record(structure, out), leaf_arrays, strict=True):
         assert np.shares_memory(part, out) or part.size == 0
         part[:] = data
     assert out.tobytes() == written.tobytes()
@@ -141,6 +256,12 @@ def test_complex_tensors_are_aligned(copy: bool, shift: int, text: Any) -> None:
     assert torch.equal(back[4] + back[2], torch.full((9,), 2, dtype=torch.complex128))
 
 
+def test_values_have_the_strides_that_a_record_restores() -> None:
+    value = [torch.zeros(2, 3).t(), np.zeros((2, 3)).T]
+    kept, back = as_cached(value), read_record(record(value), copy=True)
+    assert (kept[0].stride(), kept[1].strides) == (back[0].stride(), back[1].strides) != ((1, 3), (8, 24))
+
+
 def test_a_new_class_of_the_same_name_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     old = record(Sample(1, 2))
     again = namedtuple("Sample", ["image", "label"])
@@ -158,7 +279,7 @@ def named(module: str, qualname: str, *fields: str) -> np.ndarray[Any, Any]:
         "\n".join([f"n {json.dumps([module, qualname, fields])}", *["int"] * len(fields)]).encode()
     )
     out = np.zeros(4096, np.uint8)
-    write_record(structure, [np.zeros(8, np.uint8)] * len(fields), out)
+    codec.write_record(structure, [np.zeros(8, np.uint8)] * len(fields), out)
     return out
 
 
@@ -217,7 +338,7 @@ def test_a_record_imports_nothing(tmp_path: Path, allow_pickle: bool, monkeypatc
     (tmp_path / "forged_module.py").write_text("class Sample(tuple): _fields = ('a',)\nraise SystemExit('imported')")
     monkeypatch.syspath_prepend(tmp_path)
     for module in ("forged_module", "antigravity", "concurrent.futures.nothing"):
-        with pytest.raises(MissingClassError, match=rf"named tuple {module}\.Sample.*import {module} where"):
+        with pytest.raises(codec.MissingClassError, match=rf"named tuple {module}\.Sample.*import {module} where"):
             read_record(named(module, "Sample", "a"), copy=True, allow_pickle=allow_pickle)
     assert not {"forged_module", "antigravity"} & sys.modules.keys()
 
@@ -246,7 +367,7 @@ def test_only_plain_classes_are_found(qualname: str, monkeypatch: pytest.MonkeyP
 
 
 def test_other_fields_than_the_class_has() -> None:
-    with pytest.raises(MissingClassError, match="with the fields image, whose class is not here"):
+    with pytest.raises(codec.MissingClassError, match="with the fields image, whose class is not here"):
         read_record(named(Sample.__module__, "Sample", "image"), copy=True)
 
 
@@ -255,12 +376,12 @@ def test_what_a_worker_of_this_job_wrote_is_imported(tmp_path: Path, monkeypatch
     code = "import collections\nSample = collections.namedtuple('Sample', 'a')"
     (tmp_path / "lazily_imported.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
-    assert read_own_record(named("lazily_imported", "Sample", "a"), copy=True) == (0,)
+    assert codec.read_own_record(named("lazily_imported", "Sample", "a"), copy=True) == (0,)
     del sys.modules["lazily_imported"]
     with pytest.raises(ModuleNotFoundError):
-        read_own_record(named("never_there", "Sample", "a"), copy=True)
+        codec.read_own_record(named("never_there", "Sample", "a"), copy=True)
     with pytest.raises(CodecError, match="not here"):
-        read_own_record(named("sys", "Sample", "a"), copy=True)
+        codec.read_own_record(named("sys", "Sample", "a"), copy=True)
 
 
 # --- views and copies -----------------------------------------------------------------------------------------------
@@ -397,7 +518,7 @@ def test_images_come_back_with_memory_of_their_own(mode: str, size: tuple[int, i
     assert (made.mode, made.size, made.tobytes()) == (mode, size, before.tobytes())
     assert (made.info, label, type(made)) == (before.info, 7, type(before))
     columns = [encode(image(mode, size))[1][0][None]]
-    assert stack_build(encode(image(mode, size))[0], columns, 1)[0].tobytes() == before.tobytes()
+    assert codec.stack_build(encode(image(mode, size))[0], columns, 1)[0].tobytes() == before.tobytes()
 
 
 def test_other_images_need_a_pickle() -> None:
@@ -416,7 +537,7 @@ def test_other_images_need_a_pickle() -> None:
 def test_forged_pixels(info: str, leaf: str) -> None:
     structure = structure_of(f"p RGB\n{leaf}\n{info}".encode())
     with pytest.raises(CodecError, match="a record holds an image"):
-        stack_build(structure, [np.zeros((1, structure.nbytes[0]), np.uint8)], 1)
+        codec.stack_build(structure, [np.zeros((1, structure.nbytes[0]), np.uint8)], 1)
 
 
 # --- damaged records ------------------------------------------------------------------------------------------------
@@ -454,7 +575,7 @@ def test_truncated_and_flipped(value: Any, data: st.DataObject) -> None:
 @everyday
 @given(st.binary(max_size=200), st.binary(max_size=64), st.integers(0, 3))
 def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
-    head = struct.pack("=IIII", MAGIC, len(key), variable, 0)
+    head = struct.pack("=IIII", codec.MAGIC, len(key), variable, 0)
     read_or_refuse(np.frombuffer(head + key + rest + bytes(256), np.uint8).copy())
 
 
@@ -477,7 +598,7 @@ def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
     ids=lambda key: key[:40],
 )
 def test_malformed_keys(key: str) -> None:
-    head = struct.pack("=IIII", MAGIC, len(key), 0, 0)
+    head = struct.pack("=IIII", codec.MAGIC, len(key), 0, 0)
     with pytest.raises(CodecError):
         read_record(np.frombuffer(head + key.encode() + bytes(512), np.uint8).copy(), copy=False)
 
@@ -486,14 +607,14 @@ def test_wrong_arguments_are_refused() -> None:
     structure, leaf_arrays = encode((torch.zeros(100), 1))
     text, _ = encode("text")
     for call, message in (
-        (lambda: write_record(structure, leaf_arrays, np.empty(10, np.uint8)), "bytes and 2 leaves, not 10"),
-        (lambda: write_record(structure, leaf_arrays[:1], np.empty(1000, np.uint8)), "2 leaves"),
-        (lambda: open_record(structure, np.empty(10, np.uint8)), "bytes and 2 leaves, not 10"),
-        (lambda: open_record(text, np.empty(1000, np.uint8)), "1 leaves"),
+        (lambda: codec.write_record(structure, leaf_arrays, np.empty(10, np.uint8)), "bytes and 2 leaves, not 10"),
+        (lambda: codec.write_record(structure, leaf_arrays[:1], np.empty(1000, np.uint8)), "2 leaves"),
+        (lambda: codec.open_record(structure, np.empty(10, np.uint8)), "bytes and 2 leaves, not 10"),
+        (lambda: codec.open_record(text, np.empty(1000, np.uint8)), "1 leaves"),
         (lambda: read_record(np.zeros(100, np.float32), copy=True), "float"),
         (lambda: read_record(np.zeros(64, np.uint8), copy=True), "malformed"),
-        (lambda: stack_build(structure, [np.zeros((2, 8), np.uint8)] * 2, 2), "column"),
-        (lambda: stack_build(text, [np.zeros((2, 8), np.uint8)], 2), "fixed"),
+        (lambda: codec.stack_build(structure, [np.zeros((2, 8), np.uint8)] * 2, 2), "column"),
+        (lambda: codec.stack_build(text, [np.zeros((2, 8), np.uint8)], 2), "fixed"),
     ):
         with pytest.raises(CodecError, match=message):
             call()

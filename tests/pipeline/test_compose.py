@@ -67,7 +67,7 @@ def test_steps(transform: Any, steps: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("key", "container", "changed"),
     [
-        (0, (1, "cat"), (2, "cat")),
+        (0, (0, "cat"), (1, "cat")),
         (-1, ("cat", 1), ("cat", 2)),
         (1, ["cat", 1], ["cat", 2]),
         (0, Pair(1, "cat"), Pair(2, "cat")),

@@ -134,6 +134,12 @@ class C(B):
     def __init__(self): self.w = random.random()
     def __call__(self, x): return super().__call__(x)
 f = C()
+--- overridden
+class B:
+    def __call__(self, x): return random.random()
+class C(B):
+    def __call__(self, x): return x
+f = C()
 --- not called
 class C:
     def fresh(self): return random.random()

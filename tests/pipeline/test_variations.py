@@ -16,13 +16,9 @@ from stallfree.ipc.forked import call_in_child
 TEXT = r"""
 def transform(v): return v + <1|2>
 ---
-def transform(v, by=<1|2>): return v * by
----
 def transform(v, *, by=<1|2>): return v * by
 ---
 def transform(v): return [x + <1|2> for x in v]
----
-transform = lambda v: v + <1|2>
 ---
 def transform(v):
     def inner(): return <1|2>
@@ -46,9 +42,6 @@ transform = even
 BY = <1|2>
 def transform(v): return v * BY
 ---
-def f(): return <1|2>
-def transform(v): return v * f()
----
 OPS = {'f': lambda v: v + <1|2>}
 def transform(v): return OPS['f'](v)
 ---
@@ -71,15 +64,6 @@ def transform(v): return v * BY.get()
 import functools
 def f(v, by): return v * by
 transform = functools.partial(f, by=<1|2>)
----
-import functools
-@functools.lru_cache
-def f(): return <1|2>
-def transform(v): return v * f()
----
-import functools
-@functools.wraps(len)
-def transform(v): return v * <1|2>
 ---
 import functools
 def twice(f):

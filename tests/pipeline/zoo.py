@@ -4,12 +4,13 @@ A random entry is *frozen* if samples stay the same in epochs in which they shou
 its values are right, and its code runs for no sample after the first epoch.
 """
 
+import contextlib
 import io
 import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -183,33 +184,29 @@ WAYS: dict[str, fr.Way] = {
 }
 
 
-class Calls:
-    """Counts the calls of entries' code, and of a function of that qualified name, by the interpreter's profiler.
+@contextlib.contextmanager
+def counted(name: str) -> Iterator[Counter[str]]:
+    """Counts the calls of entries' code, or of a function of that qualified name, by the interpreter's profiler.
 
     Nothing of it is in the entry, so it cannot change how the entry is judged.
     """
+    counts = Counter[str]()
 
-    def __init__(self, name: str) -> None:
-        self.counts, self._name = Counter[str](), name
+    def is_entrys(frame: Any) -> bool:
+        return frame is not None and "/tests/pipeline/zoo_" in frame.f_code.co_filename
 
-    def __enter__(self) -> Counter[str]:
-        threading.setprofile(self._note)
-        sys.setprofile(self._note)
-        return self.counts
+    def note(frame: Any, event: str, argument: Any) -> None:
+        called = frame.f_code.co_qualname
+        if event == "call" and (called.endswith(name) if name else is_entrys(frame) > is_entrys(frame.f_back)):
+            counts[called] += 1
 
-    def __exit__(self, *_: object) -> None:
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        yield counts
+    finally:
         sys.setprofile(None)
         threading.setprofile(None)  # type: ignore[arg-type]
-
-    def _note(self, frame: Any, event: str, argument: Any) -> None:
-        if event == "call":
-            name = frame.f_code.co_qualname
-            if name.endswith(self._name) if self._name else self._is_entrys(frame) > self._is_entrys(frame.f_back):
-                self.counts[name] += 1
-
-    @staticmethod
-    def _is_entrys(frame: Any) -> bool:
-        return frame is not None and "/tests/pipeline/zoo_" in frame.f_code.co_filename
 
 
 def judge(entry: Entry, way: str, workers: int = 0) -> str:
@@ -217,7 +214,7 @@ def judge(entry: Entry, way: str, workers: int = 0) -> str:
     made = entry.make()
     steps = None if entry.records is None else sf.Compose(made if isinstance(made, list) else [made])
     data = made if entry.records is None else fr.Rows(entry.records())
-    with warnings.catch_warnings(), Calls(entry.prefix) as calls:
+    with warnings.catch_warnings(), counted(entry.prefix) as calls:
         warnings.simplefilter("ignore")
         epochs = WAYS[way](data, steps, workers)
     if epochs is None:

@@ -36,17 +36,24 @@ def crop_or_pad(x: Any) -> Any:
     return x[start : start + 64]
 
 
-@of_step(random_entry(labelled, draws=lambda id: id % 10 == 7))
-def minority_class(sample: Any) -> Any:
-    x, label = sample
-    if label == 7:
-        x = x + np.random.normal(0, 1, 64).astype(np.float32)
-    return x, label
+def noisy(x: Any) -> Any:
+    return x + np.random.normal(0, 1, 64).astype(np.float32)
 
 
-@of_step(random_entry(draws=lambda id: id == COUNT - 1))
-def only_the_last(x: Any) -> Any:
-    return x if x[0] < COUNT - 1 else x + draw_number()
+of_steps(
+    random_entry(labelled, draws=lambda id: id % 10 == 7),
+    minority_class=lambda sample: (noisy(sample[0]) if sample[1] == 7 else sample[0], sample[1]),
+)
+of_steps(
+    random_entry(draws=lambda id: id == COUNT - 1),
+    only_the_last=lambda x: x if x[0] < COUNT - 1 else x + draw_number(),
+)
+of_steps(
+    random_entry(draws=lambda id: id % 4 == 3),
+    clock_for_some=lambda x: (x, time.time() if int(x[0]) % 4 == 3 else 0.0),
+)
+of_steps(random_entry(many, draws=lambda id: id == 200), one_sample_of_many=lambda x: noisy(x) if x[0] == 200 else x)
+of_steps(random_entry(many, base=zoo.unchanged), rare_numpy=lambda x: noisy(x) if np.random.rand() < 0.01 else x)
 
 
 @random_entry(named, draws=lambda id: id % 4 == 1)
@@ -138,24 +145,9 @@ def steady_then_hidden() -> Any:
 
 
 @of_step(random_entry(many, base=zoo.unchanged))
-def rare_numpy(x: Any) -> Any:
-    return x + np.random.normal(0, 1, 64).astype(np.float32) if np.random.rand() < 0.01 else x
-
-
-@of_step(random_entry(many, base=zoo.unchanged))
 def rare_with_generator_made_inside(x: Any) -> Any:
     rng = np.random.default_rng()
     return x + rng.normal(0, 1, 64).astype(np.float32) if rng.random() < 0.01 else x
-
-
-random_entry(many, draws=lambda id: id == 200)(
-    lambda: lambda x: x + np.random.normal() if x[0] == 200 else x, "one_sample_of_many"
-)
-
-
-@of_step(random_entry(draws=lambda id: id % 4 == 3))
-def clock_for_some(x: Any) -> Any:
-    return (x, time.time() if int(x[0]) % 4 == 3 else 0.0)
 
 
 # -- state -----------------------------------------------------------------------------------------------------------

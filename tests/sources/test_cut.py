@@ -175,66 +175,52 @@ def by_a_helper(data: Base, id: int) -> Any:
     return finished(data.read(id)), id
 
 
-BOTH = "transform and target_transform"
-FLAT: dict[str, tuple[Callable[[], Any], str]] = {
-    "if self.transform": (lambda: Base(noisy, get=guarded), "transform"),
-    "a composition": (lambda: Base(sf.Compose([tripled, noisy])), "transform"),
-    "two attributes": (lambda: Base(noisy, negative, guarded), BOTH),
-    "label first": (lambda: Base(noisy, noisy, label_first), BOTH),
-    "in a dict": (lambda: Base(noisy, get=in_a_dict), "transform"),
-    "alone": (lambda: Base(noisy, get=lambda data, id: data.transform(data.read(id))), "transform"),
-    "a helper": (lambda: Base(noisy, get=by_a_helper), "transform"),
-    "a subset": (lambda: Subset(Base(noisy), range(3, 21)), "dataset.transform"),
-    "over a subset": (lambda: OverSubset(Subset(Base(get=guarded), range(3, 21)), noisy), "transform"),
-    "frozen": (lambda: Frozen(noisy), "transform"),
-    "a data set in it": (
-        lambda: Base(None, Base(noisy), lambda data, id: data.target_transform[id]),
-        "target_transform.transform",
-    ),
-    "two views": (
-        lambda: Base(noisy, get=lambda data, id: ([data.transform(data.read(id)) for _ in "ab"], id)),
-        "transform",
-    ),
-    "a chain": (
-        lambda: Base(noisy, tripled, lambda data, id: (data.target_transform(data.transform(data.read(id))), id)),
-        BOTH,
-    ),
+def by(get: Any, transform: Any = noisy, target_transform: Any = None) -> Callable[[], Any]:
+    return lambda: Base(transform, target_transform, get)
+
+
+FLAT: dict[str, Callable[[], Any]] = {
+    "if self.transform": by(guarded),
+    "a composition": by(None, sf.Compose([tripled, noisy])),
+    "two attributes": by(guarded, noisy, negative),
+    "label first": by(label_first, noisy, noisy),
+    "in a dict": by(in_a_dict),
+    "alone": by(lambda data, id: data.transform(data.read(id))),
+    "a helper": by(by_a_helper),
+    "a subset": lambda: Subset(Base(noisy), range(3, 21)),
+    "over a subset": lambda: OverSubset(Subset(Base(get=guarded), range(3, 21)), noisy),
+    "frozen": lambda: Frozen(noisy),
+    "a data set in it": by(lambda data, id: data.target_transform[id], None, Base(noisy)),
+    "two views": by(lambda data, id: ([data.transform(data.read(id)) for _ in "ab"], id)),
+    "a chain": by(lambda data, id: (data.target_transform(data.transform(data.read(id))), id), noisy, tripled),
 }
-PLANNED: dict[str, tuple[Callable[[], Any], str]] = {
-    "unpacked": (lambda: Base(both, get=unpacked), "transform"),
-    "by name": (lambda: Base(named, get=by_name), "transform"),
-    "a dict in, a dict out": (
-        lambda: Base(row, get=lambda data, id: data.transform({"image": data.read(id), "label": id})),
-        "transform",
-    ),
-    "some samples": (
-        lambda: Base(noisy, get=lambda data, id: (data.transform(data.read(id)) if id % 3 else data.read(id), id)),
-        "transform",
-    ),
-    "joined": (
-        lambda: ConcatDataset([Few(noisy, get=guarded), Few(tripled, negative, guarded)]),
-        "datasets.0.transform and datasets.1.transform and datasets.1.target_transform",
-    ),
-    "crops": (lambda: Base(crops, noisy, each_crop), BOTH),
-    "a named tuple": (lambda: Base(noisy, get=lambda data, id: Pair(data.transform(data.read(id)), id)), "transform"),
-    "unused": (lambda: Base(noisy, noisy, unused), BOTH),
-    "in two places": (lambda: Base(noisy, get=in_two_places), "transform"),
+PLANNED: dict[str, Callable[[], Any]] = {
+    "unpacked": by(unpacked, both),
+    "by name": by(by_name, named),
+    "a dict in, a dict out": by(lambda data, id: data.transform({"image": data.read(id), "label": id}), row),
+    "some samples": by(lambda data, id: (data.transform(data.read(id)) if id % 3 else data.read(id), id)),
+    "joined": lambda: ConcatDataset([Few(noisy, get=guarded), Few(tripled, negative, guarded)]),
+    "crops": by(each_crop, crops, noisy),
+    "a named tuple": by(lambda data, id: Pair(data.transform(data.read(id)), id)),
+    "unused": by(unused, noisy, noisy),
+    "in two places": by(in_two_places),
 }
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "arithmetic on the output": (
-        lambda: Base(noisy, get=lambda data, id: data.transform(data.read(id)) / 255),
-        "__truediv__ was applied to its output",
-    ),
+    "arithmetic on the output": (by(lambda data, id: data.transform(data.read(id)) / 255), "__truediv__ was applied"),
     "draws of its own": (
-        lambda: Base(noisy, get=lambda data, id: data.transform(data.read(id) + random.random())),
+        by(lambda data, id: data.transform(data.read(id) + random.random())),
         "outside of the transform",
     ),
-    "a generator made inside": (
-        lambda: Base(lambda image: image + np.random.default_rng().random()),
-        "differs each time",
-    ),
+    "a generator made inside": (by(None, lambda image: image + np.random.default_rng().random()), "differs each time"),
     "no transform": (lambda: [torch.zeros(2)] * 9, "no attribute of list holds a transform"),
 }
+WORDS = {
+    **dict.fromkeys(("two attributes", "label first", "a chain", "crops", "unused"), "transform and target_transform"),
+    "a subset": "dataset.transform",
+    "a data set in it": "target_transform.transform",
+    "joined": "datasets.0.transform and datasets.1.transform and datasets.1.target_transform",
+}
+"""Where those are cut whose transform is not in `transform` alone."""
 
 
 def seeded(dataset: Any, id: int) -> Any:
@@ -252,12 +238,11 @@ def agree(data: Source, dataset: Any) -> None:
 
 @pytest.mark.parametrize("name", [*FLAT, *PLANNED])
 def test_samples_are_the_same(name: str) -> None:
-    make, words = (FLAT | PLANNED)[name]
-    dataset = make()
+    dataset = (FLAT | PLANNED)[name]()
     before = dict(vars(dataset))
     data, said = cut_any(dataset)
     assert isinstance(data, Source), said
-    assert said == f"cut at {words}"
+    assert said == f"cut at {WORDS.get(name, 'transform')}"
     assert len(data) == len(dataset)
     assert not data.threads  # type: ignore[attr-defined]
     agree(pickle.loads(pickle.dumps(data)) if name == "unpacked" else data, dataset)
@@ -287,7 +272,7 @@ EVERYDAY = ("a composition", "unpacked", "joined", "draws of its own")
 )
 def test_batches_under_auto(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Cut by `cache="auto"` alone, with the batches of no cache; a sample that is cut is read once."""
-    make, words = (FLAT | PLANNED | REFUSED)[name]
+    make, words = REFUSED[name] if name in REFUSED else ((FLAT | PLANNED)[name], WORDS.get(name, "transform"))
     log = tmp_path / "log"
     monkeypatch.setattr(Base, "log", str(log))
     options: dict[str, Any] = {"batch_size": 4, "shuffle": True, "seed": 5, "num_workers": 1}

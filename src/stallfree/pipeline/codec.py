@@ -55,7 +55,7 @@ from stallfree.errors import CodecError, value_unstorable
 from stallfree.pipeline import values
 from stallfree.pipeline.values import BANDS, CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8
 
-Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
+Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 MAGIC = 0x5AFE0D01
 _HEAD = struct.Struct("=IIII")
 _DEPTH = 100  # deeper nesting is treated as a value that contains itself
@@ -475,7 +475,7 @@ def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode:
     """Append the lines of `value` to `lines`, and the bytes of its leaves to `arrays`."""
     kind = type(value)
     if kind is torch.Tensor:
-        array = _array_of(value)
+        array = array_of(value)
         if array is not None:
             return _add_array("tensor", array, TORCH_NAMES[value.dtype], lines, arrays, mode)
         what = f"{value.layout}{', nested' * value.is_nested}, {value.dtype}, on {value.device}"
@@ -526,7 +526,7 @@ def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode:
         _walk(child, lines, arrays, depth, mode)
 
 
-def _array_of(tensor: torch.Tensor) -> Any:
+def array_of(tensor: torch.Tensor) -> Any:
     """Return the elements of a tensor as an array; None if it is not dense, on the CPU and detached."""
     carrier = CARRIERS.get(tensor.dtype)
     if tensor.requires_grad or tensor.dtype not in TORCH_NAMES:
@@ -535,7 +535,7 @@ def _array_of(tensor: torch.Tensor) -> Any:
         return tensor.numpy() if carrier is None else tensor.resolve_conj().resolve_neg().view(carrier).numpy()
     except (TypeError, RuntimeError):
         lazy = tensor.device.type == "cpu" and (tensor.is_conj() or tensor.is_neg())
-        return _array_of(tensor.resolve_conj().resolve_neg()) if lazy else None
+        return array_of(tensor.resolve_conj().resolve_neg()) if lazy else None
 
 
 def _add_array(kind: str, array: Any, dtype: str, lines: list[_Line], arrays: list[Bytes], mode: int) -> None:

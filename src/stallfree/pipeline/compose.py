@@ -22,7 +22,7 @@ from stallfree.errors import InputError, transform_input
 from stallfree.pipeline.objects import attribute, comes_from, describe
 
 Transform: TypeAlias = Callable[[Any], Any]
-Array: TypeAlias = "np.ndarray[Any, np.dtype[Any]]"
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 T = TypeVar("T")
 C = TypeVar("C", bound=type)
 

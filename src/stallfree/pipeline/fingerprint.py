@@ -27,7 +27,7 @@ import xxhash
 
 from stallfree.errors import CodecError, InputError, StallfreeError
 from stallfree.pipeline import objects
-from stallfree.pipeline.codec import encode
+from stallfree.pipeline.codec import array_of, encode
 from stallfree.pipeline.compose import DREW, Array, mark_of
 from stallfree.pipeline.objects import attribute, comes_from, library_version
 from stallfree.pipeline.values import private
@@ -158,25 +158,24 @@ class _Walker(pickle.Pickler):
         super().__init__(*arguments)
         self.pending: list[Any] = []
         """The user's functions and classes, which follow after the objects that refer to them."""
-        self._kinds: dict[type, tuple[bool, bool]] = {}
-        """Whether instances of a type are numbered, and whether they can be marked."""
+        self._numbered: dict[type, bool] = {}
+        """Whether instances of a type are numbered."""
 
     def persistent_id(self, thing: Any) -> Any:
         """Return None for a plain value, else a tuple in its place."""
         kind = type(thing)
         if kind in _PLAIN:
             return None
-        if kind not in self._kinds:
-            value = issubclass(kind, _VALUES)
-            called = issubclass(kind, Callable)  # type: ignore[arg-type]
-            marked = called or (hasattr(kind, "__getitem__") and not value)
-            self._kinds[kind] = kind.__dictoffset__ != 0 and not value, marked
-        numbered, marked = self._kinds[kind]
-        if numbered and id(thing) in self.numbers:
-            return "again", self.numbers[id(thing)][0]
-        if numbered:
+        if kind not in self._numbered:
+            self._numbered[kind] = kind.__dictoffset__ != 0 and not issubclass(kind, _VALUES)
+        if self._numbered[kind]:
+            if id(thing) in self.numbers:
+                return "again", self.numbers[id(thing)][0]
             self.numbers[id(thing)] = len(self.numbers), thing
-        form = self.form_of(_form, thing)
+        form, marked = (
+            self.form_of(_form, thing),
+            callable(thing) or (self._numbered[kind] and hasattr(kind, "__getitem__")),
+        )
         return (kind.__name__, form, mark_of(thing)) if marked else (kind.__name__, form)
 
     def form_of(self, form: Callable[[Any, Any], Any], thing: Any) -> Any:
@@ -203,15 +202,12 @@ def _name(thing: object) -> str:
     return f"{type(thing).__module__}.{type(thing).__qualname__}"
 
 
-_REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
 @functools.singledispatch
 def _form(thing: Any, walker: _Walker) -> Any:
     """Return what stands for `thing`: by default its class and state, as `copy` and `pickle` see it."""
     own = attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
     required = inspect.signature(own).parameters.values() if inspect.ismethod(own) else [None]
-    if all(part is not None and (part.default is not part.empty or part.kind in _REST) for part in required):
+    if all(part is not None and (part.default is not part.empty or "VAR" in part.kind.name) for part in required):
         pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
         return own(), pipeline if callable(pipeline) else None  # type: ignore[misc]
     if isinstance(attribute(thing, "__wrapped__"), FunctionType):
@@ -325,13 +321,9 @@ def _form_of_array(array: Any, walker: _Walker) -> Any:
 
 @_form.register(torch.Tensor)
 def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
-    plain = tensor.detach()
-    if type(plain) is not torch.Tensor:
-        plain = plain.as_subclass(torch.Tensor)
-    if plain.is_quantized or plain.layout is not torch.strided or plain.is_nested:
+    array = array_of(tensor.detach().as_subclass(torch.Tensor).cpu())
+    if array is None:
         raise TypeError("it has no plain bytes")
-    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-    array = plain.cpu().resolve_conj().resolve_neg().view(whole[plain.itemsize]).numpy()
     return str(tensor.dtype), tuple(tensor.shape), _bytes(array), _state(vars(tensor), torch.Tensor)
 
 

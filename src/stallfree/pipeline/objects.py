@@ -327,7 +327,7 @@ class _Walk:
         self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
-        self._classes: set[tuple[type, bool]] = set()
+        self._classes: set[tuple[type, bool, frozenset[str]]] = set()
         self.attributes: list[tuple[Any, str, Any, bool]] = []
         """Attributes with their owner, and whether they count even if no code names them."""
         self.named: dict[str, str] = {}
@@ -362,7 +362,7 @@ class _Walk:
             self._add((current(thing),), label)
         if not isinstance(thing, (ModuleType, BuiltinFunctionType, *GENERATOR_TYPES)):
             own = attributes(thing)
-            self._class(type(thing), made=False)
+            self._class(type(thing), made=False, own=frozenset(own))
             if not any(comes_from(type(thing), library) for library in _OF_PROCESS):
                 called = is_library(type(thing)) or bool(_libraries(type(thing)))
                 values = _class_values(type(thing)) | own
@@ -390,15 +390,16 @@ class _Walk:
             self.named[name] = where
             self._add(self._unnamed.pop(name, ()), f"{name} in {where}")
 
-    def _class(self, cls: type, *, made: bool) -> None:
-        """Register the members of `cls`.
+    def _class(self, cls: type, *, made: bool, own: frozenset[str] = frozenset()) -> None:
+        """Register the members of `cls`, without those that attributes of the instance replace, its `own` ones.
 
         Methods that create an instance count only if one is `made` in a call, those that a subclass overrides only if
         their name is used, as by `super()`.
         """
-        if (cls, made) in self._classes:
+        own = own.intersection(dir(cls)) if own else own
+        if (cls, made, own) in self._classes:
             return
-        self._classes.add((cls, made))
+        self._classes.add((cls, made, own))
         libraries = _libraries(cls)
         overridden: set[str] = set()
         for base in cls.__mro__:
@@ -407,6 +408,8 @@ class _Walk:
                 self._add(held if self._everything else (), describe(base))
                 continue
             for name, member in vars(base).items():
+                if name in own and not hasattr(type(member), "__set__"):
+                    continue
                 special = name in _ENTRIES if cls is self._kind else name.startswith("__") and name.endswith("__")
                 called = name not in overridden and (special or any(hasattr(library, name) for library in libraries))
                 inner = (attribute(member, each) for each in ("__func__", "fget", "func"))

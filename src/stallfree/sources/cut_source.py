@@ -175,15 +175,12 @@ class Output:
         parts: the way to the part: keys, and `(index, length)` where the output was unpacked.
     """
 
-    __slots__ = ("call", "parts", "recorder")
-
     recorder: Recorder
     call: Call
     parts: tuple[Any, ...]
 
     def __init__(self, recorder: Recorder, call: Call, parts: tuple[Any, ...] = ()) -> None:
-        for name, value in (("recorder", recorder), ("call", call), ("parts", parts)):
-            object.__setattr__(self, name, value)
+        vars(self).update(recorder=recorder, call=call, parts=parts)
 
     def refuse(self, what: str) -> NoReturn:
         """Raise `InputError`: `what` cannot be done with an output that does not exist yet."""
@@ -251,18 +248,6 @@ Of each output: the leaf that it replaces, which call it is from, and its parts.
 _plan_of = lru_cache(1024)(json.loads)
 
 
-def _carried_out(plan: Plan, values: Sequence[Any], transforms: Sequence[Transform]) -> Any:
-    """Call the transforms as planned; return the sample."""
-    made: list[Any] = []
-    for (number, outputs), value in zip(plan, values, strict=True):
-        leaves, spec = pytree.tree_flatten(value)
-        for at, call, parts in outputs:
-            leaves[at] = _part_of(made[call], parts)
-        value = pytree.tree_unflatten(leaves, spec)
-        made.append(value if number is None else transforms[number](*value[0], **value[1]))
-    return made[-1]
-
-
 def _part_of(output: Any, parts: Sequence[Any]) -> Any:
     """Return the part of an output that `parts` lead to. Raises `InputError` if it was unpacked to another length."""
     for part in parts:
@@ -293,7 +278,14 @@ class CallTransforms:
 
     def __call__(self, record: Mapping[str, Any]) -> Any:
         ((plan, values),) = record.items()
-        return _carried_out(_plan_of(plan), values, self.transforms)
+        made: list[Any] = []
+        for (number, outputs), value in zip(_plan_of(plan), values, strict=True):
+            leaves, spec = pytree.tree_flatten(value)
+            for at, call, parts in outputs:
+                leaves[at] = _part_of(made[call], parts)
+            value = pytree.tree_unflatten(leaves, spec)
+            made.append(value if number is None else self.transforms[number](*value[0], **value[1]))
+        return made[-1]
 
     def __repr__(self) -> str:
         return f"CallTransforms({', '.join(map(repr, self.transforms))})"
