@@ -182,8 +182,10 @@ def test_each_way_to_open_a_file(kept: Path, way: str) -> None:
     assert len({noise for epoch in found for batch in epoch for noise in batch[2].tolist()}) == 3 * COUNT
 
 
-@pytest.mark.parametrize(("workers", "method"), [(2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)])
-def test_batches_in_workers_are_those_without_a_cache(kept: Path, workers: int, method: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "method"), [(0, None), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)]
+)
+def test_batches_are_those_of_workers_without_a_cache(kept: Path, workers: int, method: str | None) -> None:
     plain = epochs(Files(kept), 2, num_workers=1)
     with cached(Files(kept)) as data:
         assert (data.form, len(data)) == ("files", COUNT)

@@ -1,7 +1,6 @@
 """What an epoch consists of, what differs from epoch to epoch, and what remains when one is not finished."""
 
 import os
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,7 +18,6 @@ from loader_data import (
     same,
 )
 from stallfree.loader.pool import WorkerPool
-from stallfree.sources.mapped import BaseSource
 from warm import Interpreter
 
 
@@ -83,47 +81,6 @@ def test_persistent_workers_persist() -> None:
         assert not pids(loader) & first
     loader = sf.DataLoader(dataset, num_workers=2, collate_fn=as_list)
     assert not pids(loader) & pids(loader)
-
-
-class SlowStart(BaseSource):
-    """Fetches of the first 24 samples wait until `open` is set."""
-
-    def __init__(self) -> None:
-        self.pipeline = sf.Compose([])
-        self.open = threading.Event()
-
-    def __len__(self) -> int:
-        return 32
-
-    def _record(self, id: int) -> Any:
-        if id < 24:
-            self.open.wait()
-        return torch.tensor(id)
-
-    def _where(self, id: int) -> str:
-        return ""
-
-    def fingerprint(self) -> str:
-        return "slow start"
-
-
-def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source() -> None:
-    """Both fetch ahead in threads; what is in one's queue must not be given up with the other."""
-    source = SlowStart()
-    source.open.set()
-    with sf.CachedDataset(source, capacity="8MiB") as cached:
-        cached.cache.clear()
-        source.open.clear()
-        first = iter(sf.DataLoader(cached, batch_size=12))
-        second = sf.DataLoader(cached, sampler=[30, 31])
-        iterator = iter(second)
-        ending = threading.Thread(target=second.close)
-        ending.start()
-        ending.join(1.0)  # returns at once if the fetches of the first are none of its business
-        source.open.set()
-        ending.join()
-        assert [batch.tolist() for batch in first] == [list(range(12)), list(range(12, 24)), list(range(24, 32))]
-        del iterator
 
 
 def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(

@@ -209,9 +209,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Return the source of the samples and its reader; None if that is made when a pass needs it (`Epochs`)."""
         divide, plan = self.num_workers > 0 or self.workers is not None, "epoch_source"
         planned = hasattr(type(self.dataset), plan) or hasattr(type(self.sampler), plan)
-        if not (divide or self._auto or planned or self.on_error == "skip"):
+        has_reader = isinstance(getattr(self.dataset, "reader", None), Reader)
+        if not (divide or self._auto or planned or has_reader or self.on_error == "skip"):
             source = as_source(self.dataset, divide=False)
-            if type(source) is MapSource and not isinstance(getattr(self.dataset, "reader", None), Reader):
+            if type(source) is MapSource:
                 return source, None
         reader = reader_of(self.dataset, divide=divide)
         return reader.source, reader
