@@ -241,12 +241,12 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         )
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
-        own = {name: getattr(self, name) for name in ("batch_size", "shuffle", "drop_last", "ranks", "seed")}
-        of_options = {"source": options.source, "reader": options.reader, "context": options.context}
-        shared = {"auto": self._auto, "counts": self._counts, "order": order_of, "seed_of_data": seed_of_data}
         setup = SourceSetup(
-            len(options.source), sampler=sampler, batch_sampler=batch_sampler, **own, **of_options, **shared
-        )
+            samples=len(options.source), batch_size=self.batch_size, shuffle=self.shuffle, sampler=sampler,
+            batch_sampler=batch_sampler, drop_last=self.drop_last, ranks=self.ranks, seed=self.seed,
+            seed_of_data=seed_of_data, source=options.source, reader=options.reader, auto=self._auto,
+            context=options.context, counts=self._counts, order=order_of,
+        )  # fmt: skip
         return source_of(self.dataset, setup)
 
     # -- attributes that are set later ---------------------------------------------------------------------------------
