@@ -266,10 +266,10 @@ def others():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
 
 torch.set_num_threads(4)
-data = list(range(40_000))
+data = list(range(34_000))
 before = others()
 with sf.CachedDataset(data, capacity="64MiB", form="prepared") as cached:
-    with sf.DataLoader(cached, batch_size=35_000, shuffle=True, num_workers=1, persistent_workers=True) as loader:
+    with sf.DataLoader(cached, batch_size=33_000, shuffle=True, num_workers=1, persistent_workers=True) as loader:
         for epoch in range(2):
             assert sum(int(batch.numpy().sum()) for batch in loader) == sum(data)
             assert others() == before, others()
