@@ -164,18 +164,6 @@ def test_a_sample_that_cannot_be_stored_is_an_error_with_its_id() -> None:
         assert data.cache.resident([0, 1, 2, 3]).tolist() == [True, True, False, True]
 
 
-def test_closing_is_final_and_may_be_done_twice(store_root: Path) -> None:
-    data = sf.CachedDataset(Numbers(4, [with_draws]), capacity="1MiB")
-    list(data)
-    data.close()
-    data.close()
-    assert data.stats().storage_reads == 4
-    for use in (lambda: data[0], lambda: data.__getitems__([1]), lambda: data.set_epoch(1)):
-        with pytest.raises(sf.InputError, match=r"CachedDataset\(.*\) is closed: make a new one"):
-            use()
-    assert not list(store_root.iterdir())
-
-
 class Cyclic:
     def __len__(self) -> int:
         return 9

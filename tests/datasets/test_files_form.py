@@ -26,6 +26,8 @@ from torch.utils.data import Subset
 
 import stallfree as sf
 from cached_data import Numbers
+from cases import half
+from children import Child
 from loader_data import same
 from opened_files import gone, opens_below
 from stallfree.errors import InputError
@@ -182,8 +184,10 @@ def test_each_way_to_open_a_file(kept: Path, way: str) -> None:
     assert len({noise for epoch in found for batch in epoch for noise in batch[2].tolist()}) == 3 * COUNT
 
 
-@pytest.mark.parametrize(("workers", "method"), [(2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)])
-def test_batches_in_workers_are_those_without_a_cache(kept: Path, workers: int, method: str) -> None:
+@pytest.mark.parametrize(
+    ("workers", "method"), [(0, None), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)]
+)
+def test_batches_are_those_of_workers_without_a_cache(kept: Path, workers: int, method: str | None) -> None:
     plain = epochs(Files(kept), 2, num_workers=1)
     with cached(Files(kept)) as data:
         assert (data.form, len(data)) == ("files", COUNT)
@@ -234,6 +238,45 @@ def test_a_cache_that_is_full(tmp_path: Path, policy: str, workers: int) -> None
 
 
 # --- files that change ----------------------------------------------------------------------------------------------
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "other bytes": lambda path: path.write_bytes(bytes(192)),
+    "larger": lambda path: path.write_bytes(bytes(900)),
+    "smaller": lambda path: path.write_bytes(bytes(100)),
+    "replaced": lambda path: (path.with_suffix(".new").write_bytes(bytes(192)), path.with_suffix(".new").replace(path)),
+}
+
+
+def check_files(data: Any, folder: Path, workers: int) -> None:
+    """The samples of a new loader are the files as they are now, in each of two epochs."""
+    files = [(folder / f"{id}.raw").read_bytes() for id in range(COUNT)]
+    for epoch in epochs(data, 2, batch_size=None, shuffle=False, num_workers=workers):
+        assert [values.numpy().tobytes() for values, *_ in epoch] == files
+
+
+@pytest.mark.parametrize(("change", "workers"), half(CHANGES, [0, 1]))
+def test_a_new_loader_reads_what_has_changed(folder: Path, change: str, workers: int) -> None:
+    with cached(Files(folder)) as data:
+        check_files(data, folder, workers)
+        CHANGES[change](folder / "3.raw")
+        check_files(data, folder, workers)
+
+
+@pytest.mark.parametrize(("change", "kept", "workers"), [("other bytes", "memory", 1), ("replaced", "disk", 0)])
+def test_the_next_job_reads_a_file_that_has_changed(
+    folder: Path, tmp_path: Path, change: str, kept: str, workers: int
+) -> None:
+    on_disk = {"store": tmp_path / "store", "persist": True} if kept == "disk" else {}
+
+    def job() -> None:
+        with cached(Files(folder), name="changed", **on_disk) as data:
+            check_files(data, folder, workers)
+            assert data.stats().hits >= COUNT, "the second epoch comes from the cache"
+
+    with cached(Files(folder), name="changed", **on_disk):  # keeps the cache in memory between the jobs
+        assert Child(job).wait() == 0
+        CHANGES[change](folder / "3.raw")
+        assert Child(job).wait() == 0
 
 
 @pytest.mark.parametrize("workers", [0, 1])

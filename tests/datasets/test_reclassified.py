@@ -117,37 +117,12 @@ def test_a_transform(workers: int, tmp_path: Path) -> None:
         assert before.calls.by_process().total() == calls, "what comes before the step is still cached"
         assert cached.stats().storage_reads == reads
         assert cached.stats().resident_items == COUNT
-    reference = [batches(epoch_loader(plain, sf.Compose([doubled, step]), epoch)) for epoch in range(3)]
     assert differing(epochs) == [6, 6]
+    marked = sf.Compose([doubled, sf.mark_random(fresh_step())])
+    with sf.CachedDataset(plain, capacity="1MiB", transform=marked, seed=3) as cached:
+        reference = [batches(sf.DataLoader(cached, batch_size=4)) for _ in range(3)]
     for ours, theirs in zip(epochs, reference, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
-class Piped(Signals):
-    """A source: fetch and pipeline apart."""
-
-    def __init__(self, pipeline: Any) -> None:
-        super().__init__()
-        self.pipeline = sf.Compose(pipeline)
-
-    def fetch(self, id: int) -> Any:
-        return super().__getitem__(id)
-
-    def __getitem__(self, id: int) -> Any:
-        return self.pipeline(self.fetch(id))
-
-    def where(self, id: int) -> str:
-        return f"signal {id}"
-
-    def fingerprint(self) -> str:
-        return "signals"
-
-
-def epoch_loader(data: Any, transform: Any, epoch: int) -> Any:
-    """A loader without a cache, at `epoch`."""
-    loader = sf.DataLoader(Piped(transform), batch_size=4, seed=3)
-    loader.set_epoch(epoch)
-    return loader
 
 
 def test_a_data_set_that_crops() -> None:
@@ -241,7 +216,8 @@ def padded_or_cut(x: Any) -> Any:
     return padded(x) if len(x) < LENGTH else x[:LENGTH]
 
 
-def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("how", ["borrow", "gather"])
+def test_records_that_are_made_again_while_they_are_read(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another job finds a random step between the look at the cache and the reading of a batch."""
 
     class Pixels(Signals):
@@ -252,22 +228,25 @@ def test_records_that_are_made_again_while_they_are_borrowed(monkeypatch: pytest
         def raised(x: Any) -> Any:
             return x + np.uint8(100)
 
-        step = [raised, sf.vision.RandomResizedCrop(8, scale=(1, 1), ratio=(1, 1), flip=0.5)]
-        return sf.CachedDataset(Pixels(), capacity="1MiB", form="prepared", name="race", transform=sf.Compose(step))
+        last = [sf.vision.RandomResizedCrop(8, scale=(1, 1), ratio=(1, 1), flip=0.5)] if how == "borrow" else []
+        steps = sf.Compose([raised, *last])
+        return sf.CachedDataset(Pixels(), capacity="1MiB", form="prepared", name="race", transform=steps)
 
-    borrow, calls = SampleCache.borrow, []
+    read, calls = getattr(SampleCache, how), []
     with made() as first, made() as second, warnings.catch_warnings():
         warnings.simplefilter("ignore", StallfreeWarning)
 
-        def late(self: Any, ids: Any) -> Any:
+        def late(self: Any, *arguments: Any) -> Any:
             calls.append(1)
             if len(calls) == 2:
                 second.cache.uncache_steps(1)
                 second.__getitems__(range(COUNT))
-            return borrow(self, ids)
+            return read(self, *arguments)
 
+        if how == "gather":
+            first.__getitems__(range(COUNT))
         loader = sf.DataLoader(first, batch_sampler=[[0, 1, 2, 3], [4, 5, 6, 8], [0, 1, 2, 3]])
-        monkeypatch.setattr(SampleCache, "borrow", late)
+        monkeypatch.setattr(SampleCache, how, late)
         values = [np.asarray(batch)[:, 0, 0, 0].tolist() for batch in loader]
     assert len(calls) > 1
     assert values == [[100, 101, 102, 103], [104, 105, 106, 108], [100, 101, 102, 103]]

@@ -100,6 +100,24 @@ def test_a_fetch_again_after_an_eviction_has_the_limit_too(source: Hanging) -> N
         reader.close()
 
 
+def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source(source: Hanging) -> None:
+    """Both fetch ahead in threads; what is in one's queue must not be given up with the other."""
+    source.answer.set()
+    with sf.CachedDataset(source, capacity="1MiB") as data:
+        data.cache.clear()
+        source.answer.clear()
+        first = iter(sf.DataLoader(data, batch_size=6))
+        second = sf.DataLoader(data, sampler=[10, 11])
+        iterator = iter(second)
+        ending = threading.Thread(target=second.close)
+        ending.start()
+        ending.join(1.0)  # returns at once if the fetches of the first are none of its business
+        source.answer.set()
+        ending.join()
+        assert [batch.tolist() for batch in first] == [list(range(6)), list(range(6, 12))]
+        del iterator
+
+
 PROGRAM = """
 import threading, stallfree as sf
 from stallfree.ipc import fetch_threads

@@ -96,6 +96,16 @@ def test_resume_of_a_resumed_epoch() -> None:
     assert list(loader) == []
 
 
+def test_a_state_at_an_earlier_position() -> None:
+    """That of a prefetcher, which takes batches ahead of the training loop."""
+    loader, resumed = (sf.DataLoader(Made(SAMPLES, int), 4, sampler=RandomSampler(range(SAMPLES))) for _ in range(2))
+    batches = iter(loader)
+    next(batches), next(batches)
+    position, ahead = loader.position, [next(batches).tolist() for _ in range(2)]
+    resumed.load_state_dict(loader.state_at(position))
+    assert [batch.tolist() for batch in resumed] == [*ahead, *(batch.tolist() for batch in batches)]
+
+
 def test_a_state_after_a_break() -> None:
     """Batches that were under way when the loop was left are not lost."""
     for workers in (0, 2):

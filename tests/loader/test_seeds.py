@@ -8,15 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 import stallfree as sf
 from cached_data import Numbers, with_draws
 from cases import half
 from children import Child
 from loader_data import Made, jittered, picture
-from stallfree.datasets.reader import Reader
-from stallfree.sources.mapped import as_source
 
 COUNT = 20
 
@@ -246,30 +244,3 @@ def draws(loader: Any) -> dict[int, Any]:
     for _, labels, *drawn in loader:
         found |= dict(zip(labels.tolist(), zip(*(each.tolist() for each in drawn), strict=True), strict=True))
     return found
-
-
-def test_a_data_set_with_a_reader_of_its_own_is_seeded_without_workers_too() -> None:
-    """As one whose files are cached."""
-
-    class Wrapped(Dataset[Any]):
-        seed = 3
-
-        def __init__(self) -> None:
-            self.reader = Reader(as_source(Noisy()), None, sf.Compose([]), sf.Compose([]))
-
-        def __len__(self) -> int:
-            return 8
-
-    class Noisy(Dataset[Any]):
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, id: int) -> torch.Tensor:
-            return torch.rand(2)
-
-    epochs = []
-    for workers in (0, 0, 1):
-        with sf.DataLoader(Wrapped(), 4, num_workers=workers) as loader:
-            epochs.append(torch.cat(list(loader)))
-    assert torch.equal(epochs[0], epochs[1])
-    assert torch.equal(epochs[0], epochs[2])

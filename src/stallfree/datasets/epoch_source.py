@@ -68,7 +68,7 @@ class EpochPlan:
 class EpochSource(Protocol):
     """Decides the samples of each epoch and their order.
 
-    A data set with a method `epoch_source(setup)` creates the source itself: see `sampling.sources`.
+    A data set with a method `epoch_source(setup)` creates the source itself.
     """
 
     planned: bool = False
@@ -82,15 +82,12 @@ class EpochSource(Protocol):
     @property
     def next_epoch(self) -> int:
         """The number of the next epoch, if the user does not set it."""
-        ...
 
     def num_batches(self, epoch: int) -> int:
         """The number of batches of an epoch. Raises `TypeError` if it is not known."""
-        ...
 
     def describe(self) -> dict[str, Any]:
         """The properties that two loaders must share for a position to be valid in both."""
-        ...
 
     def check_ranks(self) -> None:
         """Warn if there are several ranks and each has all samples."""
@@ -106,7 +103,6 @@ class EpochSource(Protocol):
 
     def begin(self, epoch: int, resume: Position | None) -> EpochPlan:
         """Begin an epoch, or resume one at a saved position."""
-        ...
 
     def state_dict(self) -> dict[str, Any]:
         """Entries of the loader's state in addition to the position."""

@@ -51,13 +51,9 @@ def check_arguments(loader: Any) -> int | float | None:
     if (loader.cache, loader.capacity, loader.transform) != (None, None, None):
         capacity = _auto_capacity(loader.cache, loader.capacity, loader.transform, loader.sampler)
     _check_remote(loader.workers, loader.cache, loader.num_workers)
-    check_numbers(
-        int(capacity is not None) if loader.num_workers is None else loader.num_workers,  # "auto" chooses them
-        loader.batch_size,
-        loader.timeout,
-        loader.prefetch_factor,
-        loader.persistent_workers and loader.workers is None,
-    )
+    workers = int(capacity is not None) if loader.num_workers is None else loader.num_workers  # "auto" chooses them
+    persistent = loader.persistent_workers and loader.workers is None
+    check_numbers(workers, loader.batch_size, loader.timeout, loader.prefetch_factor, persistent)
     check_functions(loader.collate_fn, loader.worker_init_fn, loader.on_error)
     _check_sampling(loader.sampler, loader.batch_sampler, loader.ranks, loader)
     return capacity

@@ -209,9 +209,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Return the source of the samples and its reader; None if that is made when a pass needs it (`Epochs`)."""
         divide, plan = self.num_workers > 0 or self.workers is not None, "epoch_source"
         planned = hasattr(type(self.dataset), plan) or hasattr(type(self.sampler), plan)
-        if not (divide or self._auto or planned or self.on_error == "skip"):
+        has_reader = isinstance(getattr(self.dataset, "reader", None), Reader)
+        if not (divide or self._auto or planned or has_reader or self.on_error == "skip"):
             source = as_source(self.dataset, divide=False)
-            if type(source) is MapSource and not isinstance(getattr(self.dataset, "reader", None), Reader):
+            if type(source) is MapSource:
                 return source, None
         reader = reader_of(self.dataset, divide=divide)
         return reader.source, reader
@@ -241,22 +242,11 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
-            samples=len(options.source),
-            batch_size=self.batch_size,
-            shuffle=self.shuffle,
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            drop_last=self.drop_last,
-            ranks=self.ranks,
-            seed=self.seed,
-            seed_of_data=seed_of_data,
-            source=options.source,
-            reader=options.reader,
-            auto=self._auto,
-            context=options.context,
-            counts=self._counts,
-            order=order_of,
-        )
+            samples=len(options.source), batch_size=self.batch_size, shuffle=self.shuffle, sampler=sampler,
+            batch_sampler=batch_sampler, drop_last=self.drop_last, ranks=self.ranks, seed=self.seed,
+            seed_of_data=seed_of_data, source=options.source, reader=options.reader, auto=self._auto,
+            context=options.context, counts=self._counts, order=order_of,
+        )  # fmt: skip
         return source_of(self.dataset, setup)
 
     # -- attributes that are set later ---------------------------------------------------------------------------------

@@ -118,11 +118,8 @@ class Result:
 
     def add_to(self, counts: dict[str, Any]) -> None:
         """Add the hits, misses, bytes, seconds and skips of the batch to `counts`."""
-        counts["hits"] += self.hits
-        counts["misses"] += self.misses
-        counts["storage_bytes"] += self.storage_bytes
-        counts["fetch_seconds"] += self.fetch_seconds
-        counts["prep_seconds"] += self.prep_seconds
+        for name in ("hits", "misses", "storage_bytes", "fetch_seconds", "prep_seconds"):
+            counts[name] += getattr(self, name)
         counts["skips"] += self.skipped
 
     @property
