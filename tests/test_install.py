@@ -158,25 +158,6 @@ def test_a_group_is_prepared_for_whichever_way_its_processes_start(method: str) 
     assert epochs == [list(range(24))] * 2
 
 
-def _served(workers: int, method: str) -> list[list[int]]:
-    options = {"batch_size": 4, "num_workers": workers, "multiprocessing_context": method}
-    with sf.CachedDataset(_Data(), capacity="1MiB", policy="importance") as dataset:
-        sampler = sf.ImportanceSampler(24, cache=dataset.cache, seed=5)
-        with sf.DataLoader(dataset, sampler=sampler, **options) as loader:
-            epochs: list[list[int]] = [[], []]
-            for epoch in epochs:
-                for (_, labels), ids, _ in loader:
-                    assert ids.tolist() == labels.tolist()
-                    loader.update(ids, labels.float())
-                    epoch += ids.tolist()
-    return epochs
-
-
-@started
-def test_an_importance_sampler_is_served_alike_whichever_way_workers_start(method: str) -> None:
-    assert _served(1, method) == _served(0, method)
-
-
 SCRIPT = """
 import torch
 import stallfree as sf
