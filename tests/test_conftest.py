@@ -1,8 +1,13 @@
 """The fixture that looks for leaks finds them. A test of tests: if it were blind, nothing else would notice."""
 
+import mmap
 import subprocess
 import sys
+import threading
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 LEAKS = """
 import mmap, os, pathlib, subprocess, sys, threading
@@ -35,6 +40,19 @@ def test_clean():
 """
 
 
+def test_leaks_are_seen(request: pytest.FixtureRequest, store_root: Path) -> None:
+    conftest: Any = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    before, end, path = conftest.Held.now(store_root), threading.Event(), store_root / "segment"
+    path.write_bytes(bytes(4096))
+    thread, process = threading.Thread(target=end.wait), subprocess.Popen(["sleep", "60"])
+    thread.start()
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 4096):
+        seen = str(conftest.Held.now(store_root).since(before))
+    end.set(), thread.join(), process.kill(), process.wait(), path.unlink()
+    assert [kind for kind in ("process", "thread", "descriptor", "file", "mapping") if f"  {kind} " not in seen] == []
+
+
+@pytest.mark.slow
 def test_each_leak_fails_the_test_that_made_it(tmp_path: Path) -> None:
     conftest = Path(__file__).with_name("conftest.py").read_text()
     (tmp_path / "conftest.py").write_text(conftest.replace("PATIENCE = 5.0", "PATIENCE = 0.2"))

@@ -17,9 +17,6 @@ from stallfree.ipc import folders
 
 ROOT = Path(__file__).parents[1]
 
-started = pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-"""Given all by pickle: forkserver as spawn, which imports all anew each time."""
-
 DATA = """
 import json, os, sys, warnings
 import torch
@@ -149,7 +146,8 @@ def test_nothing_but_read_only_folders_is_one_error() -> None:
 # -- start methods -----------------------------------------------------------------------------------------------------
 
 
-@started
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_group_is_prepared_for_whichever_way_its_processes_start(method: str) -> None:
     with sf.SharedLoader(
         _Data(), group=f"started-{method}", batch_size=4, num_workers=1, multiprocessing_context=method
@@ -193,9 +191,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "rest", [UNGUARDED, pytest.param(GUARDED, marks=pytest.mark.slow)], ids=["as it is", "guarded"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", [UNGUARDED, GUARDED], ids=["as it is", "guarded"])
 def test_a_script_with_the_start_method_of_this_python(rest: str, tmp_path: Path) -> None:
     """With `cache="auto"` and no `num_workers`, a script needs no guard, and its data set need not be picklable."""
     (tmp_path / "train.py").write_text(SCRIPT + rest)
