@@ -30,7 +30,7 @@ ARGUMENTS = {"demo": ("--pictures", "64", "--epochs", "2", "--batch-size", "16",
 """What makes an example small."""
 PRINTED = {"own_tier": "64 reads of the data set; 51 of 72 hits came from the files\n"}
 """What an example prints, where that is always the same."""
-LONG = {*SEARCHES, *PEERS, "analyze", "ddp", "elastic", "importance", "process_prefetcher"}
+LONG = {*SEARCHES, *PEERS, "analyze", "clara_config", "ddp", "demo", "elastic", "importance", "process_prefetcher"}
 """Examples that take a while."""
 
 
@@ -64,14 +64,9 @@ def test_example_as_users_start_it(path: Path, temporary: Path, store_root: Path
     require(*PEERS.get(path.stem, ()))
     done = subprocess.run(
         [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())],
-        cwd=temporary,
-        env=environment | {"TMPDIR": str(temporary)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+        cwd=temporary, env=environment | {"TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
     check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(temporary)), store_root)
     if package:
         check_search(done.stdout)
@@ -80,11 +75,9 @@ def test_example_as_users_start_it(path: Path, temporary: Path, store_root: Path
 def require(*packages: str) -> None:
     """Skip where one of `packages` cannot be imported: it is not there, or (torchvision) made for another torch."""
     for package in packages:
-        command = [sys.executable, "-c", f"import {package}"]
-        tried = subprocess.run(command, capture_output=True, text=True, check=False)
+        tried = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
         if tried.returncode:
-            reason = tried.stderr.strip().splitlines()[-1]
-            pytest.skip(f"{package} is not there ({reason}): pip install {package.partition('.')[0]}")
+            pytest.skip(f"{package} is not there ({tried.stderr.strip().splitlines()[-1]})")
 
 
 def check(name: str, ended: Ended, store_root: Path) -> None:

@@ -17,9 +17,6 @@ from stallfree.ipc import folders
 
 ROOT = Path(__file__).parents[1]
 
-started = pytest.mark.parametrize("method", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
-"""Given all by pickle: forkserver as spawn, which imports all anew each time."""
-
 DATA = """
 import json, os, sys, warnings
 import torch
@@ -149,32 +146,14 @@ def test_nothing_but_read_only_folders_is_one_error() -> None:
 # -- start methods -----------------------------------------------------------------------------------------------------
 
 
-@started
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
 def test_a_group_is_prepared_for_whichever_way_its_processes_start(method: str) -> None:
     with sf.SharedLoader(
         _Data(), group=f"started-{method}", batch_size=4, num_workers=1, multiprocessing_context=method
     ) as loader:
         epochs = [[int(id) for _, labels in loader for id in labels] for _ in range(2)]
     assert epochs == [list(range(24))] * 2
-
-
-def _served(workers: int, method: str) -> list[list[int]]:
-    options = {"batch_size": 4, "num_workers": workers, "multiprocessing_context": method}
-    with sf.CachedDataset(_Data(), capacity="1MiB", policy="importance") as dataset:
-        sampler = sf.ImportanceSampler(24, cache=dataset.cache, seed=5)
-        with sf.DataLoader(dataset, sampler=sampler, **options) as loader:
-            epochs: list[list[int]] = [[], []]
-            for epoch in epochs:
-                for (_, labels), ids, _ in loader:
-                    assert ids.tolist() == labels.tolist()
-                    loader.update(ids, labels.float())
-                    epoch += ids.tolist()
-    return epochs
-
-
-@started
-def test_an_importance_sampler_is_served_alike_whichever_way_workers_start(method: str) -> None:
-    assert _served(1, method) == _served(0, method)
 
 
 SCRIPT = """
@@ -212,9 +191,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    "rest", [UNGUARDED, pytest.param(GUARDED, marks=pytest.mark.slow)], ids=["as it is", "guarded"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("rest", [UNGUARDED, GUARDED], ids=["as it is", "guarded"])
 def test_a_script_with_the_start_method_of_this_python(rest: str, tmp_path: Path) -> None:
     """With `cache="auto"` and no `num_workers`, a script needs no guard, and its data set need not be picklable."""
     (tmp_path / "train.py").write_text(SCRIPT + rest)

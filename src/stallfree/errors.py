@@ -22,8 +22,6 @@ Each kind of error has a page in `docs/errors`, whose address is the last line o
 `page`, or one of the functions below the classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

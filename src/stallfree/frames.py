@@ -1,7 +1,5 @@
 """The user's line for warnings."""
 
-from __future__ import annotations
-
 import os
 import sys
 

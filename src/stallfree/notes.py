@@ -4,8 +4,6 @@ Such an error is raised as it is: its class, arguments, attributes and cause. On
 would end the loop that takes the batches.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -5,8 +5,6 @@ fallback within one process and without a cache: `DataLoader` prepares in the tr
 What cannot be had there raises `PlatformError`, which names what to use in its place.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os
@@ -20,10 +18,8 @@ from stallfree.errors import PlatformError
 
 try:
     import fcntl as fcntl
-    import resource as resource
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
-    resource = None  # type: ignore[assignment]
 
 OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags for every `os.open`: bytes as they are, and not for processes started later."""

@@ -1,8 +1,7 @@
 """Frozen counts that the analyser, the logs and the tests read alike."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
+from typing import Self
 
 
 @dataclass(frozen=True)
@@ -157,7 +156,7 @@ class LoaderStats:
         """The rest of `wait_seconds`: waits that remain when every fetch is instant."""
         return self.wait_seconds - self.stall_fetch_seconds
 
-    def __sub__(self, before: LoaderStats) -> LoaderStats:
+    def __sub__(self, before: Self) -> Self:
         """What was done since `before`, for instance in one epoch. Queue, staging and workers are those of now."""
         states = ("queue_depth", "staging_bytes", "num_workers", "jobs")
         names = [field.name for field in fields(self)]

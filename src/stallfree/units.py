@@ -1,7 +1,5 @@
 """Sizes and rates as people write them: `"4GiB"`, `"60MB/s"`, `"80ms"`."""
 
-from __future__ import annotations
-
 import operator
 import re
 from typing import Any

@@ -17,7 +17,7 @@ import stallfree as sf
 from stallfree import InputError
 from stallfree.analysis import analyze as analyzing
 from stallfree.analysis.analyze import Analysis
-from stallfree.analysis.jobs import Job, drop_pages, read_files, resident_share
+from stallfree.analysis.jobs import CyclingSampler, Job, drop_pages, read_files, resident_share
 from stallfree.analysis.render import progress_bar
 from stallfree.cli import main
 from stallfree.sources.mapped import BaseSource
@@ -82,17 +82,15 @@ def test_a_source_behind_slow_storage() -> None:
         assert torch.equal(pictures[:, 0].long(), labels)
         seen.append(tuple(pictures.shape))
 
-    with_limit = sf.testing.ThrottledSource(Records(24), bandwidth="200KB/s")  # 20 samples/s
-    report = quick(with_limit, step, seconds=0.4, batch_size=2, num_workers=0)  # a busy machine delays workers
-    rates = {name: rate["value"] for name, rate in report.data["rates"].items()}
+    with_limit = sf.testing.ThrottledSource(Records(24), bandwidth="500KB/s")  # 50 samples/s
+    data = quick(with_limit, step, seconds=0.2, batch_size=2, num_workers=0).data  # a busy machine delays workers
+    rates = {name: rate["value"] for name, rate in data["rates"].items()}
     assert set(seen) == {(2, 100)}
-    assert rates["S"] < 1.5 * 20 < min(rates["P"], rates["G"], rates["C"])
+    assert rates["S"] < 1.5 * 50 < min(rates["P"], rates["G"], rates["C"])
     assert rates["F"] == pytest.approx(rates["S"])
-    assert report.data["job"]["sample_bytes"] == 10_000
-    assert report.data["job"]["loader"] == "stallfree"
-    assert report.data["shares"]["cold"]["fetch_stall"] > 0.5
-    assert "no local files" in report.data["notes"][0]
-    assert report.predict(storage="4MB/s").F == pytest.approx(400)
+    assert (data["job"]["sample_bytes"], data["job"]["loader"]) == (10_000, "stallfree")
+    assert data["shares"]["cold"]["fetch_stall"] > 0.5
+    assert "no local files" in data["notes"][0]
 
 
 def test_a_cached_data_set_is_analysed_with_its_cache() -> None:
@@ -100,21 +98,17 @@ def test_a_cached_data_set_is_analysed_with_its_cache() -> None:
         before = cached.stats()
         report = quick(cached)
         assert cached.stats() == before  # the user's cache was not touched
-        found = report.data["job"]["cache_share"] * 200
-        assert found == pytest.approx(95, abs=5)
-    with pytest.raises(InputError, match="has a cache; leave `cache` out"):
-        quick(cached, cache="50%")
+        assert report.data["job"]["cache_share"] * 200 == pytest.approx(95, abs=5)
+        with pytest.raises(InputError, match="has a cache; leave `cache` out"):
+            quick(cached, cache="50%")
 
 
 def test_a_plain_data_set_runs_under_torchs_loader(tmp_path: Path) -> None:
     report = quick(Files(tmp_path), cache="50%")
-    assert report.data["job"]["loader"] == "torch"
-    assert report.data["job"]["sample_bytes"] == 20_000
-    assert report.data["job"]["cache_share"] == 0.5
-    assert all(report.data["rates"][name]["value"] > 0 for name in "GPSCF")
-    assert report.predict(storage="20MB/s").F == pytest.approx(
-        1 / (0.5 / report.data["rates"]["C"]["value"] + 0.5 / 1000)
-    )
+    job, rates = report.data["job"], report.data["rates"]
+    assert (job["loader"], job["sample_bytes"], job["cache_share"]) == ("torch", 20_000, 0.5)
+    assert all(rates[name]["value"] > 0 for name in "GPSCF")
+    assert report.predict(storage="20MB/s").F == pytest.approx(1 / (0.5 / rates["C"]["value"] + 0.5 / 1000))
 
 
 class Augmented(Files):
@@ -193,11 +187,8 @@ def failing(batch: Any) -> None:
 
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     (range(3), nothing, {}, "has 3 samples, less than a batch of 4"),
-    (range(9), failing, {}, r"step\(batch\) failed: RuntimeError: mat1 and mat2"),
+    (range(9), failing, {}, r"step\(batch\) failed: RuntimeError: mat1 and mat2 .* with tensors of \(4,\) int64"),
     (range(9), nothing, {"batch_size": None}, "batch_size=None"),
-    (range(9), nothing, {"device": "gpu7"}, "device='gpu7' is no device"),
-    (range(9), nothing, {"cache": "much"}, "cache='much'"),
-    (iter(range(9)), nothing, {}, "map-style"),
     (range(9), nothing, {"workers": 3}, "making the loader failed: .*'workers'"),
     ([[1] * (1 + id) for id in range(9)], nothing, {}, "making a batch failed: RuntimeError: "),
 ]
@@ -278,7 +269,7 @@ def test_the_commands_end_to_end(tmp_path: Path, command: Callable[..., tuple[An
         (("analyze", "my_job.py:number"), "has no function 'number'"),
         (("analyze", "absent.py:build"), "there is no file absent.py"),
         (("analyze", "broken.py:build"), "loading broken.py failed: SyntaxError"),
-        (("analyze", "my_job.py:build", "--json", "no/folder/r.json"), "there is no folder no/folder"),
+        (("analyze", "my_job.py:build", "--json", "no/folder/r.json"), "no/folder/r.json cannot be written"),
         (("analyze", "my_job.py:build", "--cache", "101%"), "cache='101%'"),
     ],
 )
@@ -370,3 +361,6 @@ def test_files_are_dropped_from_memory_and_read_again(tmp_path: Path) -> None:
     read_files([paths[0], str(tmp_path / "missing")])
     assert resident_share(paths) == pytest.approx(0.25)
     assert resident_share([str(tmp_path / "missing"), str(empty)]) is None
+    sampler = CyclingSampler([0], lambda id: [paths[id]])
+    assert next(iter(sampler)) == 0
+    assert sampler.resident == [resident_share(paths)] == [0.0]

@@ -1,33 +1,14 @@
 """Rates and their intervals, on a clock of the test's own."""
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from stallfree.analysis import measure
 from stallfree.analysis.measure import combined, measure_rate, next_half_width
-
-
-class Clock:
-    now = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr(measure, "time", clock)
-    return clock
-
-
-def ticks(clock: Clock, seconds: Iterable[float]) -> Iterator[int]:
-    for each in seconds:
-        clock.now += each
-        yield 8
 
 
 @pytest.mark.parametrize(
@@ -41,9 +22,19 @@ def ticks(clock: Clock, seconds: Iterable[float]) -> Iterator[int]:
         ([], 0, None, 0.0),
     ],
 )
-def test_what_is_timed(clock: Clock, times: list[float], warm_up: int, rate: float | None, lasts: float) -> None:
-    assert measure_rate(ticks(clock, times), warm_up, 2.0) == (rate and pytest.approx(rate))
-    assert clock.now - 100 == pytest.approx(lasts, abs=0.11)
+def test_what_is_timed(
+    times: list[float], warm_up: int, rate: float | None, lasts: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+
+    def batches() -> Iterator[int]:
+        for each in times:
+            now[0] += each
+            yield 8
+
+    monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    assert measure_rate(batches(), warm_up, 2.0) == (rate and pytest.approx(rate))
+    assert now[0] - 100 == pytest.approx(lasts, abs=0.11)
 
 
 def test_the_intervals_of_rounds_hold_the_truth_nearly_always() -> None:

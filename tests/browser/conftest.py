@@ -6,7 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import pytest
@@ -53,6 +53,12 @@ class Opened:
     def text(self, selector: str) -> str:
         """The text of the one element that is meant."""
         return self.page.locator(selector).inner_text()
+
+    def box(self, selector: str) -> Any:
+        """The box of the one element that is meant: x, y, width, height."""
+        box = self.page.locator(selector).bounding_box()
+        assert box is not None
+        return box
 
     def check(self) -> None:
         """So far it has had no error and asked for nothing but itself."""

@@ -49,22 +49,21 @@ def page(open_page: Open) -> Opened:
 
 @pytest.mark.parametrize(("width", "scheme"), [(1280, "light"), (375, "dark")])
 def test_it_fits(open_page: Open, width: int, scheme: str) -> None:
+    """Nothing is wider than the window, the chart is beside the boxes if there is room, the cursor is on its axis."""
     opened = open_page(simulation_page(simulation()), width, scheme)
-    check_fit(opened, width)
-    check_line(opened)
-
-
-def check_fit(opened: Opened, width: int) -> None:
-    """Nothing is wider than the window, and the chart is beside the boxes where there is room for it."""
-    for place in (0, 333, 1000):
+    lines = []
+    for place in (0, 500, 1000):
         seek(opened, place)
         assert opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
-    boxes, gantt = opened.page.locator("#loaders").bounding_box(), opened.page.locator("#gantt").bounding_box()
-    assert boxes is not None
-    assert gantt is not None
+        cursor = opened.box("#cursor")
+        lines.append(cursor["x"] + cursor["width"] / 2)
+    boxes, gantt = opened.box("#loaders"), opened.box("#gantt")
     beside = gantt["x"] >= boxes["x"] + boxes["width"]
     below = gantt["y"] >= boxes["y"] + boxes["height"]
     assert (beside, below) == ((True, False) if width > 800 else (False, True))
+    assert lines[1] - lines[0] == pytest.approx(lines[2] - lines[1], abs=1)
+    grid = opened.page.evaluate("document.querySelector('#gantt .nsewdrag').getBoundingClientRect().toJSON()")
+    assert [lines[0], lines[2]] == [pytest.approx(grid[edge], abs=2) for edge in ("left", "right")]
 
 
 def test_play_and_pause(page: Opened) -> None:
@@ -107,6 +106,7 @@ def test_step_goes_from_event_to_event(page: Opened) -> None:
 def test_the_boxes_at_every_instant(page: Opened, prefetch: bool) -> None:
     page.page.locator(f"input[name=run][value='{int(prefetch)}']").check()
     events = worked_out(prefetch)
+    by = {(event.what, event.batch): event for event in events}
     assert gantt(page) == {
         (e.actor, e.what, str(e.batch), round(1000 * e.start), round(1000 * e.end)) for e in events if e.start < 0.3
     }
@@ -116,25 +116,14 @@ def test_the_boxes_at_every_instant(page: Opened, prefetch: bool) -> None:
         assert trained(page)[prefetch] == sum(e.what == "compute" and e.end <= at for e in events)
         working = {e.actor: f"{e.what} {e.batch}" for e in events if e.start <= at < e.end}
         ready = [e.batch for e in events if e.what == "load" and e.end <= at]
-        waiting = [
-            batch for batch in ready if not any(e.what == "copy" and e.batch == batch and e.start <= at for e in events)
-        ]
+        waiting = [batch for batch in ready if ("copy", batch) not in by or by["copy", batch].start > at]
         assert queued(page) == ([str(waiting[0])] if waiting else []), "the queue has one place"
-        held = {loader_of(events, batch): f"waits with {batch}" for batch in waiting[1:]}
+        held = {by["load", batch].actor: f"waits with {batch}" for batch in waiting[1:]}
         idle = dict.fromkeys(("loader 0", "loader 1", "copy", "device"), "idle")
         assert doing(page) == idle | held | working
-        staged = [
-            str(e.batch)
-            for e in events
-            if e.what == "copy"
-            and e.end <= at
-            and not any(o.what == "compute" and o.batch == e.batch and o.start <= at for o in events)
-        ]
+        copied = [e.batch for e in events if e.what == "copy" and e.end <= at]
+        staged = [str(batch) for batch in copied if ("compute", batch) not in by or by["compute", batch].start > at]
         assert page.text("#waiting") == (f"On the device, next: {', '.join(staged)}" if staged else "")
-
-
-def loader_of(events: list[Event], batch: int) -> str:
-    return next(event.actor for event in events if event.what == "load" and event.batch == batch)
 
 
 def gantt(opened: Opened) -> set[tuple[str, str, str, int, int]]:
@@ -149,24 +138,6 @@ def gantt(opened: Opened) -> set[tuple[str, str, str, int, int]]:
         }"""
     )
     return {(who, what, batch, round(1000 * start), round(1000 * end)) for who, what, batch, start, end in bars}
-
-
-def check_line(opened: Opened) -> None:
-    """The line in the chart is where now is on its axis."""
-    lines = []
-    for place in (0, 500, 1000):
-        seek(opened, place)
-        box = opened.page.locator("#cursor").bounding_box()
-        assert box is not None
-        lines.append(box["x"] + box["width"] / 2)
-    assert lines[1] - lines[0] == pytest.approx(lines[2] - lines[1], abs=1)
-    inner = opened.page.evaluate(
-        """() => {
-            const grid = document.querySelector("#gantt .nsewdrag").getBoundingClientRect();
-            return [grid.left, grid.right];
-        }"""
-    )
-    assert [lines[0], lines[2]] == [pytest.approx(edge, abs=2) for edge in inner]
 
 
 def recorded(**changes: Any) -> dict[str, Any]:

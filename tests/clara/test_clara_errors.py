@@ -29,58 +29,51 @@ def refused(tmp_path: Path, data: Path, config: dict[str, Any], message: str, li
         load(path, DATASET_JSON=list_ or data / "list.json", DATA_ROOT=data)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"data_list_file_path": None}, r"'data_list_file_path' is missing: give the path of the data list"),
-        ({"num_cache_object": 3}, r"no argument 'num_cache_object': did you mean 'num_cache_objects'"),
-        ({"output_crop_size": 96}, r"output_crop_size is 96, expected 2 or 3"),
-        ({"output_batch_size": 0}, r"output_batch_size is 0, expected samples per batch, an int of 1 or more"),
-        ({"replace_percent": 10}, r"replace_percent is 10, expected 0 to 1 .*0\.1 is a tenth"),
-        ({"output_data_dims": 2}, r"output_crop_size is \[4, 5, 6\], expected 2 numbers, as output_data_dims=2"),
-        ({"output_data_format": "channels_last"}, r"is 'channels_last', expected 'channels_first'; leave the arg"),
-        ({"duplicate_count": 2}, r"duplicate_count is 2, expected 1; leave"),
-    ],
-)
-def test_arguments(changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
-    refused(tmp_path, data, {"validate": section(CACHED, LOAD, **changes)}, rf"validate\.image_pipeline.*{message}")
+def arg(**changes: Any) -> dict[str, Any]:
+    return section(CACHED, LOAD, **changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image_pipeline": None}, r"train\.image_pipeline is None, expected an object"),
-        ({"image_pipeline": {"args": {}}}, r'train\.image_pipeline is .*, expected "name" for what is known here'),
-        ({"image_pipeline": {"name": "A", "arguments": {}}}, r"unknown key 'arguments': use name, path, args"),
-        ({"image_pipeline": {"name": "A", "args": []}}, r"train\.image_pipeline\.args is \[\], expected an object"),
-        ({"image_pipeline": {"name": "KerasPipeline"}}, r"is 'KerasPipeline', expected one of Seg"),
-        ({"pre_transforms": []}, r"train\.pre_transforms is \[\], expected a list of transforms"),
-    ],
-)
-def test_sections(changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
-    refused(tmp_path, data, {"train": {**section(CACHED, LOAD), **changes}}, message)
-    train = section(CACHED, LOAD)
-    (part,) = changes
-    del train[part]
-    refused(tmp_path, data, {"train": train}, rf"train\.{part} is missing")
+def step(name: str, **args: Any) -> dict[str, Any]:
+    return section(CACHED, [LOAD[0], {"path" if "." in name else "name": name, "args": args}])
 
 
-FIELDS = {"fields": "image"}
+def pipeline(entry: Any) -> dict[str, Any]:
+    return {**section(CACHED, LOAD), "image_pipeline": entry}
 
 
-@pytest.mark.parametrize(
-    ("entry", "message"),
-    [
-        ({"name": "LoadNitfi"}, r"is 'LoadNitfi', expected a transform of MONAI, or of Clara: LoadNifti, Conv.*path"),
-        ({"name": "ScaleIntensityRange", "args": FIELDS}, r"'a_min'.*its arguments are fields, a_min, a_max"),
-        ({"name": "ConvertToChannelsFirst", "args": {"field": "image"}}, r"\(ConvertToChannelsFirst\).*are fields"),
-        ({"name": "RandFlipd", "args": {"keys": "image", "probability": 1}}, r"\(RandFlipd\).*its arguments are keys"),
-        ({"path": "clara_data.Nothing"}, r"'clara_data\.Nothing' cannot be imported"),
-        ({"path": "clara_data.NoTransform"}, r"is no transform: its instances cannot be called"),
-    ],
-)
-def test_transforms(entry: Any, message: str, data: Path, tmp_path: Path) -> None:
-    refused(tmp_path, data, {"train": section(CACHED, [LOAD[0], entry])}, rf"train\.pre_transforms\[1\].*{message}")
+WRONG: list[tuple[dict[str, Any], str]] = [
+    (
+        arg(data_list_file_path=None),
+        r"'data_list_file_path' is missing: give the path of the data list",
+    ),
+    (arg(num_cache_object=3), r"no argument 'num_cache_object': did you mean 'num_cache_objects'"),
+    (arg(output_crop_size=96), r"output_crop_size is 96, expected 2 or 3"),
+    (arg(output_batch_size=0), r"output_batch_size is 0, expected samples per batch, an int of 1 or more"),
+    (arg(replace_percent=10), r"replace_percent is 10, expected 0 to 1 .*0\.1 is a tenth"),
+    (arg(output_data_dims=2), r"output_crop_size is \[4, 5, 6\], expected 2 numbers, as output_data_dims=2"),
+    (arg(output_data_format="channels_last"), r"is 'channels_last', expected 'channels_first'; leave the argument out"),
+    (pipeline(None), r"image_pipeline is None, expected an object"),
+    (pipeline({"args": {}}), r'image_pipeline is .*, expected "name" for what is known here'),
+    (pipeline({"name": "A", "arguments": {}}), r"unknown key 'arguments': use name, path, args"),
+    (pipeline({"name": "A", "args": []}), r"image_pipeline\.args is \[\], expected an object"),
+    (pipeline({"name": "KerasPipeline"}), r"is 'KerasPipeline', expected one of Seg"),
+    (section(CACHED, []), r"pre_transforms is \[\], expected a list of transforms"),
+    ({"image_pipeline": {}}, r"pre_transforms is missing: a section needs"),
+    (
+        step("LoadNitfi"),
+        r"transforms\[1\].*'LoadNitfi', expected a transform of MONAI, or of Clara: LoadNifti,",
+    ),
+    (step("ScaleIntensityRange", fields="image"), r"'a_min'.*its arguments are fields, a_min, a_max"),
+    (step("ConvertToChannelsFirst", field="image"), r"\(ConvertToChannelsFirst\).*are fields"),
+    (step("RandFlipd", keys="image", probability=1), r"\(RandFlipd\).*its arguments are keys"),
+    (step("clara_data.Nothing"), r"'clara_data\.Nothing' cannot be imported"),
+    (step("clara_data.NoTransform"), r"is no transform: its instances cannot be called"),
+]
+
+
+@pytest.mark.parametrize(("part", "message"), WRONG)
+def test_configurations(part: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
+    refused(tmp_path, data, {"train": part}, rf"train\..*{message}")
 
 
 @pytest.mark.parametrize(("package", "module"), [("monai", "monai.transforms"), ("nibabel", "nibabel")])

@@ -1,15 +1,13 @@
 """The public names: what `import stallfree` gives and the pages of the reference describe, with their examples."""
 
-import ast
 import importlib
 import inspect
 import re
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from doc_pages import PAGES, ROOT
+from doc_pages import PAGES
 
 import stallfree as sf
 
@@ -40,10 +38,9 @@ def methods(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 class Example(NamedTuple):
-    """The example of a docstring: its file, relative to the root, the line of its code, and the code."""
+    """The example of a docstring: where it is, and its code."""
 
     place: str
-    line: int
     code: str
 
     @property
@@ -56,14 +53,5 @@ class Example(NamedTuple):
 def example(value: Any) -> Example | None:
     """The example of a class or function; None if its docstring has none."""
     plain = inspect.unwrap(value)
-    text = inspect.cleandoc(plain.__doc__ or "")
-    shown = _EXAMPLE.search(text)
-    if shown is None:
-        return None
-    file = Path(inspect.getsourcefile(plain) or "")
-    node: Any = ast.parse(file.read_text())
-    for part in plain.__qualname__.split("."):
-        inner = [each for each in ast.walk(node) if getattr(each, "name", None) == part]
-        node = next(each for each in inner if part != plain.__qualname__.split(".")[-1] or ast.get_docstring(each))
-    line = int(node.body[0].lineno) + text.count("\n", 0, shown.start("code"))
-    return Example(file.relative_to(ROOT).as_posix(), line, textwrap.dedent(shown["code"]))
+    shown = _EXAMPLE.search(inspect.getdoc(plain) or "")
+    return Example(f"{plain.__module__}.{plain.__qualname__}", textwrap.dedent(shown["code"])) if shown else None

@@ -2,8 +2,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -14,8 +14,7 @@ _NOT_RUN = re.compile(r"<!-- not run: (?P<reason>.+?) -->\n\Z")
 _INLINE = re.compile(r"`(stallfree [a-z][^`]*)`")
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """A block of code on a page, relative to the root, from a line; `not_run` is why it cannot be run, or empty."""
 
     page: str

@@ -37,14 +37,7 @@ print("came of it:", json.dumps(came))
 
 
 class Part(NamedTuple):
-    """Code that is run.
-
-    Attributes:
-        place: file of the code, for tracebacks.
-        line: of its first line in that file.
-        file: that it is written to first; "" for none.
-        code: the code.
-    """
+    """Code that is run: its file and line for tracebacks, the file that it is written to first ("" for none)."""
 
     place: str
     line: int

@@ -2,7 +2,8 @@
 
 import json
 import re
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from doc_pages import ROOT, blocks
 
@@ -52,10 +53,13 @@ EXAMPLES = _BASE + "loader = sf.DataLoader(dataset, batch_size=4)\n"
 _WORLD = (
     _BASE
     + """
-crop = random_crop = flip
+from torch.optim.lr_scheduler import LambdaLR
+
+augment = crop = random_crop = flip
 shrink = resize
 cached = sf.CachedDataset(data, capacity="8MiB", seed=7)
 loader = sf.DataLoader(cached, batch_size=8)
+torch_loader = torch.utils.data.DataLoader(data, batch_size=8)
 for batch in loader: pass
 """
 )
@@ -98,20 +102,14 @@ def step(*batch): pass
 """
 
 
-@dataclass(frozen=True)
-class Setup:
-    """What one page needs.
-
-    Attributes:
-        world: run before the first block.
-        smaller: patterns and what replaces them in the blocks of this page, beside those of all pages.
-    """
+class Setup(NamedTuple):
+    """What one page needs: `world` is run before the first block; `smaller` are patterns and their replacements."""
 
     world: str = _WORLD
-    smaller: list[tuple[str, str]] = field(default_factory=list)
+    smaller: Sequence[tuple[str, str]] = ()
 
     def shrink(self, code: str) -> str:
-        """The code with the smaller numbers."""
+        """The code with smaller numbers."""
         for pattern, shorter in [*self.smaller, *_SMALLER]:
             code = re.sub(pattern, shorter, code)
         return code
@@ -121,11 +119,8 @@ SETUPS = {
     "docs/tutorial.md": Setup(world="", smaller=[(r"range\(400\)", "range(24)"), ("epochs=4", "epochs=2")]),
     "examples/tutorial.ipynb": Setup(world="", smaller=[(r"range\(200\)", "range(32)"), ("epochs=3", "epochs=2")]),
     "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
-    "docs/howto/importance.md": Setup(_WORLD + "from torch.optim.lr_scheduler import LambdaLR\n"),
-    "docs/howto/device.md": Setup(_WORLD + "torch_loader = torch.utils.data.DataLoader(data, batch_size=8)\n"),
-    "docs/howto/many-jobs.md": Setup(_WORLD + "def augment(batch): return batch\n"),
     "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
-    "docs/howto/migrate.md": Setup(_WORLD + _VOLUMES + _SHARDS + "augment, files = flip, volumes\n"),
+    "docs/howto/migrate.md": Setup(_WORLD + _VOLUMES + _SHARDS + "files = volumes\n"),
     "docs/howto/integrations.md": Setup(
         _WORLD
         + "plain = [(np.zeros(4), id) for id in range(16)]\n"

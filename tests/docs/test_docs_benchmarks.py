@@ -28,7 +28,7 @@ def test_figures_are_medians_of_rounds_and_ratios_are_taken_within_a_round(monke
         Contender("peer", "a peer", "nowhere:rate", venv="no such environment"),
     ]
     figures = {"rate": Figure("samples/s"), "seconds": Figure("s", ".2f", less=True)}
-    conditions = [Condition("1", "once", {"factor": 1}), Condition("2", "twice", {"factor": 2})]
+    conditions = [Condition("1", "once", {"factor": 1})]
     case = Case("How fast?", "In memory.", contenders, figures, conditions, rounds=2)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     result = run_case("made_up", case, Options())
@@ -38,7 +38,6 @@ def test_figures_are_medians_of_rounds_and_ratios_are_taken_within_a_round(monke
         ["once", "ours", [33, 6, 60], [0.16667, 0.16667, 0.16667], ""],
     ]
     assert "not installed" in result["rows"][2][2]
-    assert result["rows"][4][2] == [66, 12, 120]
     broken = Case("?", "", [Contender("stallfree", "", "nowhere:rate")], figures)
     with pytest.raises(harness.BenchmarkError, match="No module named 'nowhere'"):
         run_case("made_up", broken, Options())

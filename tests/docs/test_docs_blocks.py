@@ -48,6 +48,7 @@ def test_blocks_of_a_page_run(page: Path, came: dict[str, str]) -> None:
     assert name_of(page) not in came, came[name_of(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_keeps_no_output(path: Path, interpreter: Interpreter, store_root: Path) -> None:
     shrink = SETUPS[f"examples/{path.name}"].shrink

@@ -61,7 +61,7 @@ def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: P
     for name in chosen(request, "name"):
         code = _SHOWN[name].code.replace("seconds=10", "seconds=0.1")
         before = EXAMPLES + EXAMPLES_BEFORE.get(f"stallfree.{name}", "")
-        pieces[name] = [Part("setup", 1, "", before), Part(_SHOWN[name].place, _SHOWN[name].line, "", code)]
+        pieces[name] = [Part("setup", 1, "", before), Part(_SHOWN[name].place, 1, "", code)]
     return tracebacks(interpreter, store_root, pieces)
 
 
@@ -73,5 +73,5 @@ _NAMES = [name for name, shown in _SHOWN.items() if _runs(shown)]
     "name", [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in _NAMES]
 )
 def test_example_runs(name: str, came: dict[str, str]) -> None:
-    """A traceback names the file of the docstring and the line in it."""
+    """A traceback names the class or function, and the line in its example."""
     assert name not in came, came[name]

@@ -6,7 +6,6 @@ VLDB 2021, section 3): with data on the device, with data in memory, with cold f
 
 import copy
 import os
-import secrets
 import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -241,7 +240,7 @@ class Analysis:
     def _filled(self, source: Any, form: str, first: Any = None) -> CachedDataset[Any]:
         """A cache with some samples of a source."""
         capacity = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
-        name = f"analyze-{os.getpid()}-{secrets.token_hex(4)}"
+        name = f"analyze-{os.getpid()}-{os.urandom(4).hex()}"
         cached, end = cached_after(first, source, capacity=capacity, form=form, name=name), time.monotonic() + 5
         try:
             with self._loaded(cached, self._known[: max(_SOME, 2 * self._job.batch_size)].tolist()) as batches:

@@ -23,6 +23,7 @@ from stallfree.loader.dataloader import DataLoader
 from stallfree.notes import described, note_sample
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import OPEN, shares_memory
+from stallfree.pytree import take_apart
 from stallfree.sources.mapped import BaseSource, MapSource, as_source
 
 _OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
@@ -168,15 +169,11 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     return dataset, {"batch_size": 1, "num_workers": 0, **arguments}, step
 
 
-def _shape(value: Any, depth: int = 2) -> str:
-    """A short description of a value."""
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of {tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-    if isinstance(value, (list, tuple)) and depth:
-        return f"a {type(value).__name__} of {', '.join(_shape(item, depth - 1) for item in value[:4])}"
-    if isinstance(value, Mapping) and depth:
-        return "a dict of " + ", ".join(f"{key!r}: {_shape(item, depth - 1)}" for key, item in list(value.items())[:4])
-    return f"a value of type {type(value).__name__}"
+def _shape(value: Any) -> str:
+    """A short description of a value and its tensors."""
+    tensors = (leaf for leaf in take_apart(value)[0] if isinstance(leaf, torch.Tensor))
+    shapes = ", ".join(f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}" for tensor in tensors)
+    return f"a value of type {type(value).__name__}" + (f" with tensors of {shapes}" if shapes else "")
 
 
 # -- what the runs of an analysis read --------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from stallfree.analysis.model import NOTHING, WORTH, Costs, Option, Setting, exp
 from stallfree.analysis.render import plural, speed
 from stallfree.units import format_size
 
-_LIMITS = {"fetch": "fetching", "prep": "prep", "compute": "the device", "cpu": "what the CPUs share"}
+_LIMITS = {"fetch": "storage", "prep": "prep", "compute": "the device", "cpu": "work that shares the CPUs"}
+"""The parts in words. Prep, the step and the loader may share the CPUs."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,7 @@ def explain(
 
 
 def limits(setting: Setting) -> str:
-    """The bottleneck in words: "prep", "fetching and the device"."""
+    """The bottleneck in words: "prep", "storage and the device"."""
     return " and ".join(_LIMITS[part] for part in setting.binding)
 
 
@@ -239,19 +240,14 @@ def _parts(setting: Setting) -> str:
 
 
 def bottleneck(now: Setting, data: dict[str, Any]) -> str:
-    """The bottleneck of a report in a sentence."""
-    cold, warm = data["shares"]["cold"], data["shares"]["warm"]
-    rates = _parts(now)
-    fetch, prep, busy = f"{cold['fetch_stall']:.0%}", f"{warm['prep_stall']:.0%}", f"{cold['compute']:.0%}"
-    if len(now.binding) > 1:
-        what = limits(now)
-        return f"{what[0].upper()}{what[1:]} limit alike: the job gains when both or all of them do ({rates})."
-    return {
-        "fetch": f"Storage is the limit: with cold files {fetch} of the time is a wait for it ({rates}).",
-        "prep": f"Prep is the limit: {prep} of the time is a wait for it, even out of memory ({rates}).",
-        "cpu": f"The CPUs are the limit, which prep, compute and the loader share: {prep} is wait ({rates}).",
-        "compute": f"The device is the limit, and is fed: it computes {busy} of the time ({rates}).",
-    }[now.binding[0]]
+    """The bottleneck of a report in two sentences."""
+    cold, what = data["shares"]["cold"], limits(now)
+    verb = "is the limit" if len(now.binding) == 1 else "are the limit, and the job gains if all of them do"
+    return (
+        f"{what[0].upper()}{what[1:]} {verb} ({_parts(now)}). With cold files the device computes "
+        f"{cold['compute']:.0%} of the time, {cold['fetch_stall']:.0%} is a wait for storage, {cold['prep_stall']:.0%} "
+        "one for prep."
+    )
 
 
 def cache_curve(now: Setting) -> dict[str, Any]:

@@ -120,7 +120,9 @@ def replay(
     policy = make_policy(policy)
     batch_size = parse_whole(batch_size, "batch_size", 1)
     most = max((int(ids.max()) for ids in epochs if len(ids)), default=-1)
-    bytes_of = None if sizes is None else _sizes(sizes, most)
+    bytes_of = None if sizes is None else _whole(sizes, 1, "sizes are")
+    if bytes_of is not None and len(bytes_of) <= most:
+        raise errors.InputError(f"sizes has {len(bytes_of)} numbers: give one for each of the ids 0 to {most}")
     num_ids = most + 1 if bytes_of is None else len(bytes_of)
     if (needed := 64 * num_ids) > (free := free_memory()):
         raise errors.run_too_large(
@@ -244,27 +246,18 @@ def _epochs(trace: Any) -> list[Ids]:
     items = list(trace)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         items = [items]
-    return [item.ids if isinstance(item, Plan) else _ids(item) for item in items]
+    return [item.ids if isinstance(item, Plan) else _whole(item, 0, "a trace holds") for item in items]
 
 
-def _ids(values: Any) -> Ids:
+def _whole(values: Any, least: int, what: str) -> Ids:
+    """Integers as an array. Raises `InputError` for anything else, and for less than `least`."""
     try:
-        ids = np.asarray(values)
+        numbers = np.asarray(values)
     except ValueError:
-        ids = np.empty((0, 0))
-    if ids.ndim != 1 or (len(ids) and (ids.dtype.kind not in "iu" or ids.min() < 0)):
-        raise errors.InputError(f"a trace holds {values!r:.80}: ids are integers of 0 or more")
-    return ids.astype(np.int64)
-
-
-def _sizes(values: Any, most: int) -> Ids:
-    sizes = np.asarray(values)
-    if sizes.ndim != 1 or sizes.dtype.kind not in "iu" or len(sizes) <= most or (len(sizes) and sizes.min() < 1):
-        raise errors.InputError(
-            f"sizes must be an int of 1 or more for each of the ids 0 to {most}; given were {sizes.size} of type "
-            f"{sizes.dtype}"
-        )
-    return sizes.astype(np.int64)
+        numbers = np.empty((0, 0))
+    if numbers.ndim != 1 or (len(numbers) and (numbers.dtype.kind not in "iu" or numbers.min() < least)):
+        raise errors.InputError(f"{what} {values!r:.80}: give integers of {least} or more")
+    return numbers.astype(np.int64)
 
 
 def _importance(values: Any, policy: Policy, epochs: int, num_ids: int) -> Scores | None:

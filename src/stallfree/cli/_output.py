@@ -44,11 +44,5 @@ def writable(*paths: Path | None) -> None:
     for path in paths:
         if path is None or path == STDOUT:
             continue
-        if path.is_dir():
-            raise file_unwritable(f"{path} is a folder: give the name of a file")
-        if not path.parent.is_dir():
-            raise file_unwritable(
-                f"{path} cannot be written: there is no folder {path.parent}. Make it, or give another"
-            )
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise file_unwritable(f"{path} cannot be written: permission denied. Give another file")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise file_unwritable(f"{path} cannot be written: give a file in a folder that exists and is yours")

@@ -4,7 +4,6 @@ import contextlib
 import math
 import mmap
 import os
-import secrets
 import struct
 import threading
 import time
@@ -92,7 +91,7 @@ class ThrottledSource(BaseSource):
         self._latency = 0.0 if latency is None else float(latency)
         self._iops = iops
         self._monotonic, self._sleep = clock.monotonic, clock.sleep
-        self._attach(f"throttle-{secrets.token_hex(8)}")
+        self._attach(f"throttle-{os.urandom(8).hex()}")
 
     def _attach(self, name: str) -> None:
         self._name = name
