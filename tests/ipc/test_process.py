@@ -16,6 +16,7 @@ import pytest
 
 import stallfree as sf
 from children import Child as Forked
+from children import until
 from stallfree.ipc import process
 from stallfree.ipc.process import Child, Parent
 
@@ -137,15 +138,8 @@ def received(child: Child) -> bytes:
     return bytes(message)
 
 
-def wait_for(what: Callable[[], bool]) -> None:
-    deadline = soon()
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def pid_in(file: Path) -> int:
-    wait_for(lambda: file.exists() and file.read_text() != "")
+    until(lambda: file.exists() and file.read_text() != "")
     return int(file.read_text())
 
 
@@ -211,7 +205,7 @@ def test_one_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) ->
     pid = pid_in(file)
     child.end(time.monotonic() + 0.01)
     assert child.exit_code == -signal.SIGKILL
-    wait_for(lambda: gone(pid))
+    until(lambda: gone(pid))
     child = start(flood, 1_000_000)  # it may send while it shall end
     child.wait_until_reported(PATIENCE)
     child.end(time.monotonic() + 0.2)
@@ -290,10 +284,10 @@ def test_it_ends_with_its_parent(main: Callable[..., None], method: str, tmp_pat
     parent = Forked(start_and_wait, context, (main, file), (hang, sibling))
     pid, other = pid_in(file), pid_in(sibling)
     parent.kill()
-    wait_for(lambda: gone(pid))
+    until(lambda: gone(pid))
     assert main is busy or file.with_suffix(".end").exists()
     os.kill(other, signal.SIGKILL)  # it does not look
-    wait_for(lambda: gone(other))
+    until(lambda: gone(other))
 
 
 def test_a_parent_that_is_not_the_direct_one() -> None:
