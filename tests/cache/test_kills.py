@@ -23,9 +23,6 @@ NUM_IDS = 64
 WRITING = {module.__file__ for module in (sample_cache, records, space, policies)}
 UNIFORM, VARIED = (4064,), (4064, 700, 20_000)
 
-slow = pytest.mark.slow
-kinds = pytest.mark.parametrize("sizes", [UNIFORM, VARIED], ids=["uniform", "varied"])
-
 
 def cache_of(place: str, policy: str, sizes: tuple[int, ...], tmp_path: Path) -> SampleCache:
     blocks, example = (12, signed(0, 0)) if sizes == UNIFORM else (200, b"x" * 300)
@@ -106,14 +103,20 @@ def kill_at_lines(every: int, cache: SampleCache, before: Callable[[int], None],
     verify(cache)
 
 
-@kinds
 @pytest.mark.parametrize(
-    ("place", "policy", "every"),
-    [("memory", "lru", 31), ("disk", "lru", 47), *(pytest.param(*kind, 1, marks=slow) for kind in
-     [("memory", "lru"), ("disk", "lru"), ("memory", "minio")])],
-)  # fmt: skip
+    ("place", "policy", "sizes", "every"),
+    [
+        ("memory", "lru", UNIFORM, 23),
+        ("disk", "lru", VARIED, 37),
+        *(
+            pytest.param(place, policy, sizes, 1, marks=pytest.mark.slow)
+            for place, policy in (("memory", "lru"), ("disk", "lru"), ("memory", "minio"))
+            for sizes in (UNIFORM, VARIED)
+        ),
+    ],
+)
 def test_a_writer_killed_at_every_line(
-    place: str, policy: str, every: int, sizes: tuple[int, ...], tmp_path: Path
+    place: str, policy: str, sizes: tuple[int, ...], every: int, tmp_path: Path
 ) -> None:
     with cache_of(place, policy, sizes, tmp_path) as cache:
 
@@ -124,7 +127,7 @@ def test_a_writer_killed_at_every_line(
         kill_at_lines(every, cache, before, WRITING, "", one_of_each, sizes)
 
 
-@pytest.mark.parametrize("every", [29, pytest.param(1, marks=slow)])
+@pytest.mark.parametrize("every", [29, pytest.param(1, marks=pytest.mark.slow)])
 def test_recovery_killed_at_every_line(every: int, tmp_path: Path) -> None:
     with cache_of("memory", "lru", VARIED, tmp_path) as cache:
 
@@ -139,10 +142,19 @@ def test_recovery_killed_at_every_line(every: int, tmp_path: Path) -> None:
 # -- at random points -------------------------------------------------------------------------------------------------
 
 
-@kinds
-@pytest.mark.parametrize(("place", "times"), [("memory", 6), ("disk", 6), *(
-    pytest.param(place, 300, marks=slow) for place in ("memory", "disk"))])  # fmt: skip
-def test_kills_at_random(place: str, times: int, sizes: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("place", "sizes", "times"),
+    [
+        ("memory", VARIED, 8),
+        ("disk", UNIFORM, 8),
+        *(
+            pytest.param(place, sizes, 300, marks=pytest.mark.slow)
+            for place in ("memory", "disk")
+            for sizes in (UNIFORM, VARIED)
+        ),
+    ],
+)
+def test_kills_at_random(place: str, sizes: tuple[int, ...], times: int, tmp_path: Path) -> None:
     rng = random.Random(times)
     with cache_of(place, "lru", sizes, tmp_path) as cache:
         fill(cache, 0, sizes, 5)

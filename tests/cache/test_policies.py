@@ -188,7 +188,7 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
     num_ids = 200
     with make(num_ids, 80, policy=policy, example=BLOCK if varied else np.zeros(PAGE, np.uint8)) as cache:
         naive = Naive(policy, cache.meta.num_blocks)
-        for step in range(500):
+        for step in range(350):
             ids = rng.integers(0, num_ids, 6).tolist()
             chance = rng.random()
             if policy == "importance" and chance < 0.5:

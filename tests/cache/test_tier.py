@@ -313,9 +313,11 @@ def test_a_forked_child_has_a_queue_of_its_own_and_one_that_is_killed_loses_it(d
         assert all(is_right(id, value) for id, value in zip((8, 9), get(cache, 8, 9), strict=True))
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_when_all_is_written_and_leaves_no_cache(
     tmp_path: Path, interpreter: Any, store_root: Path
 ) -> None:
+    """As a worker of torch's loader does, above."""
     program = f"""
 import time
 import numpy as np

@@ -52,7 +52,8 @@ def test_the_first_makes_it_and_the_last_one_out_removes_it(root: Path) -> None:
     assert stat.S_IMODE(first.path.stat().st_mode) == 0o700
     first.close()
     first.close()
-    assert Child(second.close).wait() == 0, "a forked child removes nothing"
+    assert Child(second.close).wait() == 0
+    assert (second.path / "data").exists(), "a forked child removes nothing"
     other = Holder(lambda: open_folder(root).close)
     second.close()
     assert (in_use(root / "one"), sweep(root), remove_unused(root / "one")) == (True, [], False)

@@ -119,16 +119,22 @@ def test_only_the_claimer_releases_and_closing_keeps_the_claims_of_others(
 
 
 def test_a_forked_child_has_no_claims_and_takes_none_away(path: Path, locks: tuple[FileLock, FileLock]) -> None:
-    lock, _ = locks
+    lock, other = locks
     assert lock.claim(3)
 
-    def child() -> None:
+    def begin() -> Callable[[], None]:
         assert [lock.claim(3), lock.claim(4), lock.claimed_elsewhere()] == [False, True, True]
         lock.release(3)
-        lock.close()
+        other.close()
+        return end
 
-    assert Child(child).wait() == 0
-    assert taken_elsewhere(path, 3) == 1
+    def end() -> None:
+        assert lock.claim(3), "it is free now"
+
+    child = Holder(begin)
+    assert taken_elsewhere(path, 3, 4) == 2
+    lock.release(3)
+    child.end()
 
 
 def test_a_fork_while_a_thread_holds_the_lock(locks: tuple[FileLock, FileLock]) -> None:

@@ -86,20 +86,6 @@ def test_a_process_that_cannot_import_the_script_is_started_once(
     assert "train.py again: put what is to run once" in done.stderr.splitlines()[-2]
 
 
-def test_a_process_of_the_user_raises_the_error(tmp_path: Path) -> None:
-    program = """
-import multiprocessing
-if __name__ == "__main__":
-    process = multiprocessing.get_context(method).Process(target=print)
-    process.start()
-    process.join()
-else:
-""" + "".join(f"    {line}\n" for line in LOADER.strip().splitlines())
-    lines = run(tmp_path, program, "spawn").stderr.splitlines()
-    assert "stallfree.errors.WorkerError: this process, started by 'spawn', starts another one" in lines[-2]
-    assert GUARD in lines[-2]
-
-
 def test_a_fork_server_that_imports_the_script(tmp_path: Path) -> None:
     """As those of Python 3.14 do, before they have started any process."""
     (tmp_path / "as_in_3_14.py").write_text(

@@ -1,7 +1,5 @@
 """What the tests of the cache share: values that tell whose they are, and sizes."""
 
-from __future__ import annotations
-
 import zlib
 from typing import Any
 

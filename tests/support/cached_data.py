@@ -1,7 +1,5 @@
 """Sources, data sets and transforms of known values, importable by processes that tests start."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Sequence

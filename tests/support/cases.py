@@ -1,7 +1,5 @@
 """Cases of parametrized tests."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable
 from typing import Any

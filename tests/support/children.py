@@ -1,7 +1,5 @@
 """Forked processes for tests: they need not import everything anew."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -14,6 +12,15 @@ from typing import Any
 import pytest
 
 PATIENCE = 60.0  # seconds until a child that does not end is taken for hung
+
+
+def until(met: Callable[[], Any], what: str = "it happens") -> Any:
+    """Wait until `met` returns something true, and return that. Fails the test after 60 s."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := met()):
+        assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s still not so: {what}"
+        time.sleep(0.001)
+    return found
 
 
 class Child:

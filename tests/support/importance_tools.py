@@ -1,7 +1,5 @@
 """What the tests of importance sampling share: stand-ins for caches, a task with known gradients, a loader."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path

@@ -4,8 +4,6 @@ They can be sent to other processes as long as nothing is open. A file that is o
 position for all of them: the records that they read are then those of other samples.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os
@@ -127,7 +125,7 @@ def _answer(end: socket.socket) -> bool:
     return False
 
 
-# -- data sets -------------------------------------------------------------------------------------------------------
+# -- data sets --------------------------------------------------------------------------------------------------------
 
 
 def same(row: Any) -> Any:
@@ -137,8 +135,11 @@ def same(row: Any) -> Any:
 class Rows(Dataset[Any]):
     """Sample `id` is `(id, its record)`."""
 
+    opened: Callable[[str], Any] = Handle
+
     def __init__(self, path: Path, count: int, calls: Calls, transform: Callable[[Any], Any] = same) -> None:
         self.path, self.count, self.calls, self.transform = str(path), count, calls, transform
+        self.file, self.ready, self.files = None, False, dict[str, Any]()
 
     def __len__(self) -> int:
         return self.count
@@ -153,7 +154,7 @@ class Rows(Dataset[Any]):
 
 
 class InAttribute(Rows):
-    file: Any = None
+    file: Any
 
     def handle(self) -> Any:
         if self.file is None:
@@ -161,13 +162,8 @@ class InAttribute(Rows):
         return self.file
 
 
-class BehindFlag(Rows):
+class BehindFlag(InAttribute):
     """That the file is open is remembered apart from it."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.file: Any = None
-        self.ready = False
 
     def handle(self) -> Any:
         if not self.ready:
@@ -176,35 +172,26 @@ class BehindFlag(Rows):
         return self.file
 
 
-class Reader:
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self.file: Any = None
-
-    def get(self) -> Any:
-        if self.file is None:
-            self.file = Handle(self.path)
-        return self.file
-
-
 class InReader(Rows):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.reader = Reader(self.path)
+    def __init__(self, path: Path, count: int, calls: Calls) -> None:
+        super().__init__(path, count, calls)
+        self.reader = InAttribute(path, count, calls)
 
     def handle(self) -> Any:
-        return self.reader.get()
+        return self.reader.handle()
 
 
 class InDict(Rows):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.files: dict[str, Any] = {}
-
     def handle(self) -> Any:
         if self.path not in self.files:
-            self.files[self.path] = Handle(self.path)
+            self.files[self.path] = type(self).opened(self.path)
         return self.files[self.path]
+
+
+class OverSocket(InDict):
+    """`path` is that of a server."""
+
+    opened = Connection
 
 
 @functools.lru_cache
@@ -262,19 +249,6 @@ class InGenerator(Rows):
         if self.answer is None:
             self.answer = InGenerator.Answer(self.path)
         return self.answer
-
-
-class OverSocket(Rows):
-    """`path` is that of a server."""
-
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.connections: dict[str, Any] = {}
-
-    def handle(self) -> Any:
-        if self.path not in self.connections:
-            self.connections[self.path] = Connection(self.path)
-        return self.connections[self.path]
 
 
 PLACES: tuple[type[Rows], ...] = (

@@ -1,7 +1,5 @@
 """Data sets, functions and comparisons for the tests of the loader, where every worker can import them."""
 
-from __future__ import annotations
-
 import os
 import random
 import zlib

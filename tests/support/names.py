@@ -1,7 +1,5 @@
 """Names of cases that are the same in every process, so that several of them can share the tests."""
 
-from __future__ import annotations
-
 import re
 
 

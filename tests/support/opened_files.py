@@ -1,7 +1,5 @@
 """Files that are moved away, and the files that this process really opens."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Libraries that some environments have and others do not."""
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -4,8 +4,6 @@ Said is what those systems lack, not how they do what they have: paths, files th
 starting processes stay those of Linux.
 """
 
-from __future__ import annotations
-
 import builtins
 import contextlib
 import io

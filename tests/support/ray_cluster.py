@@ -3,8 +3,6 @@
 As a program, it runs the cluster: it reads commands from its standard input, and answers each with one line of JSON.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Jobs of several nodes for tests: processes whose nodes have shared memory and servers of their own, as on hosts."""
 
-from __future__ import annotations
-
 import contextlib
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Servers for tests: real ones, to be killed and frozen, and one that says whatever a test wants."""
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal
@@ -9,19 +7,16 @@ import socket
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
 import pytest
 import redis
 
+from children import until as until
 from stallfree.cache.redis.launch import PROGRAMS, find_server
-
-PATIENCE = 60.0  # seconds until something that should come counts as never coming
 
 needs_server = pytest.mark.skipif(
     not any(shutil.which(program) for program in PROGRAMS),
@@ -29,16 +24,17 @@ needs_server = pytest.mark.skipif(
 )
 
 
-def until(met: Callable[[], Any], what: str) -> Any:
-    """Wait until `met` returns something true, and return that. Fails the test after 60 s."""
-    deadline = time.monotonic() + PATIENCE
-    while not (found := met()):
-        assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s still not so: {what}"
-        time.sleep(0.002)
-    return found
+class Closing(contextlib.AbstractContextManager[Any]):
+    """Is closed at the end of a `with`."""
+
+    def close(self) -> None:
+        """End it."""
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-class Server:
+class Server(Closing):
     """A real server on a Unix socket and on a free TCP port of this host. Tests that use it are marked `needs_server`.
 
     Args:
@@ -110,14 +106,8 @@ class Server:
         self.kill()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
-    def __enter__(self) -> Server:
-        return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
-
-class Cluster:
+class Cluster(Closing):
     """A Redis Cluster of masters without replicas on this host. Tests that use it are marked `needs_server`.
 
     Args:
@@ -167,12 +157,6 @@ class Cluster:
         for server in self.servers:
             server.close()
 
-    def __enter__(self) -> Cluster:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
-
 
 def free_port() -> int:
     """A TCP port of this host that nobody has at this moment."""
@@ -180,7 +164,7 @@ def free_port() -> int:
         return int(taken.getsockname()[1])
 
 
-class FakeServer:
+class FakeServer(Closing):
     """Says OK to what a client says when it connects, and to anything else what `answer` does.
 
     Args:
@@ -235,9 +219,3 @@ class FakeServer:
         for thread in self._threads:
             thread.join()
         self._listener.close()
-
-    def __enter__(self) -> FakeServer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()

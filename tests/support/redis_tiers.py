@@ -1,7 +1,5 @@
 """What the tests of tiers on servers share: samples that show whose they are, and how they are read and stored."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A report and a simulation that could have been: F crosses P within the range of cache sizes, C was not measured."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from html.parser import HTMLParser

@@ -1,9 +1,7 @@
 """Data and transforms for the tests of the Smart Cache, importable by processes that tests start."""
 
-from __future__ import annotations
-
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -11,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from children import PATIENCE
+from children import until as until
 from stallfree import Compose
 from stallfree.sources.mapped import BaseSource
 
@@ -69,11 +67,3 @@ def ids_of(batches: Iterable[Any]) -> list[int]:
         assert (numbers == labels[:, None]).all()
         ids += labels.tolist()
     return ids
-
-
-def until(condition: Callable[[], Any]) -> None:
-    """Wait for something that another process is about to do."""
-    deadline = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen"
-        time.sleep(0.001)

@@ -1,7 +1,5 @@
 """Iterable data sets for the tests of the loader, where every worker can import them."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from typing import Any

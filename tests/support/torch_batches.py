@@ -1,7 +1,5 @@
 """What batches have to be: those of torch's loader, with the generators seeded for each sample as stallfree does."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Random configurations of a loader, each a function of its seed, for comparisons with torch's loader."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Says "ready" once a few batches have come, and checks each sample. END is how it
 anything, in the midst of an epoch, or "close" (the default).
 """
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 

@@ -3,8 +3,6 @@
 The draws are from the global generators, through a library whose names do not say so.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

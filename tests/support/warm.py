@@ -4,8 +4,6 @@ A program runs in a fork of it, with `__main__` to itself, and ends as every int
 tests' own process, and has another hash seed. As a program, this file is that interpreter.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import multiprocessing

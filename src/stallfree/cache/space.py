@@ -188,7 +188,6 @@ class Space:
         count = len(last)
         if self._policy.given:
             above = index.score[ids[fit : fit + count]] > index.score[victims[last]]
-            above[1:] |= last[1:] == last[:-1]  # the previous record leaves space
             count = count if above.all() else int(above.argmin())
         evicted = int(last[count - 1]) + 1 if count else 0
         if evicted < len(victims):

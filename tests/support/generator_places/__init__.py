@@ -1,7 +1,5 @@
 """A flip by a seeded generator, in the places where a generator can be: `fresh` imports them anew."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 from collections.abc import Callable

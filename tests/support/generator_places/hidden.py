@@ -1,7 +1,5 @@
 """Generators of the user's own: no name says that they are random."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from generator_places import SEED, P

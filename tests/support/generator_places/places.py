@@ -1,7 +1,5 @@
 """The places. Each step flips its input if the next number of its generator is small."""
 
-from __future__ import annotations
-
 import collections
 import contextvars
 import enum
@@ -20,62 +18,17 @@ from generator_places import P
 from generator_places.held import IMPORTED
 from generator_places.tools import flipped, made, method_of
 
-Step = Callable[[Any], Any]
-STEPS: dict[str, Step] = {}
+# -- modules and functions --------------------------------------------------------------------------------------------
+
+GLOBAL, LOOKED_UP, OF_MODULES, _lazy = made(), made(), made(), None
 
 
-def place(step: Any) -> Any:
-    STEPS[getattr(step, "__name__", type(step).__name__)] = step
-    return step
-
-
-# -- modules and functions -------------------------------------------------------------------------------------------
-
-GLOBAL = made()
-
-
-@place
-def module_level(x: Any) -> Any:
-    return flipped(x, GLOBAL)
-
-
-@place
-def imported_by_name(x: Any) -> Any:
-    return flipped(x, IMPORTED)
-
-
-@place
-def two_dots_away(x: Any) -> Any:
-    return flipped(x, generator_places.sub.held.FAR)
-
-
-@place
 def imported_in_the_function(x: Any) -> Any:
     from generator_places.held import LATE
 
     return flipped(x, LATE)
 
 
-LOOKED_UP = made()
-
-
-@place
-def through_globals(x: Any) -> Any:
-    return flipped(x, globals()["LOOKED_UP"])
-
-
-OF_MODULES = made()
-
-
-@place
-def through_sys_modules(x: Any) -> Any:
-    return flipped(x, sys.modules[__name__].OF_MODULES)
-
-
-_lazy: Any = None
-
-
-@place
 def lazy_global(x: Any) -> Any:
     global _lazy
     if _lazy is None:
@@ -83,7 +36,6 @@ def lazy_global(x: Any) -> Any:
     return flipped(x, _lazy)
 
 
-@place
 def function_attribute(x: Any) -> Any:
     return flipped(x, function_attribute.source)
 
@@ -91,44 +43,22 @@ def function_attribute(x: Any) -> Any:
 function_attribute.source = made()
 
 
-@place
 def default_argument(x: Any, source: Any = made()) -> Any:  # noqa: B008
     return flipped(x, source)
 
 
-@place
 def keyword_only_default(x: Any, *, source: Any = made()) -> Any:  # noqa: B008
     return flipped(x, source)
 
 
-def _enclosing() -> Step:
+def _enclosing() -> Callable[[Any], Any]:
     source = made()
-
-    def closure(x: Any) -> Any:
-        return flipped(x, source)
-
-    return closure
-
-
-place(_enclosing())
+    return lambda x: flipped(x, source)
 
 
 @functools.lru_cache
 def _cached() -> Any:
     return made()
-
-
-@place
-def lru_cached(x: Any) -> Any:
-    return flipped(x, _cached())
-
-
-next_number = method_of(made())
-
-
-@place
-def bound_method(x: Any) -> Any:
-    return -x if next_number() < P else x
 
 
 def _numbers() -> Iterator[float]:
@@ -137,55 +67,43 @@ def _numbers() -> Iterator[float]:
         yield draw()
 
 
-stream = _numbers()
-
-
-@place
-def python_generator(x: Any) -> Any:
-    return -x if next(stream) < P else x
-
-
 def _flip_by(source: Any, x: Any) -> Any:
     return flipped(x, source)
 
 
-STEPS["partial"] = functools.partial(_flip_by, made())
+next_number, stream = method_of(made()), _numbers()
 
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "module_level": lambda x: flipped(x, GLOBAL),
+    "imported_by_name": lambda x: flipped(x, IMPORTED),
+    "two_dots_away": lambda x: flipped(x, generator_places.sub.held.FAR),
+    "imported_in_the_function": imported_in_the_function,
+    "through_globals": lambda x: flipped(x, globals()["LOOKED_UP"]),
+    "through_sys_modules": lambda x: flipped(x, sys.modules[__name__].OF_MODULES),
+    "lazy_global": lazy_global,
+    "function_attribute": function_attribute,
+    "default_argument": default_argument,
+    "keyword_only_default": keyword_only_default,
+    "closure": _enclosing(),
+    "lru_cached": lambda x: flipped(x, _cached()),
+    "bound_method": lambda x: -x if next_number() < P else x,
+    "python_generator": lambda x: -x if next(stream) < P else x,
+    "partial": functools.partial(_flip_by, made()),
+}
 
-# -- classes and objects ---------------------------------------------------------------------------------------------
+# -- classes and objects ----------------------------------------------------------------------------------------------
 
 
 class Config:
     source = made()
 
-
-@place
-def class_attribute(x: Any) -> Any:
-    return flipped(x, Config.source)
-
-
-class Single:
-    _source = made()
-
     @classmethod
     def get(cls) -> Any:
-        return cls._source
-
-
-@place
-def class_method(x: Any) -> Any:
-    return flipped(x, Single.get())
-
-
-class Static:
-    source = made()
+        return cls.source
 
     @staticmethod
     def flip(x: Any) -> Any:
-        return flipped(x, Static.source)
-
-
-STEPS["static_method"] = Static.flip
+        return flipped(x, Config.source)
 
 
 class ClassLevel:
@@ -195,17 +113,11 @@ class ClassLevel:
         return flipped(x, self.source)
 
 
-STEPS["own_class_attribute"] = ClassLevel()
-
-
 class ClassLevelList:
     sources = (made(),)
 
     def __call__(self, x: Any) -> Any:
         return flipped(x, self.sources[0])
-
-
-STEPS["own_class_level_list"] = ClassLevelList()
 
 
 class Instance:
@@ -214,10 +126,6 @@ class Instance:
 
     def __call__(self, x: Any) -> Any:
         return flipped(x, self.source)
-
-
-STEPS["instance"] = Instance()
-STEPS["method_of_an_instance"] = Instance().__call__
 
 
 class WithProperty:
@@ -229,9 +137,6 @@ class WithProperty:
 
     def __call__(self, x: Any) -> Any:
         return flipped(x, self.source)
-
-
-STEPS["property"] = WithProperty()
 
 
 class Descriptor:
@@ -248,9 +153,6 @@ class WithDescriptor:
         return flipped(x, self.source)
 
 
-STEPS["descriptor"] = WithDescriptor()
-
-
 class WithSlots:
     __slots__ = ("source",)
 
@@ -259,9 +161,6 @@ class WithSlots:
 
     def __call__(self, x: Any) -> Any:
         return flipped(x, self.source)
-
-
-STEPS["slots"] = WithSlots()
 
 
 class Meta(type):
@@ -273,9 +172,6 @@ class WithMeta(metaclass=Meta):
         return flipped(x, type(self).source)
 
 
-STEPS["metaclass"] = WithMeta()
-
-
 class Module(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -285,81 +181,48 @@ class Module(torch.nn.Module):
         return flipped(x, self.source)
 
 
-STEPS["nn_module"] = Module()
+STEPS |= {
+    "class_attribute": lambda x: flipped(x, Config.source),
+    "class_method": lambda x: flipped(x, Config.get()),
+    "static_method": Config.flip,
+    "own_class_attribute": ClassLevel(),
+    "own_class_level_list": ClassLevelList(),
+    "instance": Instance(),
+    "method_of_an_instance": Instance().__call__,
+    "property": WithProperty(),
+    "descriptor": WithDescriptor(),
+    "slots": WithSlots(),
+    "metaclass": WithMeta(),
+    "nn_module": Module(),
+}
 
-
-# -- containers ------------------------------------------------------------------------------------------------------
-
-NAMESPACE = types.SimpleNamespace(source=made())
-
-
-@place
-def namespace(x: Any) -> Any:
-    return flipped(x, NAMESPACE.source)
-
-
-TOOLS = {"sources": [(made(),)]}
-
-
-@place
-def nested_containers(x: Any) -> Any:
-    return flipped(x, TOOLS["sources"][0][0])
-
-
-QUEUE = collections.deque([made()])
-
-
-@place
-def in_a_deque(x: Any) -> Any:
-    return flipped(x, QUEUE[0])
+# -- containers -------------------------------------------------------------------------------------------------------
 
 
 class Sources(enum.Enum):
     FIRST = made()
 
 
-@place
-def in_an_enum(x: Any) -> Any:
-    return flipped(x, Sources.FIRST.value)
-
-
-class Holder:
-    def __init__(self) -> None:
-        self.source = made()
-
-
-KEPT = Holder()
-WEAK = weakref.ref(KEPT)
-
-
-@place
-def behind_a_weak_reference(x: Any) -> Any:
-    holder = WEAK()
-    assert holder is not None
-    return flipped(x, holder.source)
-
-
-WEAK_VALUES = weakref.WeakValueDictionary({"source": KEPT})
-
-
-@place
-def in_a_weak_dictionary(x: Any) -> Any:
-    return flipped(x, WEAK_VALUES["source"].source)
-
-
+NAMESPACE, TOOLS, QUEUE = types.SimpleNamespace(source=made()), {"sources": [(made(),)]}, collections.deque([made()])
+KEPT = Instance()
+WEAK, WEAK_VALUES = weakref.ref(KEPT), weakref.WeakValueDictionary({"source": KEPT})
 VARIABLE = contextvars.ContextVar("source", default=made())  # noqa: B039
-
-
-@place
-def context_variable(x: Any) -> Any:
-    return flipped(x, VARIABLE.get())
-
-
 LOCAL = threading.local()
 
 
-@place
 def thread_local(x: Any) -> Any:
     if not hasattr(LOCAL, "source"):
         LOCAL.source = made()
     return flipped(x, LOCAL.source)
+
+
+STEPS |= {
+    "namespace": lambda x: flipped(x, NAMESPACE.source),
+    "nested_containers": lambda x: flipped(x, TOOLS["sources"][0][0]),
+    "in_a_deque": lambda x: flipped(x, QUEUE[0]),
+    "in_an_enum": lambda x: flipped(x, Sources.FIRST.value),
+    "behind_a_weak_reference": lambda x: flipped(x, WEAK().source),  # type: ignore[union-attr]
+    "in_a_weak_dictionary": lambda x: flipped(x, WEAK_VALUES["source"].source),
+    "context_variable": lambda x: flipped(x, VARIABLE.get()),
+    "thread_local": thread_local,
+}
