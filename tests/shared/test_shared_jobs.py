@@ -1,5 +1,6 @@
 """Several jobs of one group, each a loader of this process: what they share, and what each has for itself."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -80,8 +81,22 @@ def test_a_cache_that_jobs_share_is_filled_once(group: Group) -> None:
         assert stats.hits + stats.misses == 2 * SAMPLES
 
 
-def test_what_a_job_does_to_its_batches_no_other_job_sees(group: Group) -> None:
-    jobs = [group.job(), group.job()]
+@pytest.mark.parametrize("table", ["there", "missing", "unreadable"])
+def test_what_a_job_does_to_its_batches_no_other_job_sees(
+    table: str, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a page table that shows which pages were written."""
+    jobs, plain = [group.job(), group.job()], os.open
+
+    def refuse(path: Any, *rest: Any, **more: Any) -> int:
+        if "pagemap" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return plain(path, *rest, **more)
+
+    if table == "missing":
+        monkeypatch.setattr(os, "open", refuse)
+    elif table == "unreadable":
+        monkeypatch.setattr(os, "pread", lambda *_: b"")
     for number in range(2):
         first, second = begun(jobs)
         for batch in first:
