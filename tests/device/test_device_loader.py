@@ -76,24 +76,17 @@ def labels(world: World, batches: Iterator[Any], end: int | None = None, step: f
     return found
 
 
-def staged(world: World, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list to which sizes of staged memory are added from now on."""
-    sizes: list[int] = []
-    plain = world.backend.stage
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
+def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
+    world: World, monkeypatch: pytest.MonkeyPatch, workers: int, persistent: bool
+) -> None:
+    sizes, plain = list[int](), world.backend.stage
 
     def stage(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         sizes.extend(source.nbytes for source in sources)
         plain(targets, sources)
 
-    patch.setattr(world.backend, "stage", stage)
-    return sizes
-
-
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
-def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
-    world: World, monkeypatch: pytest.MonkeyPatch, workers: int, persistent: bool
-) -> None:
-    sizes = staged(world, monkeypatch)
+    monkeypatch.setattr(world.backend, "stage", stage)
     host = loader_of(device=None, num_workers=0)
     with loader_of(num_workers=workers, persistent_workers=persistent) as loader:
         pinned = []
