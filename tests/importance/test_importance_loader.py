@@ -338,9 +338,9 @@ def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
     cache = Busy()
     keeping = Retention(cache, rotating=False)
     plan = sf.ImportanceSampler(4, plan="full").plan(0)
-    keeping.begin(Draw(plan, np.zeros(4, bool), np.ones(4, bool)), np.arange(4, dtype=np.float32), 1.0, 0)
+    keeping.begin(Draw(plan, np.zeros(4, bool), np.arange(4) < 3), np.arange(4, dtype=np.float32), 1.0, 0)
     keeping.served(np.array([2]))
     assert told == []
     cache.busy = False
     keeping.served(np.array([0]))
-    assert told == [([0, 1, 2, 3, 2, 0], [FRESH] * 4 + [0.75, 0.25])]
+    assert told == [([0, 1, 2, 3, 2, 0], [FRESH] * 3 + [1.0, 0.75, 0.25])]  # 3 is not resident
