@@ -100,6 +100,13 @@ def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slo
         assert pinned[1] == pinned[0]
 
 
+def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World) -> None:
+    with loader_of(shuffle=False) as loader:
+        every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
+        for end in (1, 3, None):
+            assert labels(world, iter(loader), end) == every[:end]
+
+
 def test_the_wait_that_counts_is_that_of_the_training_loop(
     world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,3 +232,16 @@ def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop
         prefetcher.close()
     world.check()
     assert max(reserved) <= (depth + 2) * 1024  # one of them may still be referred to when the next is sent
+
+
+def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:
+    loader = sf.DataLoader(list(range(12)), 4, num_workers=1, persistent_workers=True, device="cpu")
+    assert len(list(loader)) == 3
+    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._epochs)]
+    loader.close()
+    gc.disable()
+    try:
+        del loader
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()

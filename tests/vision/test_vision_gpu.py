@@ -1,5 +1,6 @@
 """Pictures decoded and cropped on a GPU: `python -m pytest -m gpu tests/vision`. Nothing here runs without one."""
 
+import contextlib
 import gc
 import random
 import threading
@@ -78,6 +79,22 @@ def test_what_the_decoder_rejects_is_decoded_on_the_cpu(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", rejects)
     assert distance(default_collate(samples).to("cuda").cpu(), wanted.cpu()).mean() < 1
+
+
+def test_a_damaged_picture_is_an_error_or_garbage_and_the_next_batch_is_right() -> None:
+    whole = encode(photograph(90, 120) // 4 + 90, quality=92)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        bad = bytearray(whole)
+        for at in rng.integers(20, len(bad) - 2, 8):
+            bad[at] = int(rng.integers(256))
+        random.seed(1)
+        with contextlib.suppress(sf.StallfreeError):
+            default_collate([step(on_device=True)(bytes(bad))]).to("cuda")
+        random.seed(1)
+        there = default_collate([step(on_device=True)(whole)]).to("cuda")
+        random.seed(1)
+        assert distance(there[0].cpu(), step(on_device=False)(whole)).mean() < CLOSE
 
 
 class Numbers(torch.utils.data.Dataset[Any]):
