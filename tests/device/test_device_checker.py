@@ -114,23 +114,16 @@ def scenes(draw: st.DrawFn) -> Scene:
     )
 
 
-def holds(scene: Scene) -> None:
-    world = scene.play()
-    world.check()
-    assert [world.in_use(kind) for kind in ("device", "pinned", "lent")] == [0, 0, 0]
+@pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.slow)])
+def test_all_that_touches_the_same_memory_is_ordered_and_every_batch_is_exact(count: int) -> None:
+    @given(scenes())
+    @settings(max_examples=count)
+    def holds(scene: Scene) -> None:
+        world = scene.play()
+        world.check()
+        assert [world.in_use(kind) for kind in ("device", "pinned", "lent")] == [0, 0, 0]
 
-
-@given(scenes())
-@settings(max_examples=25)
-def test_all_that_touches_the_same_memory_is_ordered_and_every_batch_is_exact(scene: Scene) -> None:
-    holds(scene)
-
-
-@pytest.mark.slow
-@given(scenes())
-@settings(max_examples=2000)
-def test_thousands_of_scenes(scene: Scene) -> None:
-    holds(scene)
+    holds()
 
 
 # -- and each guard is needed -----------------------------------------------------------------------------------------

@@ -103,6 +103,7 @@ def test_every_epoch_gives_every_batch_in_order_by_one_stream(device: World, cou
         assert take(device, prefetcher) == list(range(count))
     kept = [(batch, device.synchronize())[0] for batch in prefetcher]
     assert len(prefetcher) == count
+    assert len(prefetching()) <= 1, "an ended iteration leaves no thread"
     prefetcher.close()
     assert [int(batch[0]) for batch in kept] == list(range(count))
     assert len(device.streams) == 2
@@ -205,6 +206,19 @@ def test_an_error_that_is_let_go_of_holds_nothing(device: World, where: str) -> 
         assert device.in_use("device") == 0
     finally:
         gc.enable()
+
+
+def test_a_state_that_cannot_be_had_is_an_error_in_its_place(device: World) -> None:
+    class NoState(Numbers):
+        def state_dict(self) -> Any:
+            return self.at if self.at != 3 else {}["no state"]
+
+    outcomes = take(device, DevicePrefetcher(NoState(4), "cuda"))
+    assert outcomes[:2] + outcomes[3:] == [0, 1, 3]
+    assert isinstance(outcomes[2], KeyError)
+    stateless = DevicePrefetcher(DevicePrefetcher(iter([]), "cpu"), "cpu")
+    with pytest.raises(sf.errors.InputError, match=r"a list_iterator, has no state_dict\(\)"):
+        stateless.state_dict()
 
 
 def test_a_device_that_cannot_be_used_any_more_is_an_error(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,6 +327,19 @@ def test_iterations_do_not_end_each_other(name: str) -> None:
     for use in USES.values():
         assert use(loader) == use(plain())
     getattr(loader, "close", int)()
+
+
+@pytest.mark.parametrize("use", USES)
+def test_iterations_share_a_device(device: World, use: str) -> None:
+    made = sf.DevicePrefetcher(plain(), "cuda")
+
+    class Synchronized:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (batch for batch in made if device.synchronize() is None)
+
+    for _ in range(2):
+        assert USES[use](Synchronized()) == USES[use](plain())
+    made.close()
 
 
 def test_a_data_set_is_used_by_one_thread_at_a_time_and_draws_what_torch_draws() -> None:

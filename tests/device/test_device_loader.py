@@ -76,24 +76,17 @@ def labels(world: World, batches: Iterator[Any], end: int | None = None, step: f
     return found
 
 
-def staged(world: World, patch: pytest.MonkeyPatch) -> list[int]:
-    """Return the list to which sizes of staged memory are added from now on."""
-    sizes: list[int] = []
-    plain = world.backend.stage
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
+def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
+    world: World, monkeypatch: pytest.MonkeyPatch, workers: int, persistent: bool
+) -> None:
+    sizes, plain = list[int](), world.backend.stage
 
     def stage(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         sizes.extend(source.nbytes for source in sources)
         plain(targets, sources)
 
-    patch.setattr(world.backend, "stage", stage)
-    return sizes
-
-
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
-def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
-    world: World, monkeypatch: pytest.MonkeyPatch, workers: int, persistent: bool
-) -> None:
-    sizes = staged(world, monkeypatch)
+    monkeypatch.setattr(world.backend, "stage", stage)
     host = loader_of(device=None, num_workers=0)
     with loader_of(num_workers=workers, persistent_workers=persistent) as loader:
         pinned = []
@@ -105,6 +98,13 @@ def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slo
         assert set(sizes) == {BATCH * 8}
         assert pinned[0] > 0
         assert pinned[1] == pinned[0]
+
+
+def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World) -> None:
+    with loader_of(shuffle=False) as loader:
+        every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
+        for end in (1, 3, None):
+            assert labels(world, iter(loader), end) == every[:end]
 
 
 def test_the_wait_that_counts_is_that_of_the_training_loop(
@@ -232,3 +232,16 @@ def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop
         prefetcher.close()
     world.check()
     assert max(reserved) <= (depth + 2) * 1024  # one of them may still be referred to when the next is sent
+
+
+def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:
+    loader = sf.DataLoader(list(range(12)), 4, num_workers=1, persistent_workers=True, device="cpu")
+    assert len(list(loader)) == 3
+    parts = [weakref.ref(part) for part in (loader, loader._prefetcher, loader._epochs)]
+    loader.close()
+    gc.disable()
+    try:
+        del loader
+        assert [part() for part in parts] == [None, None, None]
+    finally:
+        gc.enable()

@@ -49,13 +49,13 @@ class Job:
     def flag(self, ids: Any, flags: int = WANTED) -> None:
         self.shared.flags[ids] = flags
 
-    def start(self, *, budget: int | str = "1MiB", method: str = "fork", package_bytes: int = TEN) -> Packager:
+    def start(self, *, budget: int | str = "1MiB") -> Packager:
         self.packager = Packager(
             self.reader,
             self.folder,
             write_budget=budget,
-            context=multiprocessing.get_context(method),
-            package_bytes=package_bytes,
+            context=multiprocessing.get_context("fork"),
+            package_bytes=TEN,
         )
         given, self.shared = self.shared, self.packager.shared
         self.shared.flags[:], self.shared.fields[:] = given.flags, given.fields

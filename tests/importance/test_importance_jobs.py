@@ -62,20 +62,6 @@ def check(job: Jobs, expected: Any, live: int) -> None:
     np.testing.assert_array_equal(worth, np.asarray(expected, float))
 
 
-def test_one_job_and_what_it_told_last_counts(job: Jobs, tmp_path: Path) -> None:
-    job.publish(np.array(ONE), 2)
-    check(job, 2 * np.array(ONE), 1)
-    job.publish(TWO, 1.0)
-    check(job, TWO, 1)
-    assert files(tmp_path) == ["job-1"]
-    file = tmp_path / "importance" / "job-1"
-    assert file.stat().st_size - 4 * N < 64
-    assert file.stat().st_mode & 0o777 == 0o600
-    job.close()
-    job.close()
-    assert files(tmp_path) == []
-
-
 @pytest.mark.parametrize(
     ("benefits", "expected"),
     [

@@ -1,25 +1,20 @@
 """The packager's process: exact counts, and whatever dies or hangs, training goes on and nothing is left behind."""
 
 import multiprocessing
-import os
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 from package_job import WANTED, Job, package_size
 
 from cache_tools import problems
-from children import Child
 from smart_data import until
 from stallfree.cache.records import MISS
 from stallfree.importance import source as packager_module
 from stallfree.importance.packages import LOW, MISSED, Field
-from stallfree.ipc.folders import default_root, sweep
 
 
 @pytest.fixture
@@ -33,9 +28,9 @@ def helpers() -> dict[str, Any]:
     return {child.name: child for child in multiprocessing.active_children() if child.name.startswith("stallfree-")}
 
 
-def end_to_end(job: Job, method: str) -> None:
+def test_everything_together(job: Job) -> None:
     """95 samples: nine packages are written, and read as there is room for them. The counts are exact."""
-    packager = job.start(method=method)
+    packager = job.start()
     job.flag(range(95))
     job.flag(range(5), WANTED | MISSED)
     job.shared.fields[Field.REGION] = 1
@@ -62,10 +57,6 @@ def end_to_end(job: Job, method: str) -> None:
     assert helpers() == {}
     packager.wake()  # of no use any more, and no harm
     assert helpers() == {}
-
-
-def test_everything_together(job: Job) -> None:
-    end_to_end(job, "fork")
 
 
 def test_a_killed_process_is_started_again_three_times(job: Job, caplog: pytest.LogCaptureFixture) -> None:
@@ -123,45 +114,3 @@ def test_processes_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest
     assert stats.package_bytes_written <= 1000 * package_size(10)
     assert list(job.folder.iterdir()) == []
     job.close()
-
-
-def train_for_ever(folder: Path, report: int, method: str) -> None:
-    job = Job(folder)
-    packager = job.start(method=method)
-    job.flag(range(100))
-    packager.wake()
-    until(lambda: packager.stats().packages_written == 10)
-    heir = os.fork()  # lives on, and holds all that was open
-    if heir == 0:
-        signal.pause()
-    os.write(report, b" ".join(str(pid).encode() for pid in [heir, *[child.pid for child in helpers().values()]]))
-    signal.pause()
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_processes_die_with_the_trainer(tmp_path: Path, method: str) -> None:
-    read, write = os.pipe()
-    child = Child(train_for_ever, tmp_path, write, method)
-    heir, *pids = list(map(int, os.read(read, 1000).split()))
-    child.kill()
-    os.close(read)
-    os.close(write)
-    try:
-        assert len(pids) == 1
-        until(lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie" for pid in pids))
-    finally:
-        os.kill(heir, signal.SIGKILL)
-    swept: list[str] = []
-    until(lambda: (swept.extend(sweep(default_root())), len(swept) == 1)[1])  # the cache
-
-
-def test_a_process_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for storage for ever."""
-    monkeypatch.setattr(packager_module, "_STOP_SECONDS", 0.2)
-    job = Job(tmp_path, gate=tmp_path / "never")
-    packager = job.start()
-    job.flag(range(100))
-    for _ in range(1000):
-        packager.wake()
-    job.close()
-    assert helpers() == {}

@@ -123,22 +123,6 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
     assert some.all_of(int(some.holding([3])[0])) == {}
 
 
-# -- budget and full disks ---------------------------------------------------------------------------------------------
-
-
-def test_the_budget_is_exact(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As many bytes as were allowed, and whatever still fits is written."""
-    first = Some(tmp_path)
-    assert first.put([1], [signed(1, 7, 1000)])
-    size = first.file_size()
-    for more, stored in ((-1, 1), (0, 2), (1, 2)):
-        some = Some(tmp_path, write_budget=2 * size + more)
-        taken = [some.put([id], [signed(id, 7, length)]) for id, length in ((1, 1000), (2, 1000), (3, 1000), (4, 9))]
-        assert taken == [True, stored == 2, False, stored == 1]
-        assert some.file_size() == some.count("package_bytes_written")
-    assert caplog.text.count("is spent") == len(caplog.records) == 3, "once each"
-
-
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
     made = Job(tmp_path)

@@ -16,20 +16,17 @@ from typing import Any, ClassVar
 import pytest
 
 
-class Reference:
+class Reference(Future[Any]):
     """A value in the object store, or one that will be there."""
 
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
     def future(self) -> Future[Any]:
-        return self._future
+        return self
 
 
 def put(value: Any) -> Reference:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return Reference(future)
+    made = Reference()
+    made.set_result(value)
+    return made
 
 
 class Handle:
@@ -43,7 +40,7 @@ class Handle:
         self.process = context.Process(target=self._serve, args=(theirs, made, threads, arguments), daemon=True)
         self.process.start()
         theirs.close()
-        self._calls: dict[int, tuple[Future[Any], Future[Any]]] = {}
+        self._calls: dict[int, tuple[Reference, Reference]] = {}
         self._lock, self._dead = threading.Lock(), False
         Handle.living.append(self)
         self._reader = threading.Thread(target=self._read)
@@ -69,7 +66,7 @@ class Handle:
         os._exit(0)
 
     def _run(self, argument: Any) -> tuple[Reference, Reference]:
-        head, memory = Future[Any](), Future[Any]()
+        head, memory = Reference(), Reference()
         with self._lock:
             self._calls[id(head)] = head, memory
             with suppress(OSError):
@@ -77,7 +74,7 @@ class Handle:
             dead = self._dead
         if dead:
             head.set_exception(RuntimeError("the actor is dead"))
-        return Reference(head), Reference(memory)
+        return head, memory
 
     def _read(self) -> None:
         with suppress(EOFError, OSError):
@@ -104,7 +101,7 @@ class Handle:
 def remote(made: type) -> Any:
     def options(max_concurrency: int, **_: Any) -> Any:
         def start(*given: Any) -> Handle:
-            arguments = [each.future().result() if isinstance(each, Reference) else each for each in given]
+            arguments = [each.result() if isinstance(each, Reference) else each for each in given]
             return Handle(made, max_concurrency, arguments)
 
         return SimpleNamespace(remote=start)
@@ -122,7 +119,7 @@ def installed() -> Iterator[list[Handle]]:
     """In this context, `import ray` gives this; yields the living actors."""
     ray: Any = ModuleType("ray")
     ray.__spec__ = ModuleSpec("ray", None)
-    ray.put, ray.remote, ray.get, ray.kill = put, remote, lambda ref: ref.future().result(), lambda handle: handle.end()
+    ray.put, ray.remote, ray.get, ray.kill = put, remote, Future.result, lambda handle: handle.end()
     ray.cloudpickle = SimpleNamespace(Pickler=Pickler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "ray", ray)

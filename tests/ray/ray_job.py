@@ -13,21 +13,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 import stallfree as sf
+from loader_data import Made
 
 SAMPLES = 96
-
-
-class Made:
-    """`count` samples that a function makes."""
-
-    def __init__(self, count: int, make: Any) -> None:
-        self.count, self.make = count, make
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, id: int) -> Any:
-        return self.make(id)
 
 
 def noisy(id: int) -> tuple[torch.Tensor, int, dict[str, Any]]:

@@ -69,7 +69,8 @@ def test_a_job_whose_actors_are_killed(seed: int) -> None:
 def test_a_job_on_the_cluster(name: str, cluster: RayCluster, tmp_path: Path) -> None:
     job = start(name, cluster, tmp_path)
     out, _ = job.communicate()
-    assert (job.returncode, out) == (0, "done\n"), (tmp_path / "errors").read_text()[-3000:]
+    finished = job.returncode == 0 and out.endswith("done\n")  # after what Ray says of lost processes
+    assert finished, (tmp_path / "errors").read_text()[-3000:]
     until(lambda: not cluster.workers(), "the actors have ended")
 
 

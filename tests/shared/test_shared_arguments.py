@@ -1,5 +1,6 @@
-"""Arguments of a `SharedLoader`: an invalid value, or one that differs from the group's, raises a clear error."""
+"""Arguments, seeds and states of a `SharedLoader`, and errors where they are invalid or differ from the group's."""
 
+import json
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,25 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from torch.utils.data import IterableDataset, default_collate
 
 import stallfree as sf
 from stallfree.errors import text_of
-
-
-class Numbers:
-    """A data set."""
-
-    def __init__(self, count: int = 24, offset: int = 0) -> None:
-        self.count, self.offset = count, offset
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, id: int) -> int:
-        if not 0 <= id < self.count:
-            raise IndexError(id)
-        return id + self.offset
 
 
 class Endless(IterableDataset[int]):
@@ -45,7 +32,7 @@ def one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
     arguments: dict[str, Any] = {"group": "args", "batch_size": 4, "seed": 1, **changes}
-    return sf.SharedLoader(Numbers() if dataset is None else dataset, **arguments)
+    return sf.SharedLoader(list(range(24)) if dataset is None else dataset, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +44,7 @@ def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
         ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
         ({"staging": "much"}, "staging='much' is no size: give bytes"),
         ({"multiprocessing_context": "thread"}, "multiprocessing_context='thread': give 'fork', 'forkserver'"),
-        ({"dataset": Numbers(0)}, ".*at least one sample"),
+        ({"dataset": []}, ".*at least one sample"),
         ({"dataset": Endless()}, "Endless is an IterableDataset"),
         ({"group": ""}, "group='': give a name of 1 to 110 of the letters"),
         ({"group": "a/b"}, "group='a/b'"),
@@ -86,7 +73,7 @@ def test_multiples_and_divisors_go_together(store_root: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dataset": Numbers(23)}, "the data set differs (its code, parameters or files)"),
+        ({"dataset": list(range(23))}, "the data set differs (its code, parameters or files)"),
         ({"seed": 2}, "it has seed=1, this job gives seed=2"),
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
         ({"collate_fn": as_list}, "collate_fn differs (its code, parameters or files)"),
@@ -110,7 +97,7 @@ def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Pat
 
 def test_the_seed_and_the_transform_of_a_cached_data_set_count() -> None:
     def cached(transform: Any = None) -> sf.CachedDataset:
-        return sf.CachedDataset(Numbers(), capacity="1MiB", seed=5, transform=transform)
+        return sf.CachedDataset(list(range(24)), capacity="1MiB", seed=5, transform=transform)
 
     with cached() as dataset, cached(str) as other, loader(dataset, seed=None):
         loader(dataset, seed=5).close()
@@ -177,3 +164,145 @@ def test_a_damaged_group(content: str, store_root: Path) -> None:
         (store_root / "group-args" / "group.json").write_text(content)
         with pytest.raises(sf.StorageError, match=r"^the group's folder .* cannot be read: .* Give another name\n"):
             loader()
+
+
+# -- states: a job that resumes gets each remaining sample of that epoch once, wherever the group is -------------------
+
+SAMPLES, BATCHES = 40, 10
+
+
+def resumable(**changes: Any) -> sf.SharedLoader:
+    return loader(list(range(SAMPLES)), **{"shuffle": True, "multiprocessing_context": "fork", **changes})
+
+
+def plan(epoch: int) -> list[list[int]]:
+    """Return the batches of an epoch from another loader."""
+    plain = sf.DataLoader(list(range(SAMPLES)), 4, shuffle=True, seed=1)
+    for _ in range(epoch):
+        next(iter(plain))
+    batches = [batch.tolist() for batch in plain]
+    plain.close()
+    return batches
+
+
+def saved(epoch: int, done: int) -> dict[str, Any]:
+    """Return the state of a job that received the first batches of an epoch."""
+    with resumable() as shared:
+        state = shared.state_dict()
+    return {**state, "epoch": epoch, "batches": done}
+
+
+@pytest.mark.parametrize("done", [2, 8], ids=["behind", "in front"])
+def test_a_job_resumes_an_epoch_that_others_are_in(done: int) -> None:
+    with resumable() as other, resumable() as shared:
+        list(other)
+        going = iter(other)
+        taken = [next(going).tolist() for _ in range(BATCHES // 2)]
+        shared.load_state_dict(saved(1, done))
+        resumed = iter(shared)
+        if done > BATCHES // 2:
+            taken += [batch.tolist() for batch in going]
+        got = [batch.tolist() for batch in resumed]
+        assert got == plan(1)[done:]
+        assert taken + [batch.tolist() for batch in going] == plan(1)
+
+
+def test_a_job_cannot_resume_an_epoch_that_is_over() -> None:
+    with resumable() as other, resumable() as shared:
+        for _ in range(3):
+            list(other)
+        iterator = iter(other)
+        next(iterator)
+        shared.load_state_dict(saved(1, 1))
+        with pytest.raises(sf.InputError, match="continues epoch 1, and the group 'args' is in epoch"):
+            iter(shared)
+        assert len(list(iterator)) == BATCHES - 1
+
+
+@pytest.mark.parametrize("count", [3, 10])
+def test_a_state_taken_in_an_epoch(count: int) -> None:
+    """Also after its last batch: the next epoch comes then."""
+    with resumable() as shared:
+        iterator = iter(shared)
+        begun = [next(iterator).tolist() for _ in range(count)]
+        state = json.loads(json.dumps(shared.state_dict()))
+    with resumable() as shared:
+        shared.load_state_dict(state)
+        assert shared.state_dict() == state
+        assert begun + [batch.tolist() for batch in shared] == plan(0)
+        state = shared.state_dict()
+    assert (state["epoch"], state["batches"]) == (1, 0)
+    with resumable() as shared:
+        shared.load_state_dict(state)
+        assert [batch.tolist() for batch in shared] == plan(1)
+
+
+def test_the_state_of_another_loader() -> None:
+    state = saved(0, 0)
+    for wrong in (None, {**state, "version": 99}, {"version": state["version"]}):
+        with resumable() as shared, pytest.raises(sf.InputError, match=r"^the state (has version|lacks)"):
+            shared.load_state_dict(wrong)
+    for changes in ({"seed": 2}, {"batch_size": 8}, {"drop_last": True}):
+        with (
+            resumable(**changes) as shared,
+            pytest.raises(sf.InputError, match=r"^the state was taken with .* give the same"),
+        ):
+            shared.load_state_dict(state)
+    with resumable() as shared:
+        next(iter(shared))
+        with pytest.raises(sf.InputError, match="in its group already: load the state before the first iteration"):
+            shared.load_state_dict(state)
+
+
+def epochs_of(*loaders: sf.SharedLoader) -> list[list[Any]]:
+    """Return the batches of an epoch of each loader, iterated side by side."""
+    batches = [[batch.tolist() for batch in taken] for taken in zip(*loaders, strict=True)]
+    return [list(each) for each in zip(*batches, strict=True)]
+
+
+def test_jobs_without_a_seed_have_the_groups() -> None:
+    """The first job that iterates draws the seed; a new group draws another one."""
+
+    def run(seed: int) -> Any:
+        torch.manual_seed(seed)
+        with resumable(seed=None) as one, resumable(seed=None) as other:
+            assert one.seed is None
+            first, second = epochs_of(one, other)
+            assert one.seed == other.seed
+            assert first == second
+        return first
+
+    runs = [run(1), run(2)]
+    assert runs[0] != runs[1]
+    assert run(1) == runs[0]
+
+
+def test_a_job_that_resumes_has_the_seed_of_its_state() -> None:
+    with resumable(seed=None) as one:
+        taken = iter(one)
+        next(taken)
+        state = json.loads(json.dumps(one.state_dict()))
+        left = [batch.tolist() for batch in taken]
+    with resumable(seed=None) as one, resumable(seed=None, timeout=1) as other:
+        one.load_state_dict(state)
+        assert [batch.tolist() for batch in one] == left
+        one.close()
+        list(other)
+        assert other.seed == one.seed
+    with (
+        resumable(seed=1),
+        resumable(seed=None) as other,
+        pytest.raises(sf.InputError, match="it has seed=1, this job gives seed="),
+    ):
+        other.load_state_dict(state)
+
+
+def test_a_group_draws_what_torchs_loader_draws() -> None:
+    torch.manual_seed(1)
+    with resumable(seed=None) as one:
+        list(one), list(one)
+    drawn = torch.rand(3)
+    torch.manual_seed(1)
+    plain = torch.utils.data.DataLoader(list(range(SAMPLES)), 4, shuffle=True)  # type: ignore[arg-type]
+    list(plain), list(plain)
+    assert torch.equal(drawn, torch.rand(3))

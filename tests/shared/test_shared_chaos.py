@@ -12,7 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -96,45 +96,30 @@ def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
 # --- the ledgers ------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Turn:
-    """One iteration of a job, as recorded in its ledger."""
-
-    epochs: set[int] = field(default_factory=set)
-    ids: list[int] = field(default_factory=list)
-    whole: bool = False
-
-
-def turns_of(text: str) -> dict[int, Turn]:
-    """Read a ledger and check all checksums; the last line of a killed job may be incomplete."""
-    turns: dict[int, Turn] = {}
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        fields = line.split()
-        turn = turns.setdefault(int(fields[0]), Turn())
-        if fields[1] == "whole":
-            turn.whole = True
-            continue
-        epoch, id, total = int(fields[1]), int(fields[3]), int(fields[4])
-        assert total == expected(epoch, id), f"a wrong sample: {line}"
-        turn.epochs.add(epoch)
-        turn.ids.append(id)
-    return turns
-
-
 def check(text: str) -> Counter[str]:
-    """Assert that complete epochs have each id once, others no id twice, and that no epoch is repeated."""
-    counts: Counter[str] = Counter()
-    latest = -1
-    for number, turn in turns_of(text).items():
-        (epoch,) = turn.epochs
+    """Assert that the samples are right, complete epochs have each id once, others none twice, and no epoch repeats.
+
+    The last line of a killed job may be incomplete.
+    """
+    turns: dict[int, dict[int, int]] = {}  # the epoch of each id
+    whole: set[int] = set()
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        turn, *values = line.split()
+        served = turns.setdefault(int(turn), {})
+        if values == ["whole"]:
+            whole.add(int(turn))
+            continue
+        epoch, id, total = int(values[0]), int(values[2]), int(values[3])
+        assert total == expected(epoch, id), f"a wrong sample: {line}"
+        assert id not in served, f"a sample comes again: {line}"
+        served[id] = epoch
+    latest, counts = -1, Counter[str]()
+    for number, served in turns.items():
+        (epoch,) = set(served.values())
         assert epoch > latest, f"turn {number} is epoch {epoch} after {latest}"
         latest = epoch
-        if turn.whole:
-            assert sorted(turn.ids) == list(range(COUNT)), f"turn {number}, epoch {epoch}"
-        else:
-            assert len(set(turn.ids)) == len(turn.ids), f"turn {number}, epoch {epoch}"
-        counts["whole" if turn.whole else "broken"] += 1
-        counts["samples"] += len(turn.ids)
+        assert number not in whole or len(served) == COUNT, f"turn {number}, epoch {epoch}: samples are lost"
+        counts += Counter({"whole" if number in whole else "broken": 1, "samples": len(served)})
     return counts
 
 

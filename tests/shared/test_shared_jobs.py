@@ -1,9 +1,11 @@
 """Several jobs of one group, each a loader of this process: what they share, and what each has for itself."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -80,8 +82,22 @@ def test_a_cache_that_jobs_share_is_filled_once(group: Group) -> None:
         assert stats.hits + stats.misses == 2 * SAMPLES
 
 
-def test_what_a_job_does_to_its_batches_no_other_job_sees(group: Group) -> None:
-    jobs = [group.job(), group.job()]
+@pytest.mark.parametrize("table", ["there", "missing", "unreadable"])
+def test_what_a_job_does_to_its_batches_no_other_job_sees(
+    table: str, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With and without a page table that shows which pages were written."""
+    jobs, plain = [group.job(), group.job()], os.open
+
+    def refuse(path: Any, *rest: Any, **more: Any) -> int:
+        if "pagemap" in str(path):
+            raise PermissionError(13, "Permission denied", path)
+        return plain(path, *rest, **more)
+
+    if table == "missing":
+        monkeypatch.setattr(os, "open", refuse)
+    elif table == "unreadable":
+        monkeypatch.setattr(os, "pread", lambda *_: b"")
     for number in range(2):
         first, second = begun(jobs)
         for batch in first:
@@ -123,17 +139,22 @@ def test_the_ranks_of_a_job_take_disjoint_parts(group: Group, monkeypatch: pytes
 
 def test_a_transform_of_a_jobs_own(group: Group) -> None:
     """The decoding is shared; `job_transform` is applied in each job, with draws that (seed, epoch, batch) decides."""
+    drawn: list[list[float]] = [[], []]
 
-    def noisier(data: Any) -> Any:
-        return data[0] + torch.rand(()), data[1]
+    def noisier(number: int, data: Any) -> Any:
+        drawn[number].append(float(torch.rand(())))
+        return data[0] + drawn[number][-1], data[1]
 
-    jobs = [group.job(), *(group.job(job_transform=noisier) for _ in range(2))]
-    for batches in zip(*begun(jobs), strict=True):
-        plain, one, other = (taken(job, batch) for job, batch in zip(jobs, batches, strict=True))
-        right([plain], plain.ids)
-        assert one == other
-        assert (plain.ids, set(plain.sums) & set(one.sums)) == (one.ids, set())
-    assert len(group.dataset.decodes()) == SAMPLES
+    jobs = [group.job(), *(group.job(job_transform=partial(noisier, number)) for number in range(2))]
+    for epoch in range(2):
+        for batches in zip(*begun(jobs), strict=True):
+            plain, one, other = (taken(job, batch) for job, batch in zip(jobs, batches, strict=True))
+            assert right([plain], plain.ids) == epoch
+            assert one == other
+            assert (plain.ids, set(plain.sums) & set(one.sums)) == (one.ids, set())
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) == 2 * BATCHES
+    assert len(group.dataset.decodes()) == 2 * SAMPLES
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])

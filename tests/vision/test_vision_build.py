@@ -102,6 +102,20 @@ def test_a_libjpeg_that_was_requested_and_cannot_be_built_is_an_error(
     assert build.build_libjpeg(tmp_path) is None
 
 
+def test_a_release_with_another_hash_is_refused(
+    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    archive = tmp_path / "other.tar.gz"
+    archive.write_bytes(b"not what was pinned")
+    monkeypatch.setenv("STALLFREE_LIBJPEG", "download")
+    monkeypatch.setattr(build, "URL", archive.as_uri())
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    with pytest.raises(RuntimeError, match=f"SHA-256 .*expected {build.SHA256}"):
+        build.build_libjpeg(scratch)
+    assert [path.name for path in scratch.iterdir()] == ["libjpeg-turbo.tar.gz"]  # nothing was unpacked
+
+
 def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if crops.library() is None:
         pytest.skip("the compiled part is not there")

@@ -1,16 +1,18 @@
 """Pictures decoded and cropped on a GPU: `python -m pytest -m gpu tests/vision`. Nothing here runs without one."""
 
+import contextlib
 import gc
 import random
 import threading
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
-from vision_data import distance, encode, photograph
+from vision_data import distance, encode, kinds, photograph
 
 import stallfree as sf
 
@@ -36,25 +38,14 @@ def no_leaks() -> Iterator[None]:
             assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
 
 
+@cache
+def files() -> dict[str, bytes]:
+    made = kinds(photograph(180, 241) // 4 + 90, photograph(1700, 2400) // 4 + 90)
+    return {name: file for name, file in made.items() if name not in ("one pixel", "a line")}
+
+
 def step(*, on_device: bool, **options: Any) -> sf.DecodeRandomResizedCrop:
     return sf.DecodeRandomResizedCrop(SIZE, scale=(0.4, 1), flip=0.5, on_device=on_device, **options)
-
-
-def files() -> dict[str, bytes]:
-    pixels = photograph(180, 241) // 4 + 90
-    return {
-        "4:2:0": encode(pixels, quality=92),
-        "4:4:4": encode(pixels, quality=92, subsampling=0),
-        "4:2:2": encode(pixels, quality=92, subsampling=1),
-        "grey": encode(pixels, mode="L"),
-        "odd": encode(pixels[:171, :233], quality=92),
-        "restarts": encode(pixels, restart_marker_blocks=3),
-        "progressive": encode(pixels, progressive=True),
-        "CMYK": encode(pixels, mode="CMYK"),
-        "PNG": encode(pixels, "PNG"),
-        "small": encode(pixels[:9, :11]),
-        "large": encode(photograph(1700, 2400) // 4 + 90, quality=92),
-    }
 
 
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
@@ -88,6 +79,22 @@ def test_what_the_decoder_rejects_is_decoded_on_the_cpu(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(torchvision.io, "decode_jpeg", rejects)
     assert distance(default_collate(samples).to("cuda").cpu(), wanted.cpu()).mean() < 1
+
+
+def test_a_damaged_picture_is_an_error_or_garbage_and_the_next_batch_is_right() -> None:
+    whole = encode(photograph(90, 120) // 4 + 90, quality=92)
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        bad = bytearray(whole)
+        for at in rng.integers(20, len(bad) - 2, 8):
+            bad[at] = int(rng.integers(256))
+        random.seed(1)
+        with contextlib.suppress(sf.StallfreeError):
+            default_collate([step(on_device=True)(bytes(bad))]).to("cuda")
+        random.seed(1)
+        there = default_collate([step(on_device=True)(whole)]).to("cuda")
+        random.seed(1)
+        assert distance(there[0].cpu(), step(on_device=False)(whole)).mean() < CLOSE
 
 
 class Numbers(torch.utils.data.Dataset[Any]):

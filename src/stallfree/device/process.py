@@ -131,9 +131,8 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         self._check_process()
         self._end_pass()
         self._passes += 1
-        for _, body in self._inbox:
-            _drop(body)
-        self._inbox.clear()
+        while self._inbox:
+            _drop(self._inbox.popleft()[1])
         self._send(_BEGIN, self._passes)
         started = _Pass(self, self._passes)
         self._pass = weakref.ref(started)
