@@ -33,7 +33,7 @@ def most(ids: list[int]) -> bool:
     ("way", "place", "hidden", "workers"),
     [
         *(("step", place, False, 0) for place in PLACES[::2]),
-        *(("data set", place, True, 0) for place in [*PLACES[1::2], *SOME]),
+        *(("data set", place, True, 0) for place in sorted({*PLACES[1::2], *SOME})),
         *((way, SOME[0], True, 0) for way in ("auto", "auto, cut")),
         *(("step", place, True, 2) for place in SOME[:2]),
     ],

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,49 +65,40 @@ def test_torchs_seed_decides(workers: int, seeds: range) -> None:
     assert [run(seed) for seed in seeds] == runs
 
 
-def made(kind: str) -> Callable[[], Any]:
-    """Makes loaders, each over the same things."""
-    data, generator, seeded = Made(COUNT, jittered), torch.Generator().manual_seed(1), {"seed": 5, "shuffle": None}
-    if kind == "loader":
-        return own
-    if kind == "generator":
-        return lambda: own(generator=generator)
-    if kind == "distributed":
-        sampler = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[var-annotated, arg-type]
-        return lambda: own(data, sampler=sampler, **seeded)
-    if kind == "distributed, set":
-        sampler = DistributedSampler(data, num_replicas=1, rank=0)  # type: ignore[arg-type]
-        epochs = iter(range(9))
-
-        def with_epoch() -> Any:
-            sampler.set_epoch(next(epochs))
-            return own(data, sampler=sampler, **seeded)
-
-        return with_epoch
-    if kind == "importance":
-        chosen = sf.ImportanceSampler(COUNT, plan="full", seed=2)
-        return lambda: own(data, sampler=chosen, **seeded)
-    source = Made(COUNT, picture)
-    if kind == "smart":
-        window = sf.SmartCacheDataset(source, noisier, cache_num=COUNT, replace_rate=0.1, seed=5)
-        return lambda: own(window)
-    cached = sf.CachedDataset(source, capacity="4MiB", transform=noisier, seed=5 if kind == "cached, seed" else None)
-    return lambda: own(cached)
+def with_sampler(sampler: Any, before: Callable[[], object] = lambda: None) -> Callable[[], Any]:
+    return lambda: (before(), own(sampler=sampler, seed=5, shuffle=None))[1]
 
 
-KINDS = ["loader", "generator", "distributed", "distributed, set", "importance", "smart", "cached", "cached, seed"]
+def distributed(*, told: bool) -> Callable[[], Any]:
+    sampler, epochs = DistributedSampler(range(COUNT), num_replicas=1, rank=0), iter(range(9))  # type: ignore[arg-type, var-annotated]
+    return with_sampler(sampler, (lambda: sampler.set_epoch(next(epochs))) if told else lambda: None)
+
+
+def over(kind: Any, **options: Any) -> Callable[[], Any]:
+    data = kind(Made(COUNT, picture), transform=noisier, **options)
+    return lambda: own(data)
+
+
+KINDS: dict[str, Callable[[], Callable[[], Any]]] = {
+    "loader": lambda: own,
+    "generator": lambda: partial(own, generator=torch.Generator().manual_seed(1)),
+    "distributed": lambda: distributed(told=False),
+    "distributed, set": lambda: distributed(told=True),
+    "importance": lambda: with_sampler(sf.ImportanceSampler(COUNT, plan="full", seed=2)),
+    "smart": lambda: over(sf.SmartCacheDataset, cache_num=COUNT, replace_rate=0.1, seed=5),
+    "cached": lambda: over(sf.CachedDataset, capacity="4MiB"),
+    "cached, seed": lambda: over(sf.CachedDataset, capacity="4MiB", seed=5),
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_new_loader_per_epoch_repeats_nothing(kind: str) -> None:
-    make, epochs = made(kind), []
+    make, epochs = KINDS[kind](), []
     for _ in range(3):
-        loader = make()
-        data = [(batch.data if isinstance(batch, sf.Batch) else batch) for batch in loader]
-        epochs.append(epoch_of(data))
-        loader.close()
+        with make() as loader:
+            epochs.append(epoch_of((batch.data if isinstance(batch, sf.Batch) else batch) for batch in loader))
     assert all_differ(epochs)
-    if isinstance(loader.dataset, sf.SmartCacheDataset | sf.CachedDataset):
+    if hasattr(loader.dataset, "close"):
         loader.dataset.close()
 
 

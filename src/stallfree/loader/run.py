@@ -3,7 +3,7 @@
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -229,10 +229,6 @@ class EpochPass(Iterator[Any]):
             self._log.add(self._delivered_at, time.monotonic(), "device", "compute", number, self.progress.number)
         self._delivered_at = None
 
-    def _report_skips(self, problems: Sequence[str]) -> None:
-        for problem in problems[: max(0, _REPORTED_SKIPS - self.counts["skips"])]:
-            log.warning("left out a sample: %s", problem)
-
     def close(self) -> None:
         """End this pass. Idempotent."""
         if self.closed or not self._owner.is_here:
@@ -420,7 +416,8 @@ class Pass(EpochPass):
         if self._log is not None:
             self._log.prepared(result, self.progress.number)
         if result.skipped:
-            self._report_skips(result.note.decode().split("\n"))
+            for problem in result.note.decode().split("\n")[: max(0, _REPORTED_SKIPS - counts["skips"])]:
+                log.warning("left out a sample: %s", problem)
         result.add_to(counts)
         self.progress.hand_out()
         if result.status == READY:
