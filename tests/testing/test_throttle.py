@@ -49,6 +49,10 @@ def test_all_limits_together() -> None:
         source.fetch(id)
     # starts at 0, 2, 4; the line is free at 3, 4, 5; half a second later each arrives
     assert clock.waits == [3.5, 4.5, 5.5]
+    clock.waits = []
+    few = ThrottledSource(RECORDS, iops=0.5, clock=clock)
+    assert [few.fetch(id) for id in (2, 1, 0)] == RECORDS[::-1]
+    assert clock.waits == [2.0, 4.0]
 
 
 @given(st.lists(st.tuples(st.floats(0, 20), st.integers(0, 500)), min_size=1, max_size=30))
