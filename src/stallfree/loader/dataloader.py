@@ -158,13 +158,35 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         own = vars(self)  # not by `__setattr__`, whose checks are for attributes that are set later
         # All arguments are attributes: other libraries read them to recreate a loader.
         own.update(
-            dataset=dataset, batch_size=batch_size, shuffle=bool(shuffle), sampler=sampler, batch_sampler=batch_sampler,
-            num_workers=num_workers, collate_fn=collate_fn, pin_memory=pin_memory, drop_last=drop_last, timeout=timeout,
-            worker_init_fn=worker_init_fn, generator=generator, prefetch_factor=prefetch_factor, workers=workers,
-            persistent_workers=persistent_workers, pin_memory_device=pin_memory_device, in_order=in_order, seed=seed,
-            with_ids=with_ids, on_error=on_error, staging=staging, device=device, cache=cache, capacity=capacity,
-            transform=transform, event_log=event_log, ranks=ranks, _dataset_kind=int(is_iterable(dataset)),
-        )  # fmt: skip
+            dataset=dataset,
+            batch_size=batch_size,
+            shuffle=bool(shuffle),
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            workers=workers,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            seed=seed,
+            with_ids=with_ids,
+            on_error=on_error,
+            staging=staging,
+            device=device,
+            cache=cache,
+            capacity=capacity,
+            transform=transform,
+            event_log=event_log,
+            ranks=ranks,
+            _dataset_kind=int(is_iterable(dataset)),
+        )
         memory = check_arguments(self)
         auto = None
         if memory is not None:
@@ -177,8 +199,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             prefetch_factor=as_int(prefetch_factor),
             seed=seed_of(dataset, seed, generator),
             multiprocessing_context=None if multiprocessing_context is None else context_of(multiprocessing_context),
-            _auto=auto, _prefetcher=None,
-        )  # fmt: skip
+            _auto=auto,
+            _prefetcher=None,
+        )
         own["collate_fn"] = collate_fn or self._default_collate
         self._requested = memory is None or num_workers is not None
         self._staging = None if staging is None else parse_size(staging, "staging")
@@ -242,11 +265,22 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
-            samples=len(options.source), batch_size=self.batch_size, shuffle=self.shuffle, sampler=sampler,
-            batch_sampler=batch_sampler, drop_last=self.drop_last, ranks=self.ranks, seed=self.seed,
-            seed_of_data=seed_of_data, source=options.source, reader=options.reader, auto=self._auto,
-            context=options.context, counts=self._counts, order=order_of,
-        )  # fmt: skip
+            samples=len(options.source),
+            batch_size=self.batch_size,
+            shuffle=self.shuffle,
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            drop_last=self.drop_last,
+            ranks=self.ranks,
+            seed=self.seed,
+            seed_of_data=seed_of_data,
+            source=options.source,
+            reader=options.reader,
+            auto=self._auto,
+            context=options.context,
+            counts=self._counts,
+            order=order_of,
+        )
         return source_of(self.dataset, setup)
 
     # -- attributes that are set later ---------------------------------------------------------------------------------
