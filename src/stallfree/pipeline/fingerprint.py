@@ -172,11 +172,10 @@ class _Walker(pickle.Pickler):
             if id(thing) in self.numbers:
                 return "again", self.numbers[id(thing)][0]
             self.numbers[id(thing)] = len(self.numbers), thing
-        form, marked = (
-            self.form_of(_form, thing),
-            callable(thing) or (self._numbered[kind] and hasattr(kind, "__getitem__")),
-        )
-        return (kind.__name__, form, mark_of(thing)) if marked else (kind.__name__, form)
+        form = self.form_of(_form, thing)
+        if callable(thing) or (self._numbered[kind] and hasattr(kind, "__getitem__")):
+            return kind.__name__, form, mark_of(thing)
+        return kind.__name__, form
 
     def form_of(self, form: Callable[[Any, Any], Any], thing: Any) -> Any:
         """Return `form(thing, self)`, or `"unknown"` and a type within `tolerant`. Else raise `NoFingerprintError`."""

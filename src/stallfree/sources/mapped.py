@@ -120,7 +120,7 @@ class MapSource(BaseSource):
     """A map-style data set whose `dataset[id]` counts as the fetch; the pipeline is empty.
 
     Attributes:
-        dataset: the data set; if it has only `__getitems__`, wrapped in `Singly`.
+        dataset: the data set; if it has only `__getitems__`, wrapped in `SingleItems`.
         threads: False, as a user's data set may not allow several threads at once.
 
     Raises:
@@ -132,7 +132,7 @@ class MapSource(BaseSource):
     def __init__(self, dataset: Any) -> None:
         require_map_style(dataset)
         require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
-        self.dataset = dataset if _has_getitem(dataset) else Singly(dataset)
+        self.dataset = dataset if _has_getitem(dataset) else SingleItems(dataset)
         self.pipeline = Compose([])
 
     def __len__(self) -> int:
@@ -146,7 +146,7 @@ class MapSource(BaseSource):
         return f"MapSource {fingerprint(self.dataset)}"
 
 
-class Singly:
+class SingleItems:
     """A data set that has only `__getitems__`, which torch's loader accepts, with a `__getitem__` that calls it."""
 
     def __init__(self, dataset: Any) -> None:
@@ -319,7 +319,7 @@ class RowSource(BaseSource):
 
     def __init__(self, dataset: Any, transform: Callable[[dict[str, Any]], Any]) -> None:
         self._rows = dataset.with_format(None)
-        self.pipeline = Compose([OnRow(transform)])
+        self.pipeline = Compose([RowTransform(transform)])
         names = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
         self.watched = [(dataset, name, getattr(dataset, name)) for name in names if hasattr(dataset, name)]
 
@@ -334,7 +334,7 @@ class RowSource(BaseSource):
         return f"RowSource {fingerprint(self._rows)}"
 
 
-class OnRow:
+class RowTransform:
     """Calls `transform` with a batch of one row, as `datasets` does for the transform of `with_transform`."""
 
     def __init__(self, transform: Callable[[dict[str, Any]], Any]) -> None:
@@ -344,4 +344,4 @@ class OnRow:
         return {name: column[0] for name, column in self.transform({key: [row[key]] for key in row}).items()}
 
     def __repr__(self) -> str:
-        return f"OnRow({self.transform!r})"
+        return f"RowTransform({self.transform!r})"
