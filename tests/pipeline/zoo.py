@@ -214,7 +214,8 @@ def judge(entry: Entry, way: str, workers: int = 0) -> str:
     made = entry.make()
     steps = None if entry.records is None else sf.Compose(made if isinstance(made, list) else [made])
     data = made if entry.records is None else fr.Rows(entry.records())
-    with warnings.catch_warnings(), counted(entry.prefix) as calls:
+    counts = (entry.kind == "steady" or entry.prefix) and not way.startswith(("auto", "group"))  # whose workers fork
+    with warnings.catch_warnings(), counted(entry.prefix) if counts else contextlib.nullcontext() as calls:
         warnings.simplefilter("ignore")
         epochs = WAYS[way](data, steps, workers)
     if epochs is None:
@@ -227,9 +228,7 @@ def judge(entry: Entry, way: str, workers: int = 0) -> str:
         fresh = fr.augmented(data, steps)
         if any(epoch != [fr.sealed(fresh[id]) for id in range(len(data))] for epoch in epochs):
             return "other values than without a cache"
-    if (entry.kind == "steady" or entry.prefix) and not way.startswith(
-        ("auto", "group")
-    ):  # whose workers are processes
+    if calls is not None:
         assert calls or not entry.prefix or workers, "no call was seen"
         often = {name: count for name, count in calls.items() if count > 3 * len(data)}  # 7 epochs, and looks in one
         return f"it runs anew: {often}" if often else ""
