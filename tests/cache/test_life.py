@@ -84,6 +84,16 @@ def test_a_name_belongs_to_one_data_set_and_equal_data_have_one_name() -> None:
         cache_of(num_ids=0)
 
 
+def test_what_was_prepared_before_a_step_proved_random_is_not_stored() -> None:
+    with cache_of() as cache:
+        cache.put_many([1], ["old"])
+        assert [cache.uncache_steps(2), cache.uncache_steps(1), cache.uncached_steps] == [True, False, 2]
+        assert cache.get_many([1]) == [MISS]
+        assert not cache.put_many([1], ["old"]).any()
+        assert cache.put_many([1], ["new"], uncached=2).all()
+        assert (cache.get_many([1]), cache.stats().rejected) == (["new"], 1)
+
+
 def test_what_is_no_cache_is_not_removed(tmp_path: Path) -> None:
     """`stallfree cache` shows the rest: caches are listed, and removed if they are not in use."""
     with cache_of("one", store=tmp_path) as cache:
