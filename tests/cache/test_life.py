@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cache_tools import make
-from children import Child, run_threads
+from children import Child, Holder, run_threads
 from stallfree.cache.layout import Count, Counters
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
@@ -39,6 +39,9 @@ def test_the_last_one_out_removes_it_unless_it_persists(store_root: Path) -> Non
         with cache_of() as third:
             assert third.get_many([3]) == (["three"] if persist else [MISS])
     remove(store_root, "life")
+    Holder(lambda: cache_of("killed").close).kill()
+    with cache_of("next"):
+        assert not (store_root / "killed").exists(), "a new cache sweeps"
 
 
 def test_a_forked_child_that_closes_does_not_remove_its_parents_cache() -> None:
