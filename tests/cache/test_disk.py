@@ -180,7 +180,7 @@ def cut(path: Path) -> None:
 
 def other_number(path: Path) -> None:
     fields = json.loads(path.read_text())
-    fields["block"] += 64
+    fields["capacity"] += 64
     path.write_text(json.dumps(fields))
 
 
