@@ -126,8 +126,10 @@ def test_every_damaged_record_is_a_miss_is_counted_and_dropped(disk: Path, tmp_p
 @both
 def test_a_data_file_of_another_length(templates: dict[str, Path], tmp_path: Path, kind: str) -> None:
     for size in (0, 4096, 100_000, 10_000_000):
-        os.truncate(copy_of(templates[kind], tmp_path) / "data", size)
+        path = copy_of(templates[kind], tmp_path)
+        os.truncate(path / "data", size)
         reopen(tmp_path, kind)
+        assert (path / "data").stat().st_size == (templates[kind] / "data").stat().st_size
     path = copy_of(templates[kind], tmp_path)
     with open_cache(tmp_path, kind) as cache:
         os.truncate(path / "data", 5000)  # while it is open
@@ -180,7 +182,7 @@ def cut(path: Path) -> None:
 
 def other_number(path: Path) -> None:
     fields = json.loads(path.read_text())
-    fields["block"] += 64
+    fields["capacity"] += 64
     path.write_text(json.dumps(fields))
 
 

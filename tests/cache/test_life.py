@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cache_tools import make
-from children import Child, run_threads
+from children import Child, Holder, run_threads
 from stallfree.cache.layout import Count, Counters
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
@@ -39,6 +39,9 @@ def test_the_last_one_out_removes_it_unless_it_persists(store_root: Path) -> Non
         with cache_of() as third:
             assert third.get_many([3]) == (["three"] if persist else [MISS])
     remove(store_root, "life")
+    Holder(lambda: cache_of("killed").close).kill()
+    with cache_of("next"):
+        assert not (store_root / "killed").exists(), "a new cache sweeps"
 
 
 def test_a_forked_child_that_closes_does_not_remove_its_parents_cache() -> None:
@@ -82,6 +85,16 @@ def test_a_name_belongs_to_one_data_set_and_equal_data_have_one_name() -> None:
         assert first.path == second.path != third.path
     with pytest.raises(InputError, match="at least one sample"):
         cache_of(num_ids=0)
+
+
+def test_what_was_prepared_before_a_step_proved_random_is_not_stored() -> None:
+    with cache_of() as cache:
+        cache.put_many([1], ["old"])
+        assert [cache.uncache_steps(2), cache.uncache_steps(1), cache.uncached_steps] == [True, False, 2]
+        assert cache.get_many([1]) == [MISS]
+        assert not cache.put_many([1], ["old"]).any()
+        assert cache.put_many([1], ["new"], uncached=2).all()
+        assert (cache.get_many([1]), cache.stats().rejected) == (["new"], 1)
 
 
 def test_what_is_no_cache_is_not_removed(tmp_path: Path) -> None:

@@ -88,6 +88,21 @@ def test_nobody_sees_half_of_one(root: Path) -> None:
     assert list(root.iterdir()) == []
 
 
+def test_one_that_is_removed_while_another_attaches_is_made_again(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, flock = open_folder(root), fcntl.flock
+
+    def lock_after_removal(fd: int, kind: int) -> None:
+        monkeypatch.undo()
+        first.close()
+        flock(fd, kind)
+
+    monkeypatch.setattr(fcntl, "flock", lock_after_removal)
+    second = open_folder(root)
+    assert second.created
+    assert (second.path / "data").read_text() == "whole"
+    second.close()
+
+
 def test_a_failure_or_death_while_it_is_made_or_removed_leaves_nothing(root: Path) -> None:
     def full(folder: Path) -> None:
         (folder / "data").write_text("half")

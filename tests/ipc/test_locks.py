@@ -120,7 +120,7 @@ def test_only_the_claimer_releases_and_closing_keeps_the_claims_of_others(
 
 def test_a_forked_child_has_no_claims_and_takes_none_away(path: Path, locks: tuple[FileLock, FileLock]) -> None:
     lock, other = locks
-    assert lock.claim(3)
+    assert [lock.claim(3), lock.claim(5)] == [True, True]
 
     def begin() -> Callable[[], None]:
         assert [lock.claim(3), lock.claim(4), lock.claimed_elsewhere()] == [False, True, True]
@@ -129,11 +129,11 @@ def test_a_forked_child_has_no_claims_and_takes_none_away(path: Path, locks: tup
         return end
 
     def end() -> None:
-        assert lock.claim(3), "it is free now"
+        assert lock.claim(5), "it is free now"
 
     child = Holder(begin)
-    assert taken_elsewhere(path, 3, 4) == 2
-    lock.release(3)
+    assert taken_elsewhere(path, 3, 4, 5) == 3
+    lock.release(5)
     child.end()
 
 

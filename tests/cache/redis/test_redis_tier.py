@@ -186,10 +186,11 @@ def test_nonsense_is_a_miss(kind: str) -> None:
             connection.sendall(NONSENSE[kind])
 
     with FakeServer(answer) as server, given(server, timeout=0.1) as store:
-        tier = tier_of(store)
+        tier, start = tier_of(store), time.monotonic()
         for _ in range(3):
             assert held(tier) == []
         put(tier, ALL[:3])
+        assert time.monotonic() - start < 10, "a reply has a time limit, however slowly it comes"
 
 
 def test_a_server_that_refuses_is_an_error_for_the_caller(tier: RedisTier, pair: list[Server]) -> None:
