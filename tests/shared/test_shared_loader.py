@@ -261,7 +261,7 @@ def test_a_forked_child_keeps_its_batch(wrap: Callable[[Any], Any]) -> None:
 
 
 def test_many_forks_cost_no_memory() -> None:
-    with shared(dataset=Rows(60), batch_size=2) as loader:
+    with shared(dataset=Rows(40), batch_size=2) as loader:
         staging = []
         for number, batch in enumerate(loader):
             assert Saver(batch).saved() == [[2 * number], [2 * number + 1]]
@@ -272,12 +272,12 @@ def test_many_forks_cost_no_memory() -> None:
 
 # -- jobs that take no more batches ------------------------------------------------------------------------------------
 
-MANY = list(range(160))
+MANY = list(range(100))
 
 
 def two_jobs(**changes: Any) -> tuple[sf.SharedLoader[Any], sf.SharedLoader[Any]]:
     group = f"lag-{next(_groups)}"
-    first, second = (shared(**{"dataset": MANY, "group": group, "timeout": 1, **changes}) for _ in range(2))
+    first, second = (shared(**{"dataset": MANY, "group": group, "timeout": 0.6, **changes}) for _ in range(2))
     return first, second
 
 
@@ -292,7 +292,7 @@ def test_a_job_that_stands_still_in_an_epoch_gets_an_error() -> None:
         held = next(behind)
         assert flat(ahead) == MANY
         assert held.tolist() == [0, 1, 2, 3], "what it holds stays"
-        with pytest.raises(sf.WaitError, match=r"has held up the group 'lag-\d+' for 0\.5 s, so it gets no more"):
+        with pytest.raises(sf.WaitError, match=r"has held up the group 'lag-\d+' for 0\.3 s, so it gets no more"):
             flat(behind)
         assert held.tolist() == [0, 1, 2, 3]
         assert flat(slow) == MANY, "and it may join again"
