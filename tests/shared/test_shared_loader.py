@@ -298,7 +298,9 @@ def test_a_job_that_stands_still_in_an_epoch_gets_an_error() -> None:
         assert flat(slow) == MANY, "and it may join again"
 
 
-def test_a_job_that_is_late_between_epochs_joins_again() -> None:
+def test_a_job_that_is_late_between_epochs_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that was dropped is closed without a wait for the end of the coordinator, which others use."""
+    monkeypatch.setattr(member, "ANSWER_SECONDS", 20.0)
     slow, quick = two_jobs()
     with slow, quick:
         for one, other in zip(iter(slow), iter(quick), strict=True):
@@ -307,6 +309,9 @@ def test_a_job_that_is_late_between_epochs_joins_again() -> None:
         assert flat(quick) == MANY
         assert flat(slow) == MANY
         assert slow.epoch > 2
+        begun = time.monotonic()
+        quick.close()
+        assert time.monotonic() - begun < 10
 
 
 def test_a_job_that_waits_for_the_next_epoch_does_not_time_out() -> None:
