@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from process_tools import PATIENCE, Stamped, gone, read_stamp, wait_for
@@ -49,6 +50,11 @@ def test_epochs_are_complete_and_one_that_is_broken_off_leaves_nothing_behind() 
         kept = list(batches)  # which may be kept and changed
         assert [read_stamp(batch) for batch in kept] == [(6, number) for number in range(20)]
         assert all(batch["pixels"].is_shared() for batch in kept)
+        memory = []
+        for _ in range(20):  # batches that nobody takes are freed in the process that loads
+            next(iter(batches))
+            memory.append(psutil.Process(batches.pid).num_fds())
+        assert max(memory[5:]) <= max(memory[:5]) + 8
     with stamped(batches=0) as batches:
         assert (list(batches), len(batches)) == ([], 0)
 

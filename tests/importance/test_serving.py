@@ -154,3 +154,12 @@ def test_residents_that_are_gone_whenever_they_are_asked_for_again() -> None:
     for on_miss in ("swap", "substitute"):
         serving = Serving(batches, np.ones(20, bool), Mocking(20), on_miss, np.random.default_rng(0))
         assert sorted(np.concatenate(list(serving)).tolist()) == list(range(20))
+
+
+def test_a_sample_that_was_left_out_may_stand_for_another_once_it_is_resident() -> None:
+    cache = Residents(4, [2])
+    serving = Serving([np.array([0]), np.array([1])], np.ones(4, bool), cache, "substitute", np.random.default_rng(0))
+    served = iter(serving)
+    assert next(served).tolist() == [2]
+    cache.there[:] = np.arange(4) == 0
+    assert next(served).tolist() == [0]

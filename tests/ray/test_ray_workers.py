@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import random
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import fake_ray
@@ -19,6 +21,7 @@ import stallfree as sf
 from loader_data import Made
 from ray_cluster import RayCluster
 from redis_servers import until
+from stallfree.ray import workers
 
 JOB = Path(__file__).with_name("ray_job.py")
 
@@ -64,6 +67,20 @@ def test_a_job_whose_actors_are_killed(seed: int) -> None:
         assert 0 < remote.stats().workers_replaced <= kills
 
 
+def test_a_result_that_arrives_twice_is_delivered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Twice(queue.SimpleQueue[Any]):
+        def put(self, item: Any, *_: Any) -> None:
+            for _ in range(2):
+                super().put(item)
+
+    delivered, deliver = [], workers.RayExecutor.deliver
+    monkeypatch.setattr(workers, "queue", SimpleNamespace(SimpleQueue=Twice))
+    monkeypatch.setattr(workers.RayExecutor, "deliver", lambda *given: (delivered.append(given[1]), deliver(*given)))
+    with fake_ray.installed(), ray_job.loader(Made(96, ray_job.noisy)) as remote:
+        assert [sum(1 for _ in remote) for _ in range(2)] == [12, 12]
+    assert len({(result.token, result.number) for result in delivered}) == len(delivered) == 24
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["equal", "pickles", "deadly"])
 def test_a_job_on_the_cluster(name: str, cluster: RayCluster, tmp_path: Path) -> None:
@@ -90,11 +107,11 @@ def test_arguments_that_cannot_be_used(wrong: dict[str, Any], message: str) -> N
 
 def test_what_ray_workers_do_not_do() -> None:
     with fake_ray.installed():
-        workers = sf.RayWorkers(1)
+        one = sf.RayWorkers(1)
     with pytest.raises(sf.InputError, match="cache='auto'"):
-        sf.DataLoader(Made(4, int), workers=workers, cache="auto")
+        sf.DataLoader(Made(4, int), workers=one, cache="auto")
     with pytest.raises(sf.InputError, match="num_workers=2: give one of them"):
-        sf.DataLoader(Made(4, int), workers=workers, num_workers=2)
+        sf.DataLoader(Made(4, int), workers=one, num_workers=2)
     with pytest.raises(sf.InputError, match="RayWorkers"):
         sf.DataLoader(Made(4, int), workers=4)  # type: ignore[arg-type]
 

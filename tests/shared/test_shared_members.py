@@ -208,6 +208,21 @@ def test_the_coordinator_is_killed(team: Team) -> None:
             job.begin()
 
 
+def test_a_newcomer_after_the_death_of_a_coordinator_begins_with_an_epoch_of_its_own(team: Team) -> None:
+    (first,) = team.jobs(1)
+    assert rests([first], [[]]) == {0}
+    first.begin()
+    begun = first.take(2)
+    coordinator().kill()
+    newcomer = team.job()
+    newcomer.begin()  # starts another coordinator
+    assert newcomer.loader.epoch == 2
+    rest, epoch = first.do(), newcomer.do()
+    assert right([*begun, *rest.result()]) == 1
+    first.close()
+    assert right(epoch.result()) == 2
+
+
 @pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), pytest.param(3, 60, marks=pytest.mark.slow)])
 def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator stopped longer than the limit is replaced, and does nothing more afterwards."""

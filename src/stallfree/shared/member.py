@@ -402,8 +402,9 @@ class Member:
             if self._link is not None:
                 self._link.send(pack(Kind.LEAVE))
                 deadline = time.monotonic() + _LEAVE_SECONDS
-                while (message := self._link.next_message(deadline)) is not None and message.kind != Kind.LEFT:
-                    pass
+                while (message := self._link.next_message(deadline)) is not None:
+                    if message.kind in (Kind.LEFT, Kind.DROPPED):
+                        break
         except EOFError:
             reap(ANSWER_SECONDS, self.group.folder)
         finally:

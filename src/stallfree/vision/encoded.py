@@ -108,14 +108,12 @@ def baseline_size(data: bytes) -> tuple[int, int] | None:
     if data[:2] != b"\xff\xd8" or data.find(b"\xff\xd9", max(0, len(data) - TAIL)) < 0:
         return None
     at = 2
-    while data[at : at + 1] == b"\xff" and at + 4 <= len(data):
+    while at + 4 <= len(data) and data[at] == 0xFF and data[at + 1] != 0xDA:  # up to the picture itself
         kind, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
         if kind == 0xEE and data[at + 4 : at + 9] == b"Adobe" and data[at + 15 : at + 16] == b"\0":
             return None  # the three components are red, green and blue
         if kind == 0xC0:
             return _frame_size(data[at + 4 : at + 2 + length])
-        if 0xC1 <= kind <= 0xCF and kind not in (0xC4, 0xC8, 0xCC):
-            return None
         at += 2 + length
     return None
 
