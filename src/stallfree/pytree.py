@@ -1,7 +1,5 @@
 """Splits a nested batch into its tensors and a function that rebuilds it with other values."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 from collections import UserDict

@@ -1,7 +1,5 @@
 """Type variables of the generic classes, and the type of a map-style data set."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from typing_extensions import TypeVar

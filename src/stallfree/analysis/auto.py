@@ -11,8 +11,6 @@ The model (`choose`) compares the forms of the cache with none. A step that prov
 cache by the reader; nothing is decided again.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -17,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree.cache.layout import DamagedError, Meta
 from stallfree.platform import OPEN, allocate
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 SEGMENT = 64 << 20
 """Bytes per allocation, or one block if that is larger."""

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stallfree.errors import FingerprintError, StorageError, capacity_too_small, release_mismatch, storage_full
@@ -38,7 +37,7 @@ from stallfree.platform import OPEN, allocate, at_fork
 from stallfree.stats import CacheStats
 from stallfree.units import format_size
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 META = "meta.json"
 VERSION = 5

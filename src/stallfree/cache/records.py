@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stallfree.cache.arena import DiskArena, MemoryArena
@@ -19,7 +18,7 @@ from stallfree.cache.space import Reserved
 from stallfree.errors import CodecError, IdError, cache_ids
 from stallfree.pipeline.codec import MissingClassError, Structure, read_leaves, read_record, stack_build, write_record
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 Record = tuple[Structure, list[Array]]
 """The structure of a sample, and the bytes of its leaves (`pipeline.codec.encode`)."""
 

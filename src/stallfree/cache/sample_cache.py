@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree import errors
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
@@ -31,7 +30,7 @@ from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
 from stallfree.units import parse_size
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 LOCK_SECONDS = 2.0
 """Timeout of the writer lock. Samples whose writer times out count as rejected."""

@@ -1,7 +1,5 @@
 """The first look at a data set and its pipeline: some samples, made twice in a child process."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from collections.abc import Callable, Sequence

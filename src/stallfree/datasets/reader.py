@@ -3,8 +3,6 @@
 A batch is made in two parts: `start` begins its fetches and does not wait; `finish` makes its samples (see `samples`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import os
@@ -14,10 +12,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.ranks import Ids
 from stallfree.datasets.samples import Pending, SampleBatch, Samples
 from stallfree.datasets.split import Reclassified, TransformSplit
 from stallfree.errors import StallfreeError, object_closed
@@ -28,8 +26,6 @@ from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
-
-Ids = npt.NDArray[np.int64]
 
 _NO_STEPS = Compose([])
 
@@ -263,7 +259,7 @@ class Reader:
         self._ended = why
         self.close()
 
-    def __copy__(self) -> Reader:
+    def __copy__(self) -> "Reader":
         """Return a reader of the same cache with separate threads and a separate split."""
         other = object.__new__(type(self))
         other.__dict__.update(self.__dict__, split=copy.copy(self.split), _pool=None, _pid=-1)

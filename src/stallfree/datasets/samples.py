@@ -3,8 +3,6 @@
 A batch is made again from its start if a cached step proves random meanwhile (`Reclassified`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import operator
 import time
@@ -15,11 +13,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from stallfree.cache.records import MISS, Borrowed
 from stallfree.cache.sample_cache import SampleCache
+from stallfree.datasets.ranks import Ids
 from stallfree.datasets.split import Reclassified
 from stallfree.errors import CodecError, WaitError, batch_timeout
 from stallfree.notes import note_sample, note_samples, raisable
@@ -27,7 +23,6 @@ from stallfree.pipeline.compose import Source
 from stallfree.pipeline.values import as_cached, payload_bytes, private
 from stallfree.sources.mapped import MapSource
 
-Ids = npt.NDArray[np.int64]
 T = TypeVar("T")
 
 

@@ -15,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree.datasets.epoch_source import Plan
@@ -25,7 +24,7 @@ from stallfree.importance.jobs import Jobs, is_first_here, wait_for_all
 from stallfree.importance.losses import pack, pack_mask, unpack, unpack_mask
 from stallfree.importance.plans import Draw, generator, ranks
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 FRESH = 1e9
 """Score of a record that must not be evicted before it is served in this epoch: above all others."""

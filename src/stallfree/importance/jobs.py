@@ -23,7 +23,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import distributed
 
@@ -32,7 +31,7 @@ from stallfree.importance.losses import Losses
 from stallfree.ipc.locks import FileLock
 from stallfree.platform import OPEN
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 

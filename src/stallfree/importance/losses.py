@@ -7,13 +7,12 @@ from collections import deque
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree.errors import StallfreeWarning, loss_update, state_format, state_mismatch
 from stallfree.frames import users_level
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def pack(array: Array) -> str:

@@ -8,14 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.datasets.epoch_source import Plan
 from stallfree.errors import InputError, cache_required, sampler_mismatch
 from stallfree.importance.losses import pack, pack_mask, unpack, unpack_mask
 from stallfree.units import parse_whole
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 HISTORY = 1024
 """Losses that selective sampling compares with (Chen et al., iCACHE, HPCA 2023)."""

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.datasets.epoch_source import Plan, check_state
 from stallfree.datasets.ranks import deal, share
@@ -23,7 +22,7 @@ from stallfree.importance.plans import PLANS, Draw, Known, Rule, check_cache, ch
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.units import parse_size, parse_whole
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _STATE_VERSION = 1
 

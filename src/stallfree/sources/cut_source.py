@@ -13,8 +13,6 @@ What the transforms are called with is the record, which has one of two forms:
   step calls all transforms. The plan is a text, so it belongs to the structure of the record.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 import threading
@@ -65,7 +63,7 @@ class Recorder:
         calls: of the last sample, in order.
     """
 
-    def __init__(self, source: CutSource, *, learns: bool = False) -> None:
+    def __init__(self, source: "CutSource", *, learns: bool = False) -> None:
         self._names, self._transforms, self._lengths = source.names, source.transforms, source.lengths
         self._kind, self._learns, self.calls = type(source.dataset).__name__, learns, list[Call]()
         stand_ins = {name: StandIn(self, number) for number, name in enumerate(source.names)}
@@ -81,12 +79,12 @@ class Recorder:
             if self._refusal is not None:
                 raise self._refusal
 
-    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Output:
+    def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "Output":
         """Record a call of transform `number`."""
         self.calls.append(Call(number, *_as_now((args, kwargs))))
         return Output(self, self.calls[-1])
 
-    def length_of(self, output: Output) -> int:
+    def length_of(self, output: "Output") -> int:
         """Return the length of an output that is unpacked, as it was when the samples were compared."""
         key = output.call.number, output.parts
         if self._learns and key not in self._lengths:
@@ -98,7 +96,7 @@ class Recorder:
             output.refuse("its output was unpacked, as it was for no sample that was compared")
         return self._lengths[key]
 
-    def _value_of(self, output: Output) -> Any:
+    def _value_of(self, output: "Output") -> Any:
         arguments = pytree.tree_map_only(Output, self._value_of, (output.call.args, output.call.kwargs))
         args, kwargs = _as_now(arguments)
         return _part_of(self._transforms[output.call.number](*args, **kwargs), output.parts)
@@ -112,7 +110,7 @@ class Recorder:
         self._refusal = self._refusal or error
         raise error
 
-    def flat(self, sample: Any) -> tuple[FlatPlan, Any] | None:
+    def flat(self, sample: Any) -> "tuple[FlatPlan, Any] | None":
         """Return the plan and the flat record of a sample; None if it has none."""
         order = {id(call): at for at, call in enumerate(self.calls)}
         paths, spec = pytree.tree_flatten_with_path(sample)
@@ -133,7 +131,7 @@ class Recorder:
             return None
         return [(number, keys) for _, number, keys in steps], pytree.tree_unflatten(leaves, spec)
 
-    def planned(self, sample: Any) -> tuple[Plan, list[Any]]:
+    def planned(self, sample: Any) -> "tuple[Plan, list[Any]]":
         """Return the plan of a sample, and the arguments of each call and the sample with None for each output."""
         order = {id(call): at for at, call in enumerate(self.calls)}
         plan: Plan = []
@@ -158,7 +156,7 @@ class StandIn:
     def __init__(self, recorder: Recorder, number: int) -> None:
         vars(self).update(recorder=recorder, number=number)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Output:
+    def __call__(self, *args: Any, **kwargs: Any) -> "Output":
         return self.recorder.call(self.number, args, kwargs)  # type: ignore[no-any-return]
 
     def __getattr__(self, name: str) -> Any:
@@ -186,12 +184,12 @@ class Output:
         """Raise `InputError`: `what` cannot be done with an output that does not exist yet."""
         self.recorder.refuse(self.call.number, what)
 
-    def __getitem__(self, key: Any) -> Output:
+    def __getitem__(self, key: Any) -> "Output":
         if type(key) not in (str, int):
             self.refuse(f"an item of its output was taken with a key of type {type(key).__name__}")
         return Output(self.recorder, self.call, (*self.parts, key))
 
-    def __iter__(self) -> Iterator[Output]:
+    def __iter__(self) -> Iterator["Output"]:
         length = self.recorder.length_of(self)
         return iter([Output(self.recorder, self.call, (*self.parts, (index, length))) for index in range(length)])
 

@@ -38,7 +38,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from stallfree import errors
@@ -62,7 +61,7 @@ from stallfree.pipeline.codec import read_record
 from stallfree.platform import need_linux
 from stallfree.units import parse_size, parse_whole
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 HEAD_SIZE = 64
 """Bytes of the header."""
