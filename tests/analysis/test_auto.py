@@ -4,6 +4,7 @@ import json
 import random
 import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -254,6 +255,44 @@ def test_a_data_set_that_proves_random_later_is_read_without_a_cache(workers: in
         assert loader.decision == decided
     assert len({epoch[17] for epoch in found}) == 3
     assert all(epoch.keys() == set(range(COUNT)) for epoch in found)
+
+
+class Scaled(Slow):
+    scale = 1
+
+    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+        return np.full_like(super().__getitem__(id)[0], self.scale), id
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_after_an_attribute_of_the_data_set_is_set_nothing_is_cached(workers: int) -> None:
+    data = Scaled()
+    data.scale = 1
+    with sf.DataLoader(data, 8, num_workers=workers, cache="auto", capacity=ROOM) as loader:
+        epochs(loader, 2)
+        assert loader.cached is not None
+        for epoch in (2, 3):
+            data.scale = epoch
+            with (
+                pytest.warns(sf.StallfreeWarning, match="keeps no samples from now on") if epoch == 2 else nullcontext()
+            ):
+                (found,) = epochs(loader, 1)
+            assert len(set(found.values())) == 1 and np.frombuffer(found[0], np.float32)[0] == epoch
+        assert loader.cached is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_workers", 1), ("num_workers", 0), ("timeout", 9.0), ("worker_init_fn", int), ("prefetch_factor", 3)],
+)
+@pytest.mark.parametrize("epoch", [0, 1])
+def test_what_torch_lets_others_set(name: str, value: Any, epoch: int) -> None:
+    with sf.DataLoader(Slow(), 8, num_workers=2, cache="auto", capacity=ROOM) as loader:
+        epochs(loader, epoch)
+        setattr(loader, name, value)
+        assert len(loader) == COUNT // 8
+        assert epochs(loader, 1)[0].keys() == set(range(COUNT))
+        assert loader.stats().num_workers == (value if name == "num_workers" else 2)
 
 
 def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,7 +308,7 @@ def test_times_of_loaders_alone_in_turns_and_within_one_another(tmp_path: Path) 
 # -- with a cache -----------------------------------------------------------------------------------------------------
 
 CACHED = """
-import time, torch
+import copy, pickle, time, torch
 from torch.utils.data import DataLoader, IterableDataset
 
 class Slow(torch.utils.data.Dataset):
@@ -327,12 +327,49 @@ print(isinstance(loader, DataLoader), type(loader).__name__)
 for epoch in range(2):
     print(sorted(int(x) for batch in loader for x in batch[:, 0]))
 print([batch.tolist() for batch in DataLoader(Stream())])
+
+class Unsized(Slow):
+    __len__ = None
+
+class Loader(DataLoader[torch.Tensor]):
+    pass
+
+numbers = {"a": 1, "b": 2}
+for kind, data, options in (
+    (DataLoader, Unsized(), {"sampler": [3, 1], "batch_size": 2}),
+    (DataLoader, numbers, {"sampler": ["b", "a"], "batch_size": 2}),
+    (DataLoader, numbers, {"sampler": ["b", "a"], "batch_size": None}),
+    (DataLoader, numbers, {"batch_sampler": [["a", "b"], ["b"]]}),
+    (DataLoader, [], {}),
+    (Loader, Slow(), {"sampler": [3, 1], "batch_size": 2}),
+    (copy.copy, DataLoader(Slow(), sampler=[3, 1]), {}),
+):
+    other = kind(data, **options)
+    print([[int(x) for x in torch.as_tensor(batch).flatten()[:2]] for _ in range(2) for batch in other])
+other.num_workers, other.timeout = 1, 5.0
+print(len(list(other)), type(pickle.loads(pickle.dumps(other))).__module__)
 """
 
 
 def test_torchs_loader_is_replaced_by_one_with_a_cache(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CACHED)
     (cached,) = start(tmp_path, watching("--cache", "--json", "out.json", "train.py"))
-    assert cached.stdout.splitlines() == ["True DataLoader", *2 * [str([*range(40)])], "[[0], [1], [2]]"]
+    assert cached.stdout.splitlines() == [
+        "True DataLoader",
+        *2 * [str([*range(40)])],
+        "[[0], [1], [2]]",
+        "[[3, 3], [3, 3]]",
+        "[[2, 1], [2, 1]]",
+        "[[2], [1], [2], [1]]",
+        "[[1, 2], [2], [1, 2], [2]]",
+        "[]",
+        "[[3, 3], [3, 3]]",
+        "[[3, 3], [1, 1], [3, 3], [1, 1]]",
+        "2 stallfree.loader.dataloader",
+    ]
+    for kind, reason in (("Stream", "a stream"), ("Unsized", "no length"), ("dict", "other keys"), ("list", "empty")):
+        assert re.search(f"the loader of {kind} stays PyTorch's: .*{reason}", cached.stderr)
     assert "stallfree: cache='auto' keeps all 40 samples" in cached.stderr
-    assert counts(json.loads((tmp_path / "out.json").read_text())) == [("Slow", 2, 10), ("Stream", 1, 3)]
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert counts(found)[:2] == [("Slow", 2, 10), ("Stream", 1, 3)]
+    assert all(row["where"].startswith("train.py:") for row in found["loaders"])

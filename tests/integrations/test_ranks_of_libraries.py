@@ -14,7 +14,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 import stallfree as sf
 from children import Child
@@ -108,15 +114,27 @@ CASES: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a subset": lambda: {"sampler": SubsetRandomSampler(range(1, SAMPLES), generator(1))},
+    "a list": lambda: {"sampler": [*reversed(range(SAMPLES))]},
+    "by weight": lambda: {"sampler": WeightedRandomSampler(torch.ones(SAMPLES), 20, True, generator(1))},
+}
+ALL = CASES | SAMPLERS
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
 def accelerated(cases: list[str], rank: int) -> None:
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     for case in cases:
         torch.manual_seed(4)
-        expected = seen_in(accelerator.prepare(torch_loader(**CASES[case]())))
+        expected = seen_in(accelerator.prepare(torch_loader(**ALL[case]())))
         torch.manual_seed(4)
-        loader = accelerator.prepare(own_loader(**CASES[case]()))
+        loader = accelerator.prepare(own_loader(**ALL[case]()))
         assert seen_in(loader) == expected, case
         assert isinstance(loader, sf.DataLoader)
         assert accelerator.prepare(loader) is loader
@@ -160,7 +178,7 @@ def test_accelerate() -> None:
 @pytest.mark.slow
 def test_accelerate_in_all_cases() -> None:
     needs("accelerate")
-    in_two_processes(partial(accelerated, list(CASES)))
+    in_two_processes(partial(accelerated, list(ALL)))
     in_two_processes(split)
 
 

@@ -243,11 +243,11 @@ REPEATING: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 def pairs(batches: Any) -> list[Any]:
-    """(id, number drawn for it) of each sample; those of a batch that come twice in it once."""
+    """(id, number drawn for it) of each sample."""
     found = []
     for ids, numbers in batches:
         made = zip(ids.tolist(), numbers.tolist(), strict=True) if torch.is_tensor(ids) else [(ids, numbers)]
-        found += sorted(set(made))
+        found += sorted(made)
     return found
 
 

@@ -33,7 +33,8 @@ from stallfree.datasets.cached_dataset import CachedDataset, cached_after, token
 from stallfree.datasets.probe import FirstLook, Sample, look, reason_in
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
-from stallfree.errors import InputError, argument_conflict, text_of
+from stallfree.errors import InputError, StallfreeWarning, argument_conflict, text_of
+from stallfree.frames import users_level
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.locks import FileLock
@@ -153,9 +154,21 @@ class AutoCache:
         self._seed = seed
         if self._reader is None:
             self._reader = self._decide()
-        elif self._reader.cache is None and self._reader.settings.changes():
+        elif changes := self._reader.settings.changes():
+            if self.cached is not None:
+                warnings.warn(
+                    f"{changes[0]}: cache='auto' keeps no samples from now on, since those that it has may be others",
+                    StallfreeWarning,
+                    stacklevel=users_level(),
+                )
+                self.cached.close()
+                self.cached = None
             self._reader = self._without()
         return self._reader
+
+    def use_workers(self, workers: int) -> None:
+        """Use so many worker processes from the next epoch on."""
+        self._workers = self.num_workers = workers
 
     def close(self) -> None:
         """Detach from cache and verdict. A further epoch decides again."""

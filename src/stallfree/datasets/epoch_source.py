@@ -80,6 +80,11 @@ class EpochSource(Protocol):
         return True
 
     @property
+    def partitioned(self) -> bool:
+        """Whether the samples are one rank's part, which Accelerate does not partition again."""
+        return self.knows_ranks
+
+    @property
     def next_epoch(self) -> int:
         """The number of the next epoch, if the user does not set it."""
 

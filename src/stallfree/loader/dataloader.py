@@ -288,7 +288,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     def __setattr__(self, name: str, value: Any) -> None:
         """Raises `InputError` for arguments that torch's loader does not allow to be set, and for its own ones."""
         if self.__initialized:
-            if name in _FIXED or (name == "num_workers" and self._auto is not None):
+            if name in _FIXED:
                 raise argument_conflict(
                     f"{name} of a loader that exists cannot be set: make a DataLoader with {name}=..."
                 )
@@ -303,6 +303,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             return
         check_settings(self)
         self.collate_fn, self.num_workers = self.collate_fn or self._default_collate, operator.index(self.num_workers)
+        if self._auto is not None and self.num_workers != self._adopted[_SETTABLE.index("num_workers")]:
+            self._auto.use_workers(self.num_workers)
         epochs = self._epochs
         if isinstance(epochs, IterableEpochs):
             epochs.adopt(self)
@@ -360,7 +362,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Read by `Accelerator.prepare`, before it prepares this loader."""
         from stallfree.integrations.accelerate import is_prepared
 
-        return is_prepared(DataLoader, partitioned=self._epochs.source.knows_ranks)
+        return is_prepared(DataLoader, partitioned=self._epochs.source.partitioned)
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:

@@ -276,7 +276,8 @@ class Epochs(EpochsBase):
         if reader.cache is not None:
             if reader.cache.tier is not None:
                 reader.cache.tier.begin_epoch()
-            reader.check_settings()
+            if self._tuner is None:  # which follows changes itself
+                reader.check_settings()
         elif self._tuner is None and reader.settings.changes():
             divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
             self.options = replace(self.options, reader=divided)
@@ -424,7 +425,7 @@ class IterableEpochs(EpochsBase):
         source: see `Epochs`. Whether the data set partitions its samples among the ranks is not known.
     """
 
-    source: Any = SimpleNamespace(knows_ranks=False)
+    source: Any = SimpleNamespace(partitioned=False)
 
     def __init__(self, loader: Any, counts: Counts) -> None:
         super().__init__()

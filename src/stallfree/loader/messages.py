@@ -59,9 +59,17 @@ class Task:
     deaths: int = 0
 
     @property
-    def draws(self) -> int:
-        """The epoch of the random draws: another one for samples that come again."""
-        return self.epoch + (self.repeat << 32)
+    def draws(self) -> int | list[int]:
+        """The epoch of the random draws, or one for each sample: another one for a sample that comes again."""
+        first, ids = self.epoch + (self.repeat << 32), self.ids.tolist()
+        if len(set(ids)) == len(ids):
+            return first
+        times = dict.fromkeys(ids, 0)
+        epochs = []
+        for id in ids:
+            epochs.append(first + (times[id] << 32))
+            times[id] += 1
+        return epochs
 
     def pack(self, kind: int = WORK) -> bytes:
         """Return the message as bytes."""

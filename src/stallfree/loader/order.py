@@ -159,6 +159,10 @@ class SamplerOrder(_Counted):
         own = sampler not in _set or _set_by_user(sampler)
         return max(super().next_epoch, sampler.epoch if own else sampler.epoch + 1)
 
+    @property
+    def partitioned(self) -> bool:
+        return self._setup.ranks is not None or self._distributed is not None
+
     def num_batches(self, epoch: int) -> int:
         setup = self._setup
         return len(setup.batch_sampler) if setup.sampler is None else setup.num_batches(len(setup.sampler))
@@ -232,7 +236,7 @@ class Repeats:
         if missing > 0:
             self._times = np.append(self._times, np.zeros(missing + len(self._times), np.int32))
         times = int(self._times[ids].max())
-        self._times[ids] = times + 1
+        self._times[ids] = times + int(np.unique(ids, return_counts=True)[1].max())
         return times
 
 
