@@ -277,7 +277,8 @@ def test_after_an_attribute_of_the_data_set_is_set_nothing_is_cached(workers: in
                 pytest.warns(sf.StallfreeWarning, match="keeps no samples from now on") if epoch == 2 else nullcontext()
             ):
                 (found,) = epochs(loader, 1)
-            assert len(set(found.values())) == 1 and np.frombuffer(found[0], np.float32)[0] == epoch
+            assert len(set(found.values())) == 1
+            assert np.frombuffer(found[0], np.float32)[0] == epoch
         assert loader.cached is None
 
 

@@ -113,9 +113,6 @@ def test_a_wrong_value_is_named_at_the_next_iteration() -> None:
         list(loader)
     loader.worker_init_fn = None
     assert batches(loader) == [[0, 1], [2, 3]]
-    loader = sf.DataLoader(list(range(4)), 2, cache="auto", capacity="1KiB")
-    with pytest.raises(InputError, match="num_workers of a loader that exists cannot be set"):
-        loader.num_workers = 3
 
 
 def test_a_setting_moves_no_epoch() -> None:

@@ -153,3 +153,21 @@ def test_the_draws_of_such_batches_depend_on_the_seed() -> None:
     assert first == epochs(1, 2)
     noises = [noise for epoch in [*first, *epochs(2)] for batch in epoch for noise in batch]
     assert len(set(noises)) == len(noises)
+
+
+@WORKERS
+@pytest.mark.parametrize("kind", ["array", "tensor", "tuple"])
+def test_any_sequence_of_samples_is_collated_as_under_torch(kind: str, workers: int) -> None:
+    table = torch.arange(40.0).reshape(20, 2)
+    kinds: dict[str, Any] = {"array": table.numpy(), "tensor": table}
+    data: Any = Batches(lambda ids: tuple(table[ids]) if kind == "tuple" else kinds[kind][ids])
+
+    def batches(loader: Any) -> Any:
+        try:
+            return [batch.tolist() for batch in loader]
+        except TypeError:  # torch's `stack` takes no tensor
+            return TypeError
+
+    expected = batches(torch.utils.data.DataLoader(data, batch_size=8))
+    with sf.DataLoader(data, batch_size=8, num_workers=workers) as loader:
+        assert batches(loader) == expected

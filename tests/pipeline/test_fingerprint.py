@@ -145,6 +145,26 @@ LISTS: list[list[Any]] = [
 ]
 
 
+class Hiding:
+    def __init__(self, hidden: Any, way: str) -> None:
+        self.name, self.hidden, self.way, self.lock = "a", hidden, way, threading.Lock()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.way == "arguments":
+            return Hiding, (None, self.way)
+        return Hiding, (None, self.way), {"name": self.name} if self.way == "state" else None
+
+
+@pytest.mark.parametrize("way", ["arguments", "state", "no state"])
+def test_attributes_that_are_not_pickled_count(way: str) -> None:
+    table = {"a": [1, 2]}
+    assert fingerprint(Hiding(table, way)) == fingerprint(Hiding({"a": [1, 2]}, way))
+    assert fingerprint(Hiding(table, way)) != fingerprint(Hiding({"a": [1, 3]}, way))
+    looped = Hiding(table, way)
+    looped.hidden = looped
+    assert fingerprint(looped) != fingerprint(Hiding(table, way))
+
+
 def test_different_things_differ() -> None:
     things = [*DIFFERENT, *LISTS, *map(tuple, LISTS)]
     found: dict[str, Any] = {}

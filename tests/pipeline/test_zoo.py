@@ -46,6 +46,8 @@ def of_name(name: str) -> Entry:
 def wrong(entry: Entry, ways: Any = WAYS, workers: int = 0) -> dict[str, str]:
     """What is wrong with an entry, by way."""
     ways = [way for way in ways if entry.records is not None or way not in ("prepared", "auto, cut")]
+    if workers:  # its workers begin each epoch with the state of their parent: C code draws the same, also uncached
+        ways = [way for way in ways if way != "torch's loader"]
     verdicts = {way: zoo.judge(entry, way, workers) for way in ways}
     return {way: verdict for way, verdict in verdicts.items() if verdict}
 

@@ -152,19 +152,22 @@ class AutoCache:
             seed: of the loader.
         """
         self._seed = seed
+        self.follow()
         if self._reader is None:
             self._reader = self._decide()
-        elif changes := self._reader.settings.changes():
+        return self._reader
+
+    def follow(self) -> None:
+        """Keep no samples from now on if the data set has changed."""
+        if self._reader is not None and (changes := self._reader.settings.changes()):
             if self.cached is not None:
                 warnings.warn(
                     f"{changes[0]}: cache='auto' keeps no samples from now on, since those that it has may be others",
                     StallfreeWarning,
                     stacklevel=users_level(),
                 )
-                self.cached.close()
-                self.cached = None
+                self.cached = None  # closed with the last iteration that reads from it
             self._reader = self._without()
-        return self._reader
 
     def use_workers(self, workers: int) -> None:
         """Use so many worker processes from the next epoch on."""

@@ -372,7 +372,7 @@ def use_cache() -> None:
 
         def __copy__(self) -> Any:
             copied = object.__new__(type(self))
-            vars(copied).update(self.__getstate__())
+            vars(copied).update(self.__getstate__())  # type: ignore[call-overload]
             return copied
 
         def __reduce_ex__(self, _: Any) -> Any:  # in another process, where this class is not

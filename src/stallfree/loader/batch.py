@@ -257,7 +257,7 @@ class BatchBuilder:
         elif self.single:
             # A data set that is indexed may keep a reference to its sample.
             value = default_convert(private(values[0]) if here and self.reader.direct else values[0])
-        elif not values and not samples.whole:
+        elif not samples.whole and not values:
             raise IdError(
                 "the batch sampler gave an empty batch: leave it out, or give a collate_fn that takes []",
                 page="sampler-output",

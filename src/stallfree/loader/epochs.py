@@ -233,6 +233,8 @@ class Epochs(EpochsBase):
         source.check_ranks()
         resume, self._resume = self._resume, None
         epoch = self.next_epoch
+        if self._tuner is not None:
+            self._tuner.follow()
         plan = source.begin(epoch, resume)
         seed = self._seeds.draw(new_workers=not self._has_workers())
         source.set_seed(seed)
@@ -272,6 +274,10 @@ class Epochs(EpochsBase):
         if reader is None:
             reader = reader_of(self.options.dataset, divide=False)
             self.options = replace(self.options, reader=reader)
+        if self._tuner is not None:
+            self._set_seed(seed)
+            self.options = self._tuner.tuned(self.options)
+            reader = self.options.reader
         reader.follow()
         if reader.cache is not None:
             if reader.cache.tier is not None:
@@ -281,9 +287,6 @@ class Epochs(EpochsBase):
         elif self._tuner is None and reader.settings.changes():
             divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
             self.options = replace(self.options, reader=divided)
-        if self._tuner is not None:
-            self._set_seed(seed)
-            self.options = self._tuner.tuned(self.options)
 
     def _set_seed(self, seed: int) -> None:
         self.source.set_seed(seed)

@@ -83,6 +83,8 @@ class NoFingerprintError(InputError):
 
 
 _unknown: ContextVar[list[str] | None] = ContextVar("unknown", default=None)
+_inside: ContextVar[frozenset[int]] = ContextVar("inside", default=frozenset())
+"""Objects whose left out attributes are being hashed."""
 
 
 @contextmanager
@@ -216,9 +218,39 @@ def _form(thing: Any, walker: _Walker) -> Any:
     if isinstance(reduced, str):
         return type(thing), reduced
     make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+    hidden = _left_out(thing, state) if _pickles_itself(type(thing)) else []  # type: ignore[arg-type]
     if isinstance(state, tuple) and len(state) == 2:
         state = tuple(_state(part, type(thing)) for part in state)
-    return type(thing), make, arguments, _state(state, type(thing)), items and list(items), pairs and dict(pairs)
+    form = type(thing), make, arguments, _state(state, type(thing)), items and list(items), pairs and dict(pairs)
+    return (*form, hidden) if hidden else form
+
+
+@functools.lru_cache(4096)
+def _pickles_itself(cls: type) -> bool:
+    """Return whether a user's class decides what of its instances is pickled."""
+    names = ("__getstate__", "__reduce__", "__reduce_ex__")
+    own = any(getattr(cls, name, None) is not getattr(object, name) for name in names)
+    return own and library_version(objects.module_of(cls)) is None
+
+
+def _left_out(thing: Any, state: Any) -> list[tuple[str, str]]:
+    """Return fingerprints of the attributes that a class leaves out of its pickles, such as large tables.
+
+    Those without a fingerprint, such as locks and open files, do not count.
+    """
+    own, inside, found = attribute(thing, "__dict__"), _inside.get(), list[tuple[str, str]]()
+    if type(own) is not dict or id(thing) in inside:
+        return found
+    names = sorted(name for name in own if type(state) is not dict or name not in state)
+    tokens = _inside.set(inside | {id(thing)}), _unknown.set(None)
+    try:
+        for name in names:
+            with suppress(Exception):
+                found.append((name, fingerprint(own[name])))
+    finally:
+        _unknown.reset(tokens[1])
+        _inside.reset(tokens[0])
+    return found
 
 
 def _state(state: Any, cls: type) -> Any:
