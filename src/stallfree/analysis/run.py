@@ -10,15 +10,13 @@ JSON: a path, "-" or empty; CACHE: "cache" or empty; KIND: "script" or "module".
 """
 
 import atexit
-import copyreg
 import os
 import runpy
 import sys
 import time
 from functools import wraps
-from itertools import chain
 from threading import get_ident
-from typing import Any, Generic
+from typing import Any
 from weakref import WeakKeyDictionary
 
 SMALL = 0.05
@@ -298,91 +296,12 @@ def _start_seconds(row: dict[str, Any]) -> float:
 
 
 def use_cache() -> None:
-    """Replace torch's loader by `stallfree.DataLoader(..., cache="auto")` in what is imported from now on.
-
-    A loader that cannot be replaced stays torch's, and is named on standard error.
-    """
+    """Replace torch's loader by one with `cache="auto"` in what is imported from now on."""
     import torch.utils.data
-    from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
 
-    from stallfree.errors import InputError
-    from stallfree.loader.dataloader import DataLoader as Stallfrees
-    from stallfree.typevars import BatchT_co
-
-    torchs: Any = torch.utils.data.DataLoader
-    named = set[str]()
-
-    def stays(dataset: Any, reason: str) -> None:
-        text = f"stallfree: the loader of {type(dataset).__name__} stays PyTorch's: {reason}"
-        if text not in named:
-            print(text, file=sys.stderr)
-        named.add(text)
-
-    def reason_against(dataset: Any) -> str:
-        if isinstance(dataset, IterableDataset):
-            return "its data set is a stream"
-        try:
-            return "" if len(dataset) else "its data set is empty"
-        except (TypeError, NotImplementedError):
-            return "its data set has no length"
-
-    class DataLoader(Stallfrees[BatchT_co], Generic[BatchT_co]):
-        """stallfree's loader with a cache that it chooses itself; torch's for data sets that cannot be cached."""
-
-        _theirs: Any = None
-        _checked = False
-
-        def __new__(cls, *arguments: Any, **options: Any) -> Any:
-            dataset = arguments[0] if arguments else options.get("dataset")
-            if cls is DataLoader and dataset is not None and (reason := reason_against(dataset)):
-                stays(dataset, reason)
-                return torchs(*arguments, **options)
-            return super().__new__(cls)
-
-        def __init__(self, dataset: Any, *arguments: Any, **options: Any) -> None:
-            if not reason_against(dataset) and not hasattr(dataset, "reader"):
-                options.setdefault("cache", "auto")
-            super().__init__(dataset, *arguments, **options)
-            samplers = (self.sampler, getattr(self.batch_sampler, "sampler", self.sampler))
-            known = (BatchSampler, type(None)), (RandomSampler, SequentialSampler)
-            self._checked = isinstance(self.batch_sampler, known[0]) and all(isinstance(x, known[1]) for x in samplers)
-
-        def __iter__(self) -> Any:
-            if self._theirs is not None:
-                return iter(self._theirs)
-            batches = super().__iter__()
-            if self._checked:
-                return batches
-            self._checked = True
-            try:
-                return chain([next(batches)], batches)
-            except StopIteration:
-                return iter(())
-            except InputError as error:
-                if error.page != "sampler-output":
-                    raise
-            stays(self.dataset, "its sampler gives other keys than whole numbers")
-            single = self.batch_size is None and self.batch_sampler is None
-            order = {"batch_size": None, "sampler": self.sampler} if single else {"batch_sampler": self.batch_sampler}
-            workers = self.num_workers if self._requested else 0
-            self._theirs = torchs(
-                self.dataset, **order, num_workers=workers, **{name: getattr(self, name) for name in _KEPT}
-            )
-            return iter(self._theirs)
-
-        def __copy__(self) -> Any:
-            copied = object.__new__(type(self))
-            vars(copied).update(self.__getstate__())  # type: ignore[call-overload]
-            return copied
-
-        def __reduce_ex__(self, _: Any) -> Any:  # in another process, where this class is not
-            return copyreg._reconstructor, (Stallfrees, object, None), self.__getstate__()  # type: ignore[attr-defined]
+    from stallfree.analysis.unchanged import DataLoader
 
     torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
-
-
-_KEPT = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers")
-"""Arguments of a loader that becomes torch's."""
 
 
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:

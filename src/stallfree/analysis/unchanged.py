@@ -1,0 +1,83 @@
+"""The loader of unchanged scripts under `stallfree run --cache`.
+
+A loader that cannot be replaced stays torch's, and is named on standard error.
+"""
+
+import sys
+from itertools import chain
+from typing import Any, Generic
+
+import torch.utils.data
+from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, SequentialSampler
+
+from stallfree import errors
+from stallfree.loader import dataloader
+from stallfree.typevars import BatchT_co
+
+_Torchs: Any = torch.utils.data.DataLoader
+_KEPT = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers")
+"""Arguments of a loader that becomes torch's."""
+
+_named = set[str]()
+
+
+class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
+    """stallfree's loader with a cache that it chooses itself; torch's for data sets that cannot be cached."""
+
+    _theirs: Any = None
+    _checked = False
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        dataset = arguments[0] if arguments else options.get("dataset")
+        if cls is DataLoader and dataset is not None and (reason := _reason_against(dataset)):
+            _name(dataset, reason)
+            return _Torchs(*arguments, **options)
+        return super().__new__(cls)
+
+    def __init__(self, dataset: Any, *arguments: Any, **options: Any) -> None:
+        if not _reason_against(dataset) and not hasattr(dataset, "reader"):
+            options.setdefault("cache", "auto")
+        super().__init__(dataset, *arguments, **options)
+        samplers = self.sampler, getattr(self.batch_sampler, "sampler", self.sampler)
+        known = all(isinstance(sampler, (RandomSampler, SequentialSampler)) for sampler in samplers)
+        self._checked = known and isinstance(self.batch_sampler, (BatchSampler, type(None)))
+
+    def __iter__(self) -> Any:
+        if self._theirs is not None:
+            return iter(self._theirs)
+        batches = super().__iter__()
+        if self._checked:
+            return batches
+        self._checked = True
+        try:
+            return chain([next(batches)], batches)
+        except StopIteration:
+            return iter(())
+        except errors.InputError as error:
+            if error.page != "sampler-output":
+                raise
+        _name(self.dataset, "its sampler gives other keys than whole numbers")
+        single = self.batch_size is None and self.batch_sampler is None
+        order = {"batch_size": None, "sampler": self.sampler} if single else {"batch_sampler": self.batch_sampler}
+        workers = self.num_workers if self._requested else 0
+        self._theirs = _Torchs(
+            self.dataset, **order, num_workers=workers, **{name: getattr(self, name) for name in _KEPT}
+        )
+        return iter(self._theirs)
+
+
+def _reason_against(dataset: Any) -> str:
+    if isinstance(dataset, IterableDataset):
+        return "its data set is a stream"
+    try:
+        return "" if len(dataset) else "its data set is empty"
+    except (TypeError, NotImplementedError):
+        return "its data set has no length"
+
+
+def _name(dataset: Any, reason: str) -> None:
+    """Print once that a loader stays torch's, and why."""
+    text = f"stallfree: the loader of {type(dataset).__name__} stays PyTorch's: {reason}"
+    if text not in _named:
+        print(text, file=sys.stderr)
+    _named.add(text)
