@@ -2,6 +2,7 @@
 
 import math
 import re
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -192,3 +193,24 @@ def test_a_store_that_is_a_file(tmp_path: Path) -> None:
         with pytest.raises(sf.StorageError, match=rf"{re.escape(str(taken))}.*cannot be made: .*Give another folder"):
             make("cached", store=store)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken", "mine")]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda data: sf.DataLoader(data, 0),
+        lambda data: sf.DataLoader(data, cache="auto", capacity="no size"),
+        lambda data: sf.CachedDataset(data, capacity="900TiB"),
+        lambda data: sf.SmartCacheDataset(data, cache_num=0),
+        lambda data: sf.SharedLoader(data, group="a/b"),
+        lambda data: sf.CachedDataset(data, capacity="1MiB", store=sf.DiskTier("/proc/none", capacity="1MiB")),
+        lambda data: sf.TarDataset("/proc/version"),
+        lambda data: sf.ImageFolder("/proc/version"),
+        lambda data: sf.ImportanceSampler(-1),
+        lambda data: sf.cut(data, "transform"),
+    ],
+)
+def test_the_traceback_of_a_mistake_is_short(call: Any) -> None:
+    with pytest.raises(sf.StallfreeError) as caught:
+        call([1, 2, 3])
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) <= 15

@@ -13,7 +13,7 @@ from stallfree.cache.layout import META, Field, Index, Meta
 from stallfree.cache.policies import Policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.tier import Array, Record, TierClient, TierStore
-from stallfree.frames import users_level
+from stallfree.frames import short_traceback, users_level
 from stallfree.ipc import folders
 from stallfree.pipeline.codec import read_record
 from stallfree.platform import shares_memory
@@ -207,6 +207,7 @@ class DiskTier:
         ```
     """
 
+    @short_traceback
     def __init__(self, folder: str | Path, *, capacity: int | str, persist: bool = False) -> None:
         if not folders.is_path(folder) or str(folder) == "memory" or folders.is_address(folder):
             raise errors.InputError(f"DiskTier(folder={folder!r:.80}): give the path of a folder on a local disk")

@@ -21,7 +21,7 @@ from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
 from stallfree.datasets.ranks import find_ranks, share
 from stallfree.datasets.reader import Reader
-from stallfree.frames import users_level
+from stallfree.frames import short_traceback, users_level
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose, Source
@@ -133,6 +133,7 @@ class CachedDataset(Dataset[SampleT_co]):
     _store: Any
     _drawn: int | None
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,

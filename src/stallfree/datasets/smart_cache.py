@@ -20,6 +20,7 @@ from stallfree.datasets.ranks import LocalRanks, job_name, local_ranks, part_of_
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.window import Field, FillProcesses, Window, WindowPlan, replace_count
 from stallfree.errors import InputError, argument_conflict, capacity_too_large, ranks_conflict, state_mismatch
+from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
 from stallfree.notes import described
@@ -101,6 +102,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         data: MapStyle[Any],

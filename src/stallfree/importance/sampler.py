@@ -15,6 +15,7 @@ import numpy as np
 from stallfree.datasets.epoch_source import Plan, check_state
 from stallfree.datasets.ranks import deal, share
 from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
+from stallfree.frames import short_traceback
 from stallfree.importance.epoch import ON_MISS, ActiveEpoch, Marks, Residents, Retention
 from stallfree.importance.jobs import agree, num_steps, of_first_rank, ranks_of_job, resident_to_all, steps_of
 from stallfree.importance.losses import Losses, pack, unpack
@@ -118,6 +119,7 @@ class ImportanceSampler:
         """The source of a loader's epochs."""
         return import_module("stallfree.importance.source").ImportanceSource(setup)  # which needs this module
 
+    @short_traceback
     def __init__(
         self,
         num_samples: int,

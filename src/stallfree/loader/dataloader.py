@@ -14,6 +14,7 @@ from torch.utils.data import default_collate, default_convert
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.datasets.reader import Reader, reader_of
 from stallfree.errors import argument_conflict
+from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_settings, seed_of, shown_by
 from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
@@ -123,6 +124,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     _prefetcher: Any
     __initialized = False
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,

@@ -19,6 +19,7 @@ from stallfree.datasets.ranks import find_ranks, job_name
 from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, argument_conflict, object_closed, state_mismatch
+from stallfree.frames import short_traceback
 from stallfree.ipc import process
 from stallfree.loader import arguments, pool
 from stallfree.loader.messages import FAILED, NOTHING, Ids
@@ -104,6 +105,7 @@ class SharedLoader(Generic[BatchT_co]):
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         dataset: Any,

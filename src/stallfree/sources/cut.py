@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
+from stallfree.frames import short_traceback
 from stallfree.ipc.forked import call_in_child
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Source, Transform, mark_of
@@ -29,6 +30,7 @@ _Cut = tuple[list[str], dict[tuple[int, tuple[Any, ...]], int], FlatPlan | None]
 """The arguments of a `CutSource` after the data set."""
 
 
+@short_traceback
 def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
     """Split a data set at the attributes that hold its transform.
 

@@ -12,6 +12,7 @@ from urllib.parse import unquote
 import numpy as np
 
 from stallfree.errors import InputError, StallfreeError, argument_conflict, image_folder, image_unreadable
+from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Compose, OnItem, Out, flatten, in_place, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.sources.mapped import BaseSource, require_samples
@@ -126,6 +127,7 @@ class FileDataset(BaseSource):
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
@@ -201,6 +203,7 @@ class ImageFolder(FileDataset):
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         root: str | os.PathLike[str],

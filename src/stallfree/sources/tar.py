@@ -24,6 +24,7 @@ import numpy as np
 import xxhash
 
 from stallfree.errors import InputError, StallfreeWarning, tar_samples, tar_unreadable
+from stallfree.frames import short_traceback
 from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Array, Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
@@ -76,6 +77,7 @@ class TarDataset(BaseSource):
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         shards: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],

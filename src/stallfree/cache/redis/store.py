@@ -55,6 +55,7 @@ from stallfree.cache.redis.servers import (
     load_client,
     shown_address,
 )
+from stallfree.frames import short_traceback
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.ipc.forked import Owner
 from stallfree.pipeline.codec import read_record
@@ -124,6 +125,7 @@ class RedisStore:
         ```
     """
 
+    @short_traceback
     def __init__(
         self,
         hosts: Sequence[Mapping[str, Any]] | None = None,
