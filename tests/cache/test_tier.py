@@ -221,7 +221,8 @@ def test_a_tier_that_fails_is_left_alone_for_a_while(
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
             cached.cache.tier.flush()
-        assert len(calls) == caplog.text.count("ZeroDivisionError: its own problem") == 3
+        assert len(calls) == caplog.text.count("ZeroDivisionError: its own problem")
+        assert 3 <= len(calls) < COUNT // 8, "three in a row, and those that other threads had begun"
         assert "failed 3 times in a row: it is not used for 10 s" in caplog.text
         assert at == "get" or cached.stats().tier_rejected >= COUNT - 8
 
