@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree.errors import device_unknown
@@ -107,7 +106,7 @@ class Cuda:
         """Return whether the device can copy directly from the memory of a host tensor."""
         return tensor.is_pinned()
 
-    def pin(self, memory: npt.NDArray[np.uint8]) -> Callable[[], object]:
+    def pin(self, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> Callable[[], object]:
         """Pin existing memory if possible. Returns the function that unpins it, to be called before it is freed."""
         runtime: Any = torch.cuda.cudart()
         address = memory.ctypes.data

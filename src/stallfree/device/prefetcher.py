@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Generic, overload
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.device.ahead import Item, LoaderThread, Snapshot
 from stallfree.device.copies import BatchBuffer, Copier, Cuda, Device, Stream, Transform, find_device
@@ -190,7 +189,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
 
 def _pin(
-    backend: Cuda | None, owner: Owner, buffers: list[BatchBuffer], memory: npt.NDArray[np.uint8]
+    backend: Cuda | None, owner: Owner, buffers: list[BatchBuffer], memory: np.ndarray[Any, np.dtype[np.uint8]]
 ) -> Callable[[], object]:
     """Pin host memory, so that the device copies from it directly.
 

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
@@ -28,7 +27,7 @@ from stallfree.ipc.forked import prepare_for_forks
 from stallfree.loader.messages import NO_SLOT
 from stallfree.platform import OPEN, allocate, shares_memory
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Slots:

@@ -19,7 +19,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.cache.sample_cache import SampleCache, attach_or_create
 from stallfree.errors import InputError, missing_extra, not_picklable, text_of
@@ -30,7 +29,7 @@ from stallfree.loader.messages import PRIVATE, READY, UNDONE, Result, Task, unpa
 from stallfree.loader.ring import Slots
 from stallfree.platform import need_linux
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _STOP_SECONDS = 5.0
 

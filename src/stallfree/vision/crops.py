@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.nn.functional import interpolate
 
@@ -31,7 +30,7 @@ from stallfree.sources.files import DecodeImage
 from stallfree.units import parse_whole
 from stallfree.vision.encoded import TAIL, EncodedPicture, baseline_size
 
-Pixels: TypeAlias = npt.NDArray[np.uint8]
+Pixels: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 Layout: TypeAlias = Literal["HWC", "CHW"]
 
 LIBRARY = Path(__file__).with_name("_native.so")
