@@ -22,6 +22,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
+import numpy.lib.recfunctions
 import torch
 import xxhash
 
@@ -104,8 +105,6 @@ def same(a: Any, b: Any) -> bool | None:
         (structure, arrays), (other, others) = encode(a, allow_pickle=True), encode(b, allow_pickle=True)
         if structure is other and all(map(np.array_equal, arrays, others)):
             return True
-        if not structure.pickled and not other.pickled:
-            return False
     with tolerant() as unknown:
         equal = _digest((private(a),), {}) == _digest((private(b),), {})
     return None if unknown else equal
@@ -341,8 +340,10 @@ def _form_of_set(items: Any, walker: _Walker) -> Any:
 def _form_of_array(array: Any, walker: _Walker) -> Any:
     plain = np.asarray(array)
     objects = plain.dtype.hasobject or plain.dtype.kind == "T"
+    if plain.dtype.names and not objects and plain.nbytes <= _LARGE and _file_of(array) is None:
+        plain = np.lib.recfunctions.repack_fields(plain, recurse=True)  # bytes between fields are of no account
     content = plain.ravel().tolist() if objects else _bytes(plain, _file_of(array))
-    form = plain.dtype.str, str(plain.dtype.fields), plain.shape, content
+    form = array.dtype.str, str(array.dtype.fields), plain.shape, content
     if isinstance(array, np.ma.MaskedArray):
         return *form, type(array), np.ma.getmaskarray(array), array.fill_value
     if isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap):
