@@ -162,7 +162,7 @@ class AutoCache:
         if self._reader is not None and (changes := self._reader.settings.changes()):
             if self.cached is not None:
                 warnings.warn(
-                    f"{changes[0]}: cache='auto' keeps no samples from now on, since those that it has may be others",
+                    f"{changes[0]}: cache='auto' keeps no samples from now on, since the kept ones may differ",
                     StallfreeWarning,
                     stacklevel=users_level(),
                 )

@@ -15,8 +15,9 @@ from stallfree.loader import dataloader
 from stallfree.typevars import BatchT_co
 
 _Torchs: Any = torch.utils.data.DataLoader
-_KEPT = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator", "persistent_workers")
-"""Arguments of a loader that becomes torch's."""
+_KEPT = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
+_OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
+"""Arguments of a loader that becomes torch's, and those that torch's accepts only with workers."""
 
 _named = set[str]()
 
@@ -60,8 +61,9 @@ class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
         single = self.batch_size is None and self.batch_sampler is None
         order = {"batch_size": None, "sampler": self.sampler} if single else {"batch_sampler": self.batch_sampler}
         workers = self.num_workers if self._requested else 0
+        kept = (*_KEPT, *_OF_WORKERS) if workers else _KEPT
         self._theirs = _Torchs(
-            self.dataset, **order, num_workers=workers, **{name: getattr(self, name) for name in _KEPT}
+            self.dataset, **order, num_workers=workers, **{name: getattr(self, name) for name in kept}
         )
         return iter(self._theirs)
 

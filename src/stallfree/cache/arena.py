@@ -273,8 +273,8 @@ _thread = threading.local()
 def _openmp() -> tuple[Callable[[], int], Callable[[int], Any]] | None:
     """OpenMP's getter and setter in the library that torch has loaded; None if not found."""
     try:
-        found = _LIBRARY.findall(Path("/proc/self/maps").read_text())
-        torchs = [path for path in found if "torch" in path] or found
+        libraries = _LIBRARY.findall(Path("/proc/self/maps").read_text())
+        torchs = [path for path in libraries if "torch" in path] or libraries
         library = ctypes.PyDLL(torchs[0])  # these calls are shorter than releasing the GIL
         return library.omp_get_max_threads, library.omp_set_num_threads
     except (OSError, IndexError, AttributeError):

@@ -38,8 +38,8 @@ def analyze(
         render.plotly()
     dataset, arguments, step = jobs.load_job(job)
     options: dict[str, Any] = {"cache": cache, "device": device, "seconds": seconds}
-    given = {key: value for key, value in options.items() if value is not None}
-    report = analysis.analyze(dataset, step, **arguments | given)
+    overrides = {key: value for key, value in options.items() if value is not None}
+    report = analysis.analyze(dataset, step, **arguments | overrides)
     show(str(report), report.data, json)
     if json not in (None, STDOUT):
         typer.echo(f"To compare caches and machines: stallfree predict {json} --cache 50%")

@@ -219,20 +219,20 @@ class Jobs:
         The sum of benefit times importance, float64 per id, over the jobs with a benefit of at least 1.5; over all, if
         there is none. Zeros if no job has published.
         """
-        found = None
+        published = None
         if not self._apart:
             try:
-                found = [job for data in self._file.read_living() if (job := self._parsed(data)) is not None]
+                published = [job for data in self._file.read_living() if (job := self._parsed(data)) is not None]
             except OSError as error:
                 self._warn(error)
-        if found is None:
-            found = [] if self._own is None else [self._own]
-        enough = any(benefit >= THRESHOLD for _, benefit in found)
+        if published is None:
+            published = [] if self._own is None else [self._own]
+        enough = any(benefit >= THRESHOLD for _, benefit in published)
         total = np.zeros(self.num_ids)
-        for values, benefit in found:
+        for values, benefit in published:
             if benefit >= THRESHOLD or not enough:
                 total += np.multiply(values, benefit, dtype=np.float64)
-        return total, len(found)
+        return total, len(published)
 
     def _parsed(self, data: bytes) -> tuple[Array, float] | None:
         """The importance that a job has published, and its benefit; None if the data is incomplete."""

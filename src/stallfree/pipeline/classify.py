@@ -314,11 +314,11 @@ def split(transform: Transform | None, probe: Any = None) -> Split:
     steps = flatten(transform)
     count = declared(steps)
     unknown = [at for at, step in enumerate(steps[:count]) if known(step) is None]
-    found = Found(unknown[0], "there is no sample to try it on", certain=False) if unknown else None
+    first_random = Found(unknown[0], "there is no sample to try it on", certain=False) if unknown else None
     if probe is not None:
-        found = call_in_child(lambda: _trial(steps[:count], probe), "the trial of the transform")
-    warn_of_doubt(steps, found)
-    return divide(steps, found)
+        first_random = call_in_child(lambda: _trial(steps[:count], probe), "the trial of the transform")
+    warn_of_doubt(steps, first_random)
+    return divide(steps, first_random)
 
 
 def declared(steps: Sequence[Transform]) -> int:

@@ -54,9 +54,10 @@ def fingerprint(*objects: Any) -> str:
     The result is the same in every process and under every hash seed, for one version of Python. Covered are plain
     values (`1`, `1.0` and `True` differ), arrays, tensors and containers, with the order of their items; functions with
     their defaults, closures, attributes and the values that they name, such as `pkg.sub.SCALE`, also after an import
-    inside of them; user classes with the code of their methods; instances with their attributes; marks; for libraries,
-    names and versions. An array that is mapped from a file counts by file, time of modification and a sample of its
-    bytes. File names, line numbers and the states of random generators are ignored.
+    inside of them; user classes with the code of their methods; instances with their attributes, also those that a
+    class leaves out of its pickles, if they have fingerprints; marks; for libraries, names and versions. An array that
+    is mapped from a file counts by file, time of modification and a sample of its bytes. File names, line numbers and
+    the states of random generators are ignored.
 
     An object with a method `fingerprint()` without required arguments is represented by that method's result, together
     with its `pipeline` if it is a source.
@@ -237,19 +238,19 @@ def _left_out(thing: Any, state: Any) -> list[tuple[str, str]]:
 
     Those without a fingerprint, such as locks and open files, do not count.
     """
-    own, inside, found = attribute(thing, "__dict__"), _inside.get(), list[tuple[str, str]]()
-    if type(own) is not dict or id(thing) in inside:
-        return found
-    names = sorted(name for name in own if type(state) is not dict or name not in state)
-    tokens = _inside.set(inside | {id(thing)}), _unknown.set(None)
+    attributes, hidden = attribute(thing, "__dict__"), list[tuple[str, str]]()
+    if type(attributes) is not dict or id(thing) in _inside.get():
+        return hidden
+    inside, strict = _inside.set(_inside.get() | {id(thing)}), _unknown.set(None)
     try:
-        for name in names:
-            with suppress(Exception):
-                found.append((name, fingerprint(own[name])))
+        for name in sorted(attributes):
+            if type(state) is not dict or name not in state:
+                with suppress(Exception):  # such as a lock, or an object whose own code fails
+                    hidden.append((name, fingerprint(attributes[name])))
     finally:
-        _unknown.reset(tokens[1])
-        _inside.reset(tokens[0])
-    return found
+        _unknown.reset(strict)
+        _inside.reset(inside)
+    return hidden
 
 
 def _state(state: Any, cls: type) -> Any:

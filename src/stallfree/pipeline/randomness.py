@@ -112,6 +112,11 @@ def before_drawing(wait: Callable[[], None]) -> Iterator[None]:
         del _thread.wait
 
 
+def wait_to_draw() -> None:
+    """Wait until nothing else in the process draws, in a thread within `before_drawing`; elsewhere return at once."""
+    getattr(_thread, "wait", lambda: None)()
+
+
 def draw_seed(generator: torch.Generator | None = None) -> int:
     """Draw a seed of 0 to 2**63 - 1 from `generator`, or from torch's default one, which `torch.manual_seed` controls.
 
@@ -218,7 +223,7 @@ class Randomness:
 
     def __enter__(self) -> Self:
         if self._handles:
-            getattr(_thread, "wait", lambda: None)()
+            wait_to_draw()
         if self._states is not None and (self.draws is None or self._pid != os.getpid() or get_worker_info() is None):
             self._states.moved()  # in a worker, nothing else draws between two blocks
             self._pid = os.getpid()
