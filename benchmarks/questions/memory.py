@@ -153,7 +153,7 @@ def evicting_puts(residents: int, puts: int = 40_000) -> Figures:
     """Microseconds per record of a put that evicts, policy lru, records of 64 bytes, all ids new."""
     value, ids = np.zeros(64, np.uint8), 4 * residents
     with sf.cache.SampleCache(
-        ids, capacity=64 * residents + 60 * ids, fingerprint="evict", policy="lru", example=value
+        ids, capacity=64 * residents + 26 * ids + (1 << 20), fingerprint="evict", policy="lru", example=value
     ) as cache:
         for start in range(0, ids // 2, 1000):  # more than fit
             part = range(start, min(start + 1000, ids // 2))
