@@ -12,6 +12,7 @@ import numpy as np
 from stallfree.device.ahead import Item, LoaderThread, Snapshot
 from stallfree.device.copies import BatchBuffer, Copier, Cuda, Device, Stream, Transform, find_device
 from stallfree.errors import InputError, iteration_over, stop_iteration
+from stallfree.frames import short_traceback
 from stallfree.ipc.forked import Owner
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co, T
@@ -99,6 +100,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         """Number of batches per epoch, as reported by the loader."""
         return len(self.loader)  # type: ignore[arg-type]
 
+    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._owner.is_here:
             self._begin_here()
@@ -218,6 +220,7 @@ class _Iteration(Iterator[Any]):
         self._taken: Item | None = None  # the last item
         self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
 
+    @short_traceback
     def __next__(self) -> Any:
         if self.thread.stopped:
             raise StopIteration

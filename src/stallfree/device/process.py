@@ -27,6 +27,7 @@ import torch.multiprocessing  # registers how tensors are sent
 from stallfree import errors
 from stallfree.device.copies import Cuda, Device, Event, Stream, find_device, is_plain
 from stallfree.device.prefetcher import DevicePrefetcher
+from stallfree.frames import short_traceback
 from stallfree.ipc.channel import pack_error, unpack_error
 from stallfree.ipc.forked import Owner
 from stallfree.ipc.process import Child, Parent, end_all
@@ -127,6 +128,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
         self._end = Finalize(self, end_all, ([self._child], _END_SECONDS), exitpriority=100)
 
+    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         self._check_process()
         self._end_pass()
@@ -233,6 +235,7 @@ class _Pass(Iterator[Any]):
         self._used: deque[tuple[Event, Any]] = deque()  # those of earlier ones, and the event that ends their use
         self._idle: Stream = None if self._backend is None else self._backend.new_stream()
 
+    @short_traceback
     def __next__(self) -> Any:
         prefetcher = self._prefetcher
         if self._closed and not self._exhausted and prefetcher._passes > self._serial:

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stallfree.errors import BatchError, StallfreeError, text_of
-from stallfree.notes import notes_of
+from stallfree.frames import users_traceback
+from stallfree.notes import is_users, notes_of
 from stallfree.platform import at_fork
 
 _LENGTH = struct.Struct("<Q")
@@ -351,7 +352,8 @@ def _notes(error: BaseException) -> list[str]:
     """The notes of an error, and its traceback in this process; a stallfree error describes itself."""
     if error.__traceback__ is None or isinstance(error, StallfreeError):
         return notes_of(error)
-    lines = "".join(traceback.format_tb(error.__traceback__)).rstrip()
+    shown = users_traceback(error.__traceback__) if is_users(error) else error.__traceback__
+    lines = "".join(traceback.format_tb(shown)).rstrip()
     return [*notes_of(error), f"Traceback in process {os.getpid()} (most recent call last):\n{lines}"]
 
 

@@ -345,6 +345,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """
         self._epochs.set_epoch(parse_whole(epoch, "epoch", 0))
 
+    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:  # type: ignore[override]
         self._adopt()
         return self._begun(iter(self._epochs if self._prefetcher is None else self._prefetcher))

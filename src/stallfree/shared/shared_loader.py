@@ -226,6 +226,7 @@ class SharedLoader(Generic[BatchT_co]):
         """Number of batches per epoch."""
         return len(self._rebatching(0))
 
+    @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
         if not self._end.alive:
             raise object_closed(f"the loader of the group {self.group!r} is closed: make a new one")
@@ -374,6 +375,7 @@ class EpochIterator:
     def __len__(self) -> int:
         return len(self._rebatching)
 
+    @short_traceback
     def __next__(self) -> Any:
         if self._replaced:
             raise argument_conflict(

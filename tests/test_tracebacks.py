@@ -1,0 +1,87 @@
+"""Tracebacks show the user's code, and not this package's."""
+
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import stallfree as sf
+
+LOADERS: dict[str, Callable[[Any, int], Any]] = {
+    "plain": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers),
+    "auto": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers, cache="auto"),
+    "cached": lambda data, workers: sf.DataLoader(
+        sf.CachedDataset(data, capacity="1MiB"), batch_size=4, num_workers=workers
+    ),
+    "prefetched": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers, device="cpu"),
+    "shared": lambda data, workers: sf.SharedLoader(
+        data, batch_size=4, group="tracebacks", num_workers=max(1, workers)
+    ),
+}
+OURS = str(Path(sf.__file__).parent)
+
+
+class Files:
+    """A data set with a file that is missing."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, id: int) -> int:
+        return self._read(id)
+
+    def _read(self, id: int) -> int:
+        try:
+            return {"id": id}["name" if id == 5 else "id"]
+        except KeyError as error:
+            raise FileNotFoundError(2, "no such file", f"{id}.jpg") from error
+
+
+def of_this_package(text: str) -> int:
+    return text.count(f'File "{OURS}')
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("loader", LOADERS)
+def test_an_error_of_the_data_set_shows_its_code_and_its_cause(loader: str, workers: int) -> None:
+    with LOADERS[loader](Files(), workers) as made, pytest.raises(FileNotFoundError, match=r"5\.jpg") as caught:
+        list(made)
+    assert isinstance(caught.value.__cause__, KeyError)
+    text = "".join(traceback.format_exception(caught.value))
+    assert text.count(", in _read") == 2
+    assert "sample 5" in text
+    assert of_this_package(text) <= 2
+    assert len(text.splitlines()) < 40
+
+
+def closed_cache() -> Any:
+    with sf.CachedDataset([1, 2, 3], capacity="1MiB") as cached:
+        return sf.DataLoader(cached, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (closed_cache, "is closed"),
+        (
+            lambda: sf.DataLoader([1, 2], num_workers=1, collate_fn=lambda x: x, multiprocessing_context="spawn"),
+            "lambda",
+        ),
+    ],
+)
+def test_a_mistake_that_shows_in_the_loop_has_a_short_traceback(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(sf.StallfreeError, match=words) as caught:
+        list(make())
+    assert len("".join(traceback.format_exception(caught.value)).splitlines()) <= 15
+
+
+def test_an_error_of_this_package_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any) -> Any:
+        raise AttributeError("a fault of stallfree")
+
+    monkeypatch.setattr("stallfree.loader.run.Progress.hand_out", broken)
+    with pytest.raises(AttributeError) as caught:
+        list(sf.DataLoader([1, 2, 3]))
+    assert of_this_package("".join(traceback.format_exception(caught.value))) >= 2
