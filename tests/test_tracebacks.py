@@ -52,7 +52,7 @@ def test_an_error_of_the_data_set_shows_its_code_and_its_cause(loader: str, work
     text = "".join(traceback.format_exception(caught.value))
     assert text.count(", in _read") == 2
     assert "sample 5" in text
-    assert of_this_package(text) <= 2
+    assert of_this_package(text) == 0
     assert len(text.splitlines()) < 40
 
 

@@ -14,7 +14,6 @@ _OURS = os.path.dirname(__file__) + os.sep
 
 P = ParamSpec("P")
 T = TypeVar("T")
-E = TypeVar("E", bound=Exception)
 
 
 def users_level() -> int:
@@ -37,16 +36,19 @@ def users_traceback(traceback: TracebackType | None) -> TracebackType | None:
     return kept
 
 
-def shortened(error: E) -> E:
-    """Return an error with a short traceback: nothing of an error of this package, whose text says everything.
+def shorten(error: Exception) -> None:
+    """Shorten the traceback of an error that is being raised again: to nothing for one of this package.
 
-    An error of the user's code has the frames of that code, and of libraries. All others stay as they are.
+    Its text says everything. An error of the user's code keeps the frames of that code, and of libraries; all others
+    stay as they are.
     """
+    cause = error.__cause__ if error.__cause__ is not None and is_users(error.__cause__) else None
     if isinstance(error, StallfreeError):
-        cause = error.__cause__
-        error.__cause__ = cause if cause is not None and is_users(cause) else None
-        return error.with_traceback(None)
-    return error.with_traceback(users_traceback(error.__traceback__)) if is_users(error) else error
+        error.__traceback__, error.__cause__ = None, cause
+    elif is_users(error):
+        error.__traceback__ = users_traceback(error.__traceback__)
+    if cause is not None:
+        cause.__traceback__ = users_traceback(cause.__traceback__)
 
 
 def short_traceback(call: Callable[P, T]) -> Callable[P, T]:
@@ -57,6 +59,7 @@ def short_traceback(call: Callable[P, T]) -> Callable[P, T]:
         try:
             return call(*arguments, **options)
         except Exception as error:
-            raise shortened(error)  # noqa: B904
+            shorten(error)
+            raise
 
     return called

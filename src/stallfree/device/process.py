@@ -88,6 +88,7 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         ```
     """
 
+    @short_traceback
     def __init__(
         self, make_loader: Callable[[], Iterable[BatchT_co]], device: Device, depth: int = 2, *, timeout: float = 300.0
     ) -> None:

@@ -14,7 +14,7 @@ from stallfree.datasets.epoch_source import EpochPlan, Position
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
-from stallfree.frames import shortened
+from stallfree.frames import shorten
 from stallfree.ipc.forked import Owner
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
@@ -211,7 +211,8 @@ class EpochPass(Iterator[Any]):
             self.close()
             raise
         except Exception as error:
-            raise shortened(error)  # noqa: B904
+            shorten(error)
+            raise
         if self._deliver is not None:
             data = self._deliver(data, ids)
         if self._log is not None:
