@@ -4,7 +4,6 @@ import enum
 import multiprocessing
 from collections import OrderedDict
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,11 +193,3 @@ def test_several_processes_at_once(context: str, policy: str) -> None:
         assert stats.hits > 0
         assert stats.resident_items < 180
         assert stats.used_bytes <= stats.capacity_bytes
-
-
-def test_values_on_a_disk_are_kept(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"capacity": "1MiB", "name": "values", "store": tmp_path, "persist": True}
-    with sf.CacheLoader(**options) as cache:
-        cache.get("a", lambda key: torch.arange(3))
-    with sf.CacheLoader(**options) as cache:
-        assert cache.get("a", unwanted).tolist() == [0, 1, 2]

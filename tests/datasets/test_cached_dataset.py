@@ -144,18 +144,6 @@ def test_randomness_is_fresh_with_every_visit_and_a_function_of_the_epoch() -> N
         assert not {sample for visit in visits for sample in visit} & set(draws(data))
 
 
-def test_an_item_larger_than_the_cache_passes_through_and_is_counted() -> None:
-    source = Given([b"small", b"x" * 300_000, b"small too"])
-    with sf.CachedDataset(source, capacity=FEW) as data:
-        for _ in range(2):
-            assert list(data) == source.records
-        stats = data.stats()
-    assert stats.resident_items == 2
-    assert stats.rejected == 3  # the first time when the data set was made
-    assert stats.storage_reads == 5
-    assert source.fetched == [1, 1]
-
-
 def test_a_sample_that_cannot_be_stored_is_an_error_with_its_id() -> None:
     source = Given([1, 2, lambda: None, 4])
     with sf.CachedDataset(source, capacity="1MiB") as data:

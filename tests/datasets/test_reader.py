@@ -2,7 +2,6 @@
 
 import contextlib
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -47,39 +46,6 @@ def test_what_was_evicted_since_the_start_is_fetched_together() -> None:
         assert not pending.fetches
         reader.cache.clear()
         assert reader.finish(pending, 0, 0, skip=False).values == [0, 1, 2, 3]
-
-
-def test_a_source_that_forbids_threads_is_read_in_this_one() -> None:
-    class Shy(Given):
-        threads = False
-
-        def _record(self, id: int) -> Any:
-            return threading.get_ident()
-
-    with reading(Shy([None] * 4)) as reader:
-        pending = reader.start(np.arange(4))
-        assert not pending.fetches
-        assert set(reader.finish(pending, 0, 0, skip=False).values) == {threading.get_ident()}
-
-
-def odd(value: int) -> int:
-    if value % 2 == 0:
-        raise ValueError(f"{value} is even")
-    return value
-
-
-@pytest.mark.parametrize(("cached", "where"), [(True, "deterministic"), (False, "rest")])
-def test_skipped_samples_are_left_out_and_told(cached: bool, where: str) -> None:
-    source = Given([1, 2, OSError("gone"), 3, 5], [odd] if where == "deterministic" else [])
-    with reading(source, cached=cached, rest=[odd] if where == "rest" else []) as reader:
-        for _ in range(2):
-            samples = reader.finish(reader.start(ids(4, 1, 2, 0, 1, 3, 2)), 0, 0, skip=True)
-            assert (samples.ids, samples.values) == ([4, 0, 3], [5, 1, 3])
-            assert Counter(type(error) for error in samples.skipped) == {ValueError: 2, OSError: 2}
-        for id in (1, 2):
-            with pytest.raises((ValueError, OSError), match=f"sample {id} "):
-                reader.finish(reader.start(ids(0, id)), 0, 0, skip=False)
-        assert reader.finish(reader.start(ids(1, 2)), 0, 0, skip=True).values == []
 
 
 def test_fetches_that_are_not_needed_are_cancelled_or_counted() -> None:

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,23 @@ import torch
 from torch import distributed
 
 import stallfree as sf
-from children import Child
 from importance_tools import Drifting, Residents
+from process_ranks import in_ranks, join
 
 COUNT = 97
 SAMPLES = list(range(COUNT))
 
 
-def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
-    """What `run(rank)` gives in each rank, fit for JSON.
+def in_group(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
+    """What `run(rank)` gives in each rank of a process group, fit for JSON."""
 
-    The group ends with the processes: `destroy_process_group` of torch 2.4 may wait for a thread that needs the GIL.
-    """
-
-    def main(rank: int) -> None:
-        torch.set_num_threads(1)
-        where, limit = f"file://{folder / 'meet'}", timedelta(seconds=30)
-        distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=limit)
-        (folder / f"{rank}.json").write_text(json.dumps(run(rank)))
+    def main(rank: int) -> Any:
+        join(rank, count, folder)
+        result = run(rank)
         distributed.barrier()
+        return result
 
-    children = [Child(main, rank) for rank in range(count)]
-    assert [child.wait() for child in children] == [0] * count
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+    return in_ranks(count, folder, main)
 
 
 def make(rank: int, plan: str, on_miss: str, *, residents: str = "drifting", **arguments: Any) -> sf.DataLoader:
@@ -105,7 +98,7 @@ CASES = [
 @pytest.mark.parametrize(("count", "plan", "on_miss"), CASES)
 def test_all_ranks_have_one_plan_and_serve_it_exactly_once(count: int, plan: str, on_miss: str, tmp_path: Path) -> None:
     """With other losses and other residents at each rank."""
-    ranks = in_ranks(count, tmp_path, lambda rank: train(make(rank, plan, on_miss), range(4), rank))
+    ranks = in_group(count, tmp_path, lambda rank: train(make(rank, plan, on_miss), range(4), rank))
     check(ranks, on_miss)
     assert len(ranks[0][1][0]) < COUNT
     assert len({tuple(sorted(epoch[0])) for epoch in ranks[0][1:]}) > 1
@@ -113,7 +106,7 @@ def test_all_ranks_have_one_plan_and_serve_it_exactly_once(count: int, plan: str
 
 def test_all_ranks_resume_in_mid_epoch(tmp_path: Path) -> None:
     """Losses that were told to one rank only when the state was taken reach the others."""
-    check(in_ranks(2, tmp_path, lambda rank: train(make(rank, "icache", "swap"), range(4), rank, save=True)), "swap")
+    check(in_group(2, tmp_path, lambda rank: train(make(rank, "icache", "swap"), range(4), rank, save=True)), "swap")
 
 
 def test_losses_are_brought_together(tmp_path: Path) -> None:
@@ -133,7 +126,7 @@ def test_losses_are_brought_together(tmp_path: Path) -> None:
         iter(sampler)
         return first, told.tolist(), sampler.losses.last.tolist(), sampler._draw.resident.nonzero()[0].tolist()
 
-    one, two = in_ranks(2, tmp_path, run)
+    one, two = in_group(2, tmp_path, run)
     assert one == two
     plan, told, last, resident = one
     assert (told[3], told[4], told[9]) == (10.0, 11.0, 2.0)
@@ -152,7 +145,7 @@ def test_ranks_that_draw_a_seed_have_one(tmp_path: Path) -> None:
         sampler = sf.ImportanceSampler(COUNT)
         return [sampler.begin(epoch, 5).draw.plan.ids.tolist() for epoch in range(2)]
 
-    first, *others = in_ranks(2, tmp_path, run)
+    first, *others = in_group(2, tmp_path, run)
     assert others == [first]
     assert first[0] != first[1]
 
@@ -226,7 +219,7 @@ def test_one_rank_alone_may_read_between_collective_operations(kind: str, tmp_pa
             close()
         return found
 
-    one, other = in_ranks(2, tmp_path, run)
+    one, other = in_group(2, tmp_path, run)
     lengths = [during for _, during, _ in one]
     assert [during for _, during, _ in other] == lengths
     assert one[0][0] == lengths[0]

@@ -130,12 +130,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     made.close()
 
 
-def do(work: PackageWork, *, stopped: bool = False) -> None:
+def do(work: PackageWork) -> None:
     """All that there is to do."""
-    stop = threading.Event()
-    if stopped:
-        stop.set()
-    work.work(stop)
+    work.work(threading.Event())
 
 
 # -- packing -----------------------------------------------------------------------------------------------------------
