@@ -19,7 +19,7 @@ from stallfree.cache.store import Store, default_store, is_tier, open_cache, par
 from stallfree.cache.tier import Tier
 from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_plan
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
-from stallfree.datasets.ranks import find_ranks, share
+from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import Reader
 from stallfree.frames import short_traceback, users_level
 from stallfree.ipc.folders import check_name
@@ -186,9 +186,7 @@ class CachedDataset(Dataset[SampleT_co]):
         on_disk = self._store is None and str(store) != "memory"
         self.form, self.decision = choose_form(form, first, len(source), available, scored=scored, on_disk=on_disk)
         prepared = self.form == "prepared"
-        before, after = first.parts.deterministic, first.parts.random
-        if not prepared:
-            before, after = Compose([]), self.steps
+        before, after = (first.parts.deterministic, first.parts.random) if prepared else (Compose([]), self.steps)
         with tolerant() as unknown_steps:
             content = "prepared" if len(before) else "fetched"
             key = key_of(**{"data set": data, "transforms": before}, form=content, format=_FORMAT)
@@ -261,9 +259,14 @@ class CachedDataset(Dataset[SampleT_co]):
         return self._drawn
 
     def _epoch_of(self, ids: Ids) -> int | list[int]:
-        """The epoch that was set, or how often each of `ids` has been asked for."""
-        counts = self._epochs.array
-        return max(0, int(counts[0]) - 1) if counts[0] > 0 else _count_each(counts, ids + 1)
+        """The epoch that was set, or how often each of `ids` has been asked for before."""
+        counts, visits = self._epochs.array, list[int]()
+        if counts[0] > 0:
+            return int(counts[0]) - 1
+        for id in ids.tolist():
+            visits.append(int(counts[1 + id]))
+            counts[1 + id] += 1
+        return visits
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next samples, in the workers too.
@@ -349,15 +352,6 @@ def cached_after(first: FirstLook | None, dataset: Any, **options: Any) -> Cache
     return cached
 
 
-def _count_each(counts: Array, places: Ids) -> list[int]:
-    """Return the counts at `places`, and increment them; those that occur again are one higher."""
-    if len(set(places.tolist())) < len(places):
-        return [_count_each(counts, places[at : at + 1])[0] for at in range(len(places))]
-    visits = counts[places]
-    counts[places] = visits + 1
-    return visits.tolist()  # type: ignore[no-any-return]
-
-
 def checked_ids(ids: Sequence[int], length: int) -> Ids:
     """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for no integers."""
     wanted = np.array([operator.index(id) for id in ids], np.int64)
@@ -428,7 +422,8 @@ class LocalSampler(DistributedSampler[Any]):
         rank: of this process; None for that of `torch.distributed`, or else of the variables that torchrun sets.
         num_ranks: of the job, likewise.
 
-    Raises `InputError` when the nodes of the store do not have equally many ranks, or for a data set of another kind.
+    Raises `InputError` when the nodes of the store do not have equally many ranks, or for a data set of another kind,
+    and `ValueError` for a rank that is not one of `num_ranks`.
 
     Example:
         ```python
@@ -452,13 +447,10 @@ class LocalSampler(DistributedSampler[Any]):
         cache = getattr(dataset, "cache", None)
         if cache is None:
             raise errors.cache_required(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
-        ranks = find_ranks()
-        seed = parse_whole(seed, "seed")
-        number = ranks.rank if rank is None else parse_whole(rank, "rank")
-        count = ranks.count if num_ranks is None else parse_whole(num_ranks, "num_ranks", 1)
-        if not 0 <= number < count:
-            raise errors.launch_environment(f"rank {number} of {count}: give a rank from 0 to {count - 1}")
-        super().__init__(dataset, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        ranks, options = find_ranks(), {"shuffle": shuffle, "seed": parse_whole(seed, "seed"), "drop_last": drop_last}
+        number = ranks.rank if rank is None else rank
+        count = ranks.count if num_ranks is None else num_ranks
+        super().__init__(dataset, num_replicas=count, rank=number, **options)
         servers: Any = dataset.tier
         self._nodes: int = getattr(servers, "num_nodes", 1)
         if count % self._nodes:
@@ -481,54 +473,29 @@ class LocalSampler(DistributedSampler[Any]):
         )
 
     def __iter__(self) -> Iterator[int]:
-        plan: dict[str, Any] = {
-            "shuffle": self.shuffle,
-            "seed": self.seed,
-            "epoch": self.epoch,
-            "drop_last": self.drop_last,
-        }
-        shares = local_shares(self._owner, self._nodes, self.num_replicas // self._nodes, **plan)
+        plan = make_plan(len(self._owner), shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
+        shares = local_shares(np.resize(plan.ids, self.total_size), self._owner, self._nodes, self.num_replicas)
         return iter(shares[self.rank].tolist())
 
 
-def local_shares(
-    owner: Array,
-    nodes: int,
-    ranks_per_node: int,
-    *,
-    shuffle: bool,
-    seed: int,
-    epoch: int,
-    drop_last: bool,
-) -> Array:
-    """The ids of each rank, int64 of shape (ranks, ids per rank): every sample once, in the order of the epoch's plan.
+def local_shares(ids: Ids, owner: Array, nodes: int, ranks: int) -> Ids:
+    """The ids of each rank, int64 of shape (ranks, ids per rank), in the order in which they come in `ids`.
 
     A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go to
-    nodes with too few, the last ones of the plan first. If the number of samples is not a multiple of the number of
-    ranks, the first samples of the plan are repeated, as by torch's `DistributedSampler`, or with `drop_last` the last
-    ones are omitted.
-
-    A pure function of its arguments; it does not query residency.
+    nodes with too few, the last ones first. A pure function of its arguments; it does not query residency.
 
     Args:
-        owner: node of each id, from 0.
+        ids: of the epoch, in order; their number is a multiple of `ranks`.
+        owner: node of each id of the data set, from 0.
         nodes: number of nodes.
-        ranks_per_node: number of ranks, the same for all nodes. Rank r is on node r // `ranks_per_node`.
-        shuffle: whether (seed, epoch) determines the order; else ids ascend.
-        seed, epoch: of the plan.
-        drop_last: see above.
+        ranks: number of ranks, a multiple of `nodes`. The first ones are on node 0.
     """
-    ranks = nodes * ranks_per_node
-    ids = make_plan(len(owner), shuffle=shuffle, seed=seed, epoch=epoch).ids
-    each = share(len(ids), ranks, drop_last=drop_last)
-    ids = np.resize(ids, each * ranks)
-    node = owner[ids].astype(np.int64)
-    quota = each * ranks_per_node
+    node, quota = owner[ids].astype(np.int64), len(ids) // nodes
     order = np.argsort(node, kind="stable")
     counts = np.bincount(node, minlength=nodes)
     within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
     surplus = np.sort(order[within >= quota])
     node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
     order = np.argsort(node, kind="stable")
-    shares = ids[order].reshape(nodes, each, ranks_per_node)
-    return shares.transpose(0, 2, 1).reshape(ranks, each)
+    shares = ids[order].reshape(nodes, len(ids) // ranks, ranks // nodes)
+    return shares.transpose(0, 2, 1).reshape(ranks, len(ids) // ranks)

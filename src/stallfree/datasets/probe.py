@@ -1,6 +1,5 @@
 """The first look at a data set and its pipeline: some samples, made twice in a child process."""
 
-import pickle
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -8,9 +7,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from stallfree.cache.layout import plan_layout
 from stallfree.datasets.reader import plain_beneath
-from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of, value_unstorable
+from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
 from stallfree.pipeline.classify import (
@@ -27,11 +28,11 @@ from stallfree.pipeline.classify import (
     spread,
     warn_of_doubt,
 )
-from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.compose import Compose, Source, Transform, drew, mark_of
 from stallfree.pipeline.objects import random_name
 from stallfree.pipeline.randomness import States, find_generators
-from stallfree.pipeline.values import pickled, private
+from stallfree.pipeline.values import private
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
@@ -61,30 +62,27 @@ class Sample:
         return _sample_of, (self.id, [*map(_packed, values)])
 
 
-def _packed(value: Any) -> bytes:
-    """Return the pickle of a value, or of the `CodecError` that says why it cannot be stored."""
+def _packed(value: Any) -> Any:
+    """Return the record of a value, or the `CodecError` that says why it cannot be stored."""
     try:
-        return pickled(value)
-    except Exception as problem:
-        error = value_unstorable(text_of(problem))
-    with suppress(RecursionError):
-        try:
-            encode(value, allow_pickle=True)
-        except CodecError as refused:
-            error = refused
-    return pickle.dumps(error)
+        structure, arrays = encode(value, allow_pickle=True)
+    except CodecError as error:
+        return error
+    record = np.empty(record_size(structure, arrays), np.uint8)
+    write_record(structure, arrays, record)
+    return record
 
 
-def _sample_of(id: int, packed: list[bytes]) -> Sample:
+def _sample_of(id: int, packed: list[Any]) -> Sample:
     values = [*map(_unpacked, packed)]
     return Sample(id, values[0], values[-1])
 
 
-def _unpacked(data: bytes) -> Any:
+def _unpacked(record: Any) -> Any:
     try:
-        return pickle.loads(data)
-    except Exception as error:
-        return value_unstorable(f"its pickle cannot be loaded: {text_of(error)}")
+        return record if isinstance(record, CodecError) else read_record(record, copy=False, allow_pickle=True)
+    except CodecError as error:
+        return error
 
 
 @dataclass(frozen=True)
@@ -194,15 +192,13 @@ _INSIST = "if its samples are always the same, say so with stallfree.mark_determ
 
 def reason_in(error: InputError) -> str:
     """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
-    why, advice, _ = text_of(error).partition(f"{_FREEZE}")
-    return why.removesuffix("otherwise ").removesuffix("; ").removesuffix(f"; {_INSIST}") if advice else ""
+    why, advice, _ = text_of(error).partition(f"; {_FREEZE}")
+    return why if advice else ""
 
 
 def _refused(origin: object, why: str, *, certain: bool) -> InputError:
-    what = "gives random samples" if certain else "may give random samples"
-    if certain:
-        return dataset_random(f"{_name(origin)} {what}: {why}; {_FREEZE}; or, {_INSIST}")
-    return dataset_random(f"{_name(origin)} {what}: {why}; {_INSIST}; otherwise {_FREEZE}")
+    gives = "gives" if certain else "may give"
+    return dataset_random(f"{_name(origin)} {gives} random samples: {why}; {_FREEZE}; or, {_INSIST}")
 
 
 def _name(origin: object) -> str:
@@ -236,7 +232,7 @@ def example_for(values: Sequence[Any]) -> Any:
     If their sizes differ, it is bytes as long as the longest record; so they are for encoded pictures, whose size
     varies by its nature.
     """
-    with suppress(CodecError, RecursionError):
+    with suppress(CodecError):
         structure, _ = encode(values[0], allow_pickle=True)
         if structure.fixed and structure.has_views:
             forms = [encode(value, allow_pickle=True) for value in values]
@@ -251,7 +247,7 @@ def _room(value: Any, samples: int, capacity: int, scored: bool, on_disk: bool) 
         return None
     try:
         structure, arrays = encode(value, allow_pickle=True)
-    except (CodecError, RecursionError):
+    except CodecError:
         return None
     size = record_size(structure, arrays)
     layout = {"fingerprint": "", "policy": "", "scored": scored, "on_disk": on_disk}

@@ -266,20 +266,13 @@ def _wait_for(store: Any, keys: Sequence[str], advice: str) -> None:
 
 def warn_of_ranks(*, sampler: bool = False, window: bool = False) -> None:
     """Warn if each of several ranks gets all samples from the loader, its `sampler` or the `window` of a host."""
-    if not has_process_group() and os.environ.get("WORLD_SIZE", "1") == "1":  # called for each iteration
-        return
-    job = find_ranks()
-    count = job.here if window and job.count > 1 else job.count
-    if count <= 1:
-        return
-    what, cure = "samples", "Give ranks='auto' for a part of them on each rank"
+    job, or_all = find_ranks(), "; or add ranks=(0, 1) if each rank is to have all"
+    count, what, cure = job.count, "ranks gets all samples", "ranks='auto'"
     if window:
-        what, cure = "samples of the window", "Give sampler=dataset.rank_sampler() for a part of them on each rank"
+        count, or_all = job.here, ""
+        what, cure = "ranks of this host gets all samples of the window", "sampler=dataset.rank_sampler()"
     elif sampler:
-        cure = (
-            "Give torch.utils.data.DistributedSampler in place of the sampler, or leave it out and give ranks='auto', "
-            "for a part of them on each rank"
-        )
-    end = "" if window else "; or add ranks=(0, 1) if each rank is to have all"
-    ranks = f"{count} ranks of this host" if window else f"{count} ranks"
-    warnings.warn(f"each of the {ranks} gets all {what}. {cure}{end}", StallfreeWarning, stacklevel=users_level())
+        cure = "torch.utils.data.DistributedSampler in place of the sampler, or leave it out and give ranks='auto',"
+    if count > 1:
+        text = f"each of the {count} {what}. Give {cure} for a part of them on each rank{or_all}"
+        warnings.warn(text, StallfreeWarning, stacklevel=users_level())

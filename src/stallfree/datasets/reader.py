@@ -6,8 +6,8 @@ A batch is made in two parts: `start` begins its fetches and does not wait; `fin
 import contextlib
 import copy
 import os
-from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Sequence
+from concurrent.futures import Executor
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.ranks import Ids
 from stallfree.datasets.samples import Pending, SampleBatch, Samples
 from stallfree.datasets.split import Reclassified, TransformSplit
-from stallfree.errors import StallfreeError, object_closed
+from stallfree.errors import object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose, Source, drew, works_in_place
@@ -99,11 +99,8 @@ class Reader:
         self.seeds_fetch = dataset is not None and not self.caches
         self.threads = threads and not self.seeds_fetch
         self.direct = not self.caches and not self.threads
-        drawing: Callable[[Any], Any] | None = self.later_steps if steps else None
-        if self.seeds_fetch:
-            drawing = _Drawing(dataset, self.later_steps)
-        self.seeds = drawing is not None
-        self._drawing = drawing
+        self.seeds = self.seeds_fetch or bool(steps)
+        self._drawing: Any = partial(_sample_of, dataset, self.later_steps) if self.seeds_fetch else self.later_steps
         self._randomness: Randomness | None = None
 
     @property
@@ -149,6 +146,13 @@ class Reader:
         self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
         return values
 
+    def fetch_one(self, id: int) -> Any:
+        """Return the record of `id` from the source; with a cache, counted as a read."""
+        record = self.source.fetch(id)
+        if self.cache is not None:
+            self.cache.count_fetch(1, payload_bytes(record))
+        return record
+
     def fetch(self, ids: Sequence[int], pending: Pending) -> None:
         """Start fetches of `ids` in threads, unless they are started already."""
         if self.threads and len(ids):
@@ -156,7 +160,7 @@ class Reader:
             with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
                 for id in ids:
                     if id not in pending.fetches:
-                        pending.fetches[id] = pool.submit(self.source.fetch, id)
+                        pending.fetches[id] = pool.submit(self.fetch_one, id)
 
     def _pool_of(self, pending: Pending) -> Executor:
         """Return the threads of a batch; they stay the same if the reader is closed meanwhile."""
@@ -165,14 +169,6 @@ class Reader:
                 self._pool, self._pid = FetchThreads(self.io_threads), os.getpid()
             pending.pool = self._pool
         return pending.pool
-
-    def _cancel(self, pending: Pending) -> None:
-        """Cancel fetches; those that have begun are still counted."""
-        pending.cancel()
-        for future in list(pending.fetches.values()):
-            if self.cache is not None and not future.cancelled():
-                future.add_done_callback(partial(_count_unused, self.cache))
-        pending.fetches.clear()
 
     # -- samples ------------------------------------------------------------------------------------------------------
 
@@ -216,12 +212,12 @@ class Reader:
                     self.follow()
                     buffer = buffer if self.in_place else None
             finally:
-                self._cancel(pending)
+                pending.cancel()
             pending = Pending(ids, deadline=pending.deadline)
 
-    def fill(self, ids: Ids) -> int:
-        """Fetch, prepare and store the samples of `ids` that the cache lacks; returns how many failed."""
-        return len(self.finish(self.start(ids), 0, 0, skip=True, prepare=False).skipped)
+    def fill(self, ids: Ids) -> None:
+        """Fetch, prepare and store the samples of `ids` that the cache lacks, without those that fail."""
+        self.finish(self.start(ids), 0, 0, skip=True, prepare=False)
 
     def store(self, ids: list[int], values: list[Any]) -> None:
         """Store outputs of `deterministic` in the cache and in its tier. Raises `CodecError`."""
@@ -269,21 +265,9 @@ class Reader:
         return {**self.__dict__, "_pool": None, "_pid": -1}
 
 
-def _count_unused(cache: SampleCache, future: Future[Any]) -> None:
-    """Count a fetch whose record was not used."""
-    if not future.cancelled() and future.exception() is None:
-        with contextlib.suppress(StallfreeError, ValueError):  # the cache may be closed already
-            cache.count_fetch(1, payload_bytes(future.result()))
-
-
-class _Drawing:
-    """A plain data set and its steps as one callable, which is searched for generators."""
-
-    def __init__(self, dataset: Any, steps: Compose) -> None:
-        self.dataset, self.steps = dataset, steps
-
-    def __call__(self, id: int) -> Any:
-        return self.steps(self.dataset[id])
+def _sample_of(dataset: Any, steps: Compose, id: int) -> Any:
+    """What draws the random numbers of a sample that is fetched and prepared in one piece."""
+    return steps(dataset[id])
 
 
 def plain_beneath(source: Source) -> MapSource | None:

@@ -90,10 +90,10 @@ class Samples:
     whole: bool = False
 
     def add_failure(self, error: Exception, source: Source, id: int, doing: str, *, skip: bool) -> None:
-        """Add the error of sample `id`, which is being handled, to `skipped`; without `skip`, raise it again."""
+        """Add the error of sample `id` to `skipped`; without `skip`, raise it."""
         note_sample(error, source, id, doing)
         if not skip:
-            raise
+            raise error
         self.skipped.append(raisable(error))
 
 
@@ -117,8 +117,6 @@ class SampleBatch:
         self.samples = Samples()
         self._values: list[Any] = []
         self._borrowed: Borrowed | None = None
-        self._reads = 0
-        self._made: set[int] = set()  # positions of values that are not views of the cache
 
     def make(self, *, prepare: bool) -> Samples:
         """Make the samples; without `prepare`, only fill the cache.
@@ -130,9 +128,7 @@ class SampleBatch:
         missing = self._read()
         if missing:
             self._fill(missing)
-        if self.buffer is not None:
-            self._prepare_in_place(self.buffer)
-        elif prepare:
+        if prepare:
             self._prepare()
         return self.samples
 
@@ -146,9 +142,8 @@ class SampleBatch:
         if cache is not None and reader.current:
             if self.buffer is not None:
                 self._borrowed = cache.borrow(self.pending.ids)
-            self._values = cache.get_many(self.pending.ids) if self._borrowed is None else self._borrowed.values
+            self._values = cache.get_many(self.pending.ids) if self._borrowed is None else [*self._borrowed.values]
             missing = [at for at, value in enumerate(self._values) if value is MISS]
-            self._made.update(missing)
             if missing and cache.tier is not None:
                 missing = self._take_from_tier(cache, missing)
             if cache.uncached_steps != reader.split.uncached:  # the values may be outputs of another split
@@ -161,22 +156,33 @@ class SampleBatch:
         reader, pending, values = self.reader, self.pending, dict[int, Any]()
         if pending.uncached != reader.split.uncached:  # asked for samples of a step that has proved random since
             pending.asked = []
+        wanted = dict.fromkeys(self.ids[at] for at in missing)
         asked = {id for ids, _ in pending.asked for id in ids.tolist()}
-        reader.request([id for at in missing if (id := self.ids[at]) not in asked], pending)  # evicted since the start
+        reader.request([id for id in wanted if id not in asked], pending)  # those that were evicted since the start
         for ids, future in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
-                held = pending.result(future)
-                values.update(zip(ids.tolist(), held, strict=True))
-        positions = [at for at in missing if values.get(self.ids[at], MISS) is not MISS]
-        if positions:
-            hits = {self.ids[at]: values[self.ids[at]] for at in positions}
-            cache.count_tier(len(positions), 0)
+                held = zip(ids.tolist(), pending.result(future), strict=True)
+                values.update((id, value) for id, value in held if id in wanted and value is not MISS)
+        if values:
+            cache.count_tier(sum(self.ids[at] in values for at in missing), 0)
             if not cache.full:
-                cache.put_many(list(hits), list(hits.values()), uncached=reader.split.uncached)
-            for at in positions:
-                id = self.ids[at]
-                self._values[at] = hits.pop(id) if id in hits else private(values[id])
-        return [at for at in missing if self._values[at] is MISS]
+                cache.put_many([*values], [*values.values()], uncached=reader.split.uncached)
+        return self._use(values, missing)
+
+    def _use(self, values: dict[int, Any], positions: Sequence[int]) -> Sequence[int]:
+        """Put `values` by id in place of `MISS` at `positions`; returns the positions that have none.
+
+        An id that occurs again in the batch has a copy.
+        """
+        unused, left = set(values), list[int]()
+        for at in positions:
+            id = self.ids[at]
+            if id in values:
+                self._values[at] = values[id] if id in unused else private(values[id])
+                unused.discard(id)
+            else:
+                left.append(at)
+        return left
 
     # -- misses -------------------------------------------------------------------------------------------------------
 
@@ -185,42 +191,30 @@ class SampleBatch:
 
         Samples that fail stay `MISS`.
         """
-        reader, split, cache, samples = self.reader, self.reader.split, self.reader.cache, self.samples
+        reader, split = self.reader, self.reader.split
         ids = list(dict.fromkeys(self.ids[at] for at in missing))
         if len(ids) > 1 or self.pending.deadline is not None:
             reader.fetch(ids, self.pending)  # those that were evicted since the start
         values, failures = dict[int, Any](), dict[int, Exception]()
-        before, self._reads = samples.storage_bytes, 0
         states = split.watch() if reader.caches else None
-        try:
-            for id in ids:
-                try:
-                    value = self._make_one(id)
-                except (Reclassified, WaitError):
-                    raise
-                except Exception as error:
-                    failures[id] = raisable(error)
-                    if not self.skip:
-                        break
-                else:
-                    values[id] = as_cached(value) if reader.caches else value
-            if states is not None and states.moved():
-                split.confirm(ids)
-        finally:
-            if cache is not None and self._reads:
-                cache.count_fetch(self._reads, samples.storage_bytes - before)
-        if cache is not None:
-            self._store(values)
+        for id in ids:
+            try:
+                value = self._make_one(id)
+            except (Reclassified, WaitError):
+                raise
+            except Exception as error:
+                failures[id] = raisable(error)
+                if not self.skip:
+                    break
+            else:
+                values[id] = as_cached(value) if reader.caches else value
+        if states is not None and states.moved():
+            split.confirm(ids)
+        self._store(values)
         if failures and not self.skip:
             raise next(iter(failures.values()))
-        unused = set(values)
-        for at in missing:
-            id = self.ids[at]
-            if id in failures:
-                samples.skipped.append(failures[id])
-            else:  # an id that occurs again in the batch has a copy
-                self._values[at] = values[id] if id in unused else private(values[id])
-                unused.discard(id)
+        failed = self._use(values, missing)
+        self.samples.skipped += [failures[self.ids[at]] for at in failed]
 
     def _make_one(self, id: int) -> Any:
         """Return sample `id` as the cache holds it."""
@@ -231,7 +225,6 @@ class SampleBatch:
             finally:
                 samples.fetch_seconds += time.perf_counter() - started
             samples.storage_bytes += payload_bytes(record)
-            self._reads += 1
             doing = "preparing"
             if reader.cache is not None:
                 record = private(record)  # the source may keep a reference
@@ -252,7 +245,7 @@ class SampleBatch:
         if future is not None:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
                 return self.pending.result(future)
-        return self.reader.source.fetch(id)
+        return self.reader.fetch_one(id)
 
     def _store(self, values: dict[int, Any]) -> None:
         """Store new samples. Raises `CodecError` with the id of the one that cannot be stored."""
@@ -269,60 +262,53 @@ class SampleBatch:
     # -- the steps after the cache ------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        """Apply the remaining steps to all values."""
-        reader, samples, steps = self.reader, self.samples, self.reader.later_steps
-        if not steps.transforms and not samples.skipped:
+        """Apply the steps after the cache to all values, in the rows of the batch if there are any."""
+        samples, buffer = self.samples, self.buffer
+        if buffer is None and not self.reader.later_steps.transforms and not samples.skipped:
             samples.ids, samples.values = self.ids, self._values
             return
-        for id, value, epoch in zip(self.ids, self._values, self.epochs, strict=True):
-            if value is MISS:
-                continue
-            try:
-                if reader.seeds:
-                    reader.randomness.seed(self.seed, epoch, id)
-                samples.values.append(steps(value))
-                samples.ids.append(id)
-            except Exception as error:
-                samples.add_failure(error, reader.source, id, "preparing", skip=self.skip)
-
-    def _prepare_in_place(self, buffer: Any) -> None:
-        """Prepare the samples in the rows, directly from the memory of the cache and without copies."""
         for at in range(len(self.ids)):
-            if not self._prepare_row(at, buffer):  # overwritten by another process meanwhile
+            if not self._prepare_one(at):  # overwritten by another process meanwhile
                 self.reader.cache.count_changed(1)
-                self._values[at] = MISS
-                self._made.add(at)
-                self.samples.hits -= 1
-                self.samples.misses += 1
+                samples.hits -= 1
+                samples.misses += 1
                 self._fill([at])
-                self._prepare_row(at, buffer)
-        if not buffer.whole:
-            self.samples.values[:0] = buffer.copied()
+                self._prepare_one(at)
+        if buffer is not None and not buffer.whole:
+            samples.values[:0] = buffer.copied()
 
-    def _prepare_row(self, at: int, buffer: Any) -> bool:
-        """Prepare one sample. Returns False if its record was overwritten during the read; then do it again."""
-        reader, value, id, problem, written = self.reader, self._values[at], self.ids[at], None, False
+    def _prepare_one(self, at: int) -> bool:
+        """Prepare one sample, with a buffer directly from the memory of the cache into its row.
+
+        Returns False if its record was overwritten during the read; then do it again.
+        """
+        reader, samples, buffer, value, id = self.reader, self.samples, self.buffer, self._values[at], self.ids[at]
         if value is MISS:
             return True
+        problem, written = None, False
         try:
             if reader.seeds:
                 reader.randomness.seed(self.seed, self.epochs[at], id)
-            sample = reader.later_steps.into(value, buffer.row())
-            written = buffer.put(sample)
-            if not written:
-                sample = private(sample)
+            if buffer is None:
+                sample = reader.later_steps(value)
+            else:
+                sample = reader.later_steps.into(value, buffer.row())
+                written = buffer.put(sample)
+                sample = sample if written else private(sample)
         except Exception as error:
             problem = error
-        if self._borrowed is not None and at not in self._made and not self._borrowed.unchanged(at):
+        borrowed = self._borrowed
+        if borrowed is not None and value is borrowed.values[at] and not borrowed.unchanged(at):
+            self._values[at] = borrowed.values[at] = MISS
             return False
         if problem is not None:
-            self.samples.add_failure(problem, reader.source, id, "preparing", skip=self.skip)
+            samples.add_failure(problem, reader.source, id, "preparing", skip=self.skip)
             return True
         if written:
             buffer.next()
         else:
-            self.samples.values.append(sample)
-        self.samples.ids.append(id)
+            samples.values.append(sample)
+        samples.ids.append(id)
         return True
 
     # -- without a cache and without threads --------------------------------------------------------------------------
@@ -333,12 +319,9 @@ class SampleBatch:
         Calls `__getitems__` with all ids, as torch's loader does. If it returns samples that draw random numbers, these
         are made one by one: then they are a function of each id.
         """
-        source, samples = self.reader.source, None
-        if type(source) is MapSource and not self.skip and not self.reader.later_steps.transforms:
-            samples = self._index_all(source)
-        if samples is None:
-            self._index_each()
-            samples = self.samples
+        source = self.reader.source
+        plain = type(source) is MapSource and not self.skip and not self.reader.later_steps.transforms
+        samples = (self._index_all(source) if plain else None) or self._index_each()
         samples.misses = len(self.ids)
         with contextlib.suppress(RecursionError):  # a sample that contains itself
             if samples.whole:
@@ -366,13 +349,9 @@ class SampleBatch:
             return Samples(ids, values, whole=True)
         return None if randomness.moved() else Samples(ids, values)
 
-    def _index_each(self) -> None:
-        reader, source, steps, randomness = (
-            self.reader,
-            self.reader.source,
-            self.reader.later_steps,
-            self.reader.randomness,
-        )
+    def _index_each(self) -> Samples:
+        reader, source = self.reader, self.reader.source
+        steps, randomness = reader.later_steps, reader.randomness
         get = partial(operator.getitem, source.dataset) if type(source) is MapSource else source.fetch
         for id, epoch in zip(self.ids, self.epochs, strict=True):
             doing = "fetching"
@@ -390,6 +369,7 @@ class SampleBatch:
             else:
                 self.samples.ids.append(id)
                 self.samples.values.append(value)
+        return self.samples
 
 
 def index_plainly(dataset: Any, source: Source, ids: list[int]) -> list[Any]:

@@ -247,17 +247,12 @@ class Window:
 
     # -- moving -------------------------------------------------------------------------------------------------------
 
-    def coming(self) -> tuple[Ids, Ids]:
-        """Return the ids that join after the newest epoch, and their places in the sequence."""
-        if self.epoch < 0:
-            return np.empty(0, np.int64), np.empty(0, np.int64)
-        plan, first = self.plan, self.start(self.epoch) + self._plan.size
-        return plan.sequence(first, first + plan.replace), np.arange(first, first + plan.replace)
-
-    def lacking(self, ids: Ids, places: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Return which of the samples that join at `places` are neither prepared nor failed."""
-        lacking: np.ndarray[Any, np.dtype[np.bool_]] = ~self.cache.resident(ids) & (self.failed[ids] != places + 1)
-        return lacking
+    def coming(self) -> tuple[Ids, Ids, np.ndarray[Any, np.dtype[np.bool_]]]:
+        """Return the ids that join after the newest epoch, their places, and which are neither prepared nor failed."""
+        plan, count = self.plan, self.plan.replace if self.epoch >= 0 else 0
+        first = self.start(self.epoch) + plan.size
+        ids, places = plan.sequence(first, first + count), np.arange(first, first + count)
+        return ids, places, ~self.cache.resident(ids) & (self.failed[ids] != places + 1)
 
     def _move(self, epoch: int) -> None:
         """Move the window to `epoch`, unless another process has.
@@ -288,7 +283,7 @@ class Window:
         """Return by how many samples the window may move, and whether that is late."""
         due, late, deadline = self._plan.replace, False, time.monotonic() + _WAIT_SECONDS
         while True:
-            lacking = self.lacking(*self.coming())
+            lacking = self.coming()[2]
             ready = int(lacking.argmax()) if lacking.any() else due
             if ready == due or not self.is_filled():
                 return due, late
@@ -315,8 +310,8 @@ class Window:
     @contextmanager
     def claimed(self, fillers: int) -> Iterator[tuple[Ids, Ids]]:
         """Claim some of the samples that join next for this process, one of `fillers`: ids, and places."""
-        ids, places = self.coming()
-        lacking = np.flatnonzero(self.lacking(ids, places)).tolist()
+        ids, places, missing = self.coming()
+        lacking = np.flatnonzero(missing).tolist()
         free = (at for at in lacking if self._lock.claim(2 + 2 * int(places[at])))
         chosen = list(islice(free, min(_CHUNK, -(-len(lacking) // fillers))))
         try:
@@ -390,7 +385,7 @@ class FillProcesses:
         self._window, self._reader, self._count, self._context = window, reader, count, context
         self._processes: list[Child] = []
         self._deaths, self._owner = 0, Owner()
-        weakref.finalize(self, _end, self._processes, self._owner)
+        weakref.finalize(self, end_all, self._processes, _STOP_SECONDS)
 
     @property
     def running(self) -> bool:
@@ -431,16 +426,11 @@ class FillProcesses:
 
     def stop(self) -> None:
         """Stop the processes; kill those that do not exit in 5 s."""
-        _end(self._processes, self._owner)
+        end_all(self._processes, _STOP_SECONDS)
+        self._processes.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return FillProcesses, (self._window, self._reader, 0, get_context())  # a copy has no processes
-
-
-def _end(processes: list[Child], owner: Owner) -> None:
-    if owner.is_here:
-        end_all(processes, _STOP_SECONDS)
-        processes.clear()
 
 
 def fill_main(parent: Parent, window: Window, reader: Reader, fillers: int) -> None:
@@ -448,32 +438,24 @@ def fill_main(parent: Parent, window: Window, reader: Reader, fillers: int) -> N
     parent.report()
     torch.set_num_threads(1)
     reader.split.quiet = True
-    working = busy = warned = False
+    working = busy = False
     while not parent.wait(0.0 if busy else _LOOK_SECONDS):
         working = working or any(map(window.claim_filler, range(fillers)))
         with suppress(WaitError):  # the writer lock timed out
-            busy, full = _fill(window, reader, fillers) if working else (False, False)
-            if full and not warned:
-                warned = True
-                log.warning(
-                    "the cache is full before all samples of the window are in it, because they are larger than the "
-                    "samples that it was measured by: those that do not fit are read each time"
-                )
+            busy = working and _fill(window, reader, fillers)
     reader.close()
 
 
-def _fill(window: Window, reader: Reader, fillers: int) -> tuple[bool, bool]:
-    """Prepare some of the samples that join next; return whether there were any, and whether the cache is full.
+def _fill(window: Window, reader: Reader, fillers: int) -> bool:
+    """Prepare some of the samples that join next; return whether there were any.
 
-    Samples that fail are marked, so that no process waits for them. Their error is raised when they are asked for.
+    Samples that fail or do not fit are marked, so that no process waits for them. They are made when they are asked
+    for, which raises their error.
     """
     with window.claimed(fillers) as (ids, places):
-        if not len(ids):
-            return False, False
-        try:
-            failed = reader.fill(ids)
-        except StallfreeError:
-            failed = len(ids)
-        missing = ~window.cache.resident(ids)
-        window.failed[ids[missing]] = places[missing] + 1
-    return True, int(missing.sum()) > failed
+        if len(ids):
+            with suppress(StallfreeError):
+                reader.fill(ids)
+            missing = ~window.cache.resident(ids)
+            window.failed[ids[missing]] = places[missing] + 1
+    return len(ids) > 0
