@@ -11,7 +11,7 @@ import pytest
 from package_job import WANTED, Job, package_size
 
 from cache_tools import problems
-from smart_data import until
+from children import Child, until
 from stallfree.cache.records import MISS
 from stallfree.importance import source as packager_module
 from stallfree.importance.packages import LOW, MISSED, Field
@@ -81,6 +81,16 @@ def test_a_killed_process_is_started_again_three_times(job: Job, caplog: pytest.
     assert (stats.packages_written, stats.packages_read, stats.samples_packed) == (4, 4, 40)
     assert stats.package_bytes_written == budget  # exactly, though there were four budgets' worth of lives
     assert len(job.fetched()) == 40
+
+
+def test_a_forked_child_leaves_the_process_alone(job: Job) -> None:
+    packager = job.start()
+    packager.wake()
+    pid = until(lambda: helpers().get("stallfree-pack")).pid
+    assert Child(packager.close).wait() == 0
+    job.flag(range(10))
+    until(lambda: (packager.wake(), packager.stats().packages_written == 1)[1])
+    assert helpers()["stallfree-pack"].pid == pid
 
 
 @pytest.mark.slow
