@@ -76,20 +76,6 @@ def test_importance_by_hand() -> None:
         assert problems(cache) == []
 
 
-def test_scores_that_go_to_and_fro() -> None:
-    with small("importance", 40) as cache:
-        cache.set_scores(range(100), np.arange(100.0))
-        put(cache, *range(10, 50))
-        assert put(cache, 50) == [True]  # from now on the next to go are queued
-        for _ in range(40):
-            cache.set_scores([13, 13], [5.0, 13.0])
-            cache.set_scores([13], [5.0])
-        assert put(cache, 51, 52, 53) == [True] * 3
-        assert residents(cache) == [*range(14, 54)]
-        assert cache.stats().evictions == 4
-        assert problems(cache) == []
-
-
 def test_who_is_chosen_is_chosen_once_although_its_score_fell_in_the_queue() -> None:
     """Its old entry stands there too. Taken twice, its place would be given to two newcomers."""
     count = 40
@@ -158,11 +144,6 @@ class Naive:
         self.score[id] = {"lfu": 1, "importance": self.given.get(id, 0)}.get(self.policy, self.clock)
         self.size[id] = size
 
-    def put_many(self, ids: list[int]) -> None:
-        absent = [id for id in dict.fromkeys(ids) if id not in self.score]
-        for id in sorted(absent, key=lambda one: -self.given.get(one, 0)):
-            self.put(id, 1)
-
     def give(self, id: int, score: float) -> None:
         self.given[id] = score
         if id in self.score:
@@ -202,7 +183,9 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
                 naive.put(ids[0], size)
             elif chance < 0.75 and policy == "importance":
                 cache.put_many(ids, [b"x" * 100 if varied else np.zeros(PAGE, np.uint8)] * 6)
-                naive.put_many(ids)
+                absent = [id for id in dict.fromkeys(ids) if id not in naive.score]
+                for id in sorted(absent, key=lambda one: -naive.given.get(one, 0)):
+                    naive.put(id, 1)
             elif chance < 0.97:
                 cache.get_many(ids)
                 naive.use(ids)
