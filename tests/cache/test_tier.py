@@ -172,18 +172,16 @@ def test_values_by_key(disk: sf.DiskTier) -> None:
         assert 5 not in cache
 
 
-def test_stores_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
+def test_stores_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for folder, capacity, error, message in (
-        *[(folder, "1GiB", sf.InputError, "give the path of a folder") for folder in ("memory", "", None, sf.DiskTier)],
-        ("ssd", "much", sf.CapacityError, "capacity"),
-        ("ssd", 3000, sf.CapacityError, r"DiskTier\(.*holds no record.*Give .* or more"),
-        ("file", "1MiB", sf.StorageError, "cannot be made"),
+        ("memory", "1GiB", sf.InputError, "give the path of a folder"),
+        (tmp_path, 3000, sf.CapacityError, r"DiskTier\(.*holds no record.*Give .* or more"),
+        (tmp_path / "file", "1MiB", sf.StorageError, "cannot be made"),
     ):
         with pytest.raises(error, match=message):
-            sf.CachedDataset(Samples(), capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))  # type: ignore[arg-type]
-    disk = sf.DiskTier("ssd", capacity="1MiB")
+            sf.CachedDataset(Samples(), capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))
+    disk = sf.DiskTier(tmp_path, capacity="1MiB")
     with pytest.raises(sf.InputError, match="memory has at most one tier behind it"):
         sf.CachedDataset(Samples(), capacity="1MiB", store=[disk, disk])  # type: ignore[arg-type]
 

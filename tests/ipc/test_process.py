@@ -403,20 +403,3 @@ def test_a_fork_server_that_imports_the_script(method: str, tmp_path: Path) -> N
     places = {"SCRIPT": str(tmp_path / "train.py"), "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     code, printed = run_script(tmp_path, program, method, **places)
     assert (code, "under `if __name__ == '__main__':`" in printed.splitlines()[-2]) == (1, True), printed
-
-
-@both
-def test_with_a_guard_much_is_sent(method: str, tmp_path: Path) -> None:
-    """More than one process may receive at a time."""
-    program = """
-import torch
-class Data:
-    def __init__(self): self.values = torch.arange(20_000_000)
-    def __len__(self): return 8
-    def __getitem__(self, id): return self.values[id]
-if __name__ == "__main__":
-    options = {"batch_size": 2, "multiprocessing_context": method}
-    for loader in (sf.DataLoader(Data(), num_workers=2, **options), sf.SharedLoader(Data(), group="g", **options)):
-        assert [int(x) for batch in loader for x in batch] == list(range(8))
-"""
-    assert run_script(tmp_path, program, method) == (0, "")
