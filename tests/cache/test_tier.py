@@ -15,15 +15,20 @@ import torch
 
 import stallfree as sf
 from children import Child
+from redis_servers import Server, needs_server
 from stallfree.cache import tier as tiers
 from stallfree.cache.policies import make_policy
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import open_cache
 from stallfree.cache.tier import decode
+from stallfree.errors import StallfreeWarning
+from stallfree.ipc.folders import default_root, remove_unused
 from stallfree.testing import ThrottledSource
+from unseen import fraction, unseen_ids
 
 COUNT = 96
+LATE = unseen_ids(COUNT)[-20]
 SIZE = 4000
 SOME = 60_000
 """Bytes of memory for a few samples."""
@@ -347,3 +352,48 @@ def test_what_the_tier_returned_before_a_step_proved_random_is_not_used(monkeypa
         put(cached.cache, 5, uncached=1)  # without the step
         monkeypatch.setattr(SampleCache, "uncache_steps", locked)
         assert np.array_equal(cached[5], expected)
+
+
+CALLS: list[int] = []
+"""The samples that `Inverted` was called with."""
+
+
+class Inverted:
+    """Draws for one sample, and always gives the same output."""
+
+    def __call__(self, value: Any) -> Any:
+        CALLS.append(value[1])
+        if value[1] == LATE:
+            fraction()
+        return 255 - value[0]
+
+    def fingerprint(self) -> str:
+        return "inverted"
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "tier", pytest.param("redis", marks=needs_server)])
+def test_a_mark_after_the_warning_is_heeded_by_the_next_job(kind: str, tmp_path: Path) -> None:
+    """The mark gives a new cache, without the old verdict: the output is cached, as the warning promised."""
+
+    def calls_of_the_last_epoch(step: Any) -> list[int]:
+        store = {"memory": "memory", "disk": tmp_path / "ssd"}.get(kind) or (
+            sf.RedisStore(hosts=[server.host]) if server else sf.DiskTier(tmp_path, capacity="8MiB", persist=True)
+        )
+        options = {"capacity": "8MiB", "persist": True} if kind in ("memory", "disk") else {"capacity": SOME}
+        with sf.CachedDataset(Samples(), transform=step, store=store, **options) as cached:
+            for _ in range(3):
+                CALLS.clear()
+                for id, value in enumerate(cached.__getitems__(range(COUNT))):
+                    assert np.array_equal(value, 255 - sample(id)[0])
+                if cached.cache.tier is not None:
+                    cached.cache.tier.flush()
+        return sorted(CALLS)
+
+    server = Server(tmp_path) if kind == "redis" else None
+    with pytest.warns(StallfreeWarning, match="mark_deterministic"):
+        assert calls_of_the_last_epoch(Inverted()) == list(range(COUNT)), "it runs again for every sample"
+    assert calls_of_the_last_epoch(sf.mark_deterministic(Inverted())) == [], "its output is cached"
+    for folder in default_root().iterdir():
+        remove_unused(folder)
+    if server is not None:
+        server.close()

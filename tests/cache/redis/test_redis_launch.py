@@ -135,8 +135,7 @@ def test_another_process_takes_over_when_the_starter_has_died() -> None:
 def test_stores_of_one_process_and_of_a_forked_child() -> None:
     with open_store() as first, open_store() as same, open_store("two") as other:
         put(tier_of(first), ALL)
-        assert held(tier_of(same)) == ALL.tolist()
-        assert held(tier_of(other)) == []
+        assert (held(tier_of(same)), held(tier_of(other))) == (ALL.tolist(), [])
         assert repr(first) == "RedisStore('one', redis-one of node 0 )"
         assert (first.room, tier_of(first).num_nodes, tier_of(first).me) == (64 << 20, 1, 0)
         assert Child(first.close).wait() == 0

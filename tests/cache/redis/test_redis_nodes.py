@@ -5,7 +5,6 @@ import os
 import socket
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -109,30 +108,6 @@ def test_a_local_sampler_serves_what_the_node_stores(pair: Job) -> None:
     for epoch in range(2):
         assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
     assert ran[0][0] != ran[0][1]
-
-
-def load_by_key(here: Here) -> list[Any]:
-    """Each process loads its part of the keys, then all."""
-    keys: list[Any] = [*range(40), *map(str, range(40))]
-    loads: list[Any] = []
-
-    def load(key: Any) -> Any:
-        loads.append(key)
-        return None if key == "7" else {"key": key}
-
-    with sf.CacheLoader(capacity="4MiB", store=here["store"], name="keys") as loader:
-        here["meet"].wait(LIMIT)
-        for some in (keys[here["number"] :: 4], keys):
-            for key in some:
-                assert loader.get(key, load) == (None if key == "7" else {"key": key})
-            loader.cache.tier.flush()
-            here["meet"].wait(LIMIT)
-    return loads
-
-
-def test_values_of_a_cache_loader_are_loaded_once_by_all_nodes(pair: Job) -> None:
-    loads = [key for process in pair.run(load_by_key) for key in process]
-    assert Counter(loads) == Counter([*range(40), *map(str, range(40))])
 
 
 def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
