@@ -399,8 +399,8 @@ def _run(connection: socket.socket, pid: int, leads: bool, call: _Call) -> None:
     call.main(Parent(connection, pid), *call.arguments)
 
 
-class Parent:
-    """The process that started this one.
+class Parent(Channel):
+    """The process that started this one, and the channel to it.
 
     Args:
         connection: connection to the parent.
@@ -408,22 +408,16 @@ class Parent:
     """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
-        self._channel, self._pid = Channel(connection), pid
+        super().__init__(connection)
+        self._pid = pid
         self._direct = os.getppid() == pid  # not the child of a fork server
 
-    def fileno(self) -> int:
-        """Return the descriptor, readable when the parent has sent a message, requests the end, or has ended."""
-        return self._channel.fileno()
-
-    def send(self, *pieces: bytes | memoryview) -> None:
-        """Send a message made of `pieces`, or the report that this process has started; `OSError` without a parent."""
-        self._channel.send_all(*pieces)
-
-    report = send
+    send = report = Channel.send_all
+    """Send a message, blocking; or, without one, the report that this process has started."""
 
     def wait(self, seconds: float) -> bool:
         """Wait until the parent has sent a message, requests the end, or has ended; returns False after `seconds`."""
-        return self._channel.wait(seconds) or self.ended
+        return super().wait(seconds) or self.ended
 
     @property
     def ended(self) -> bool:
@@ -440,9 +434,9 @@ class Parent:
             try:
                 with contextlib.suppress(EOFError):
                     while not self.ended:
-                        while (message := self._channel.receive()) is not None:
+                        while (message := self.receive()) is not None:
                             take(message)
-                        self._channel.wait(1.0)
+                        self.wait(1.0)
                 take(None)
                 while not self.ended:
                     time.sleep(_CHECK_SECONDS)
