@@ -70,7 +70,7 @@ def is_signed(id: int, value: Any) -> bool:
 
 
 def read(cache: SampleCache, ids: Any) -> list[int]:
-    """Which samples are hits; each must be right, and one that is damaged does not stay."""
+    """Return which samples are hits; each must be right."""
     ids = np.asarray(ids, np.int64)
     values = {at: value for at, value in enumerate(cache.get_many(ids)) if value is not MISS}
     wrong = [id for at, value in values.items() if not is_signed(id := int(ids[at]), value)]
@@ -79,7 +79,7 @@ def read(cache: SampleCache, ids: Any) -> list[int]:
 
 
 def gathered(cache: SampleCache, ids: Any) -> list[int]:
-    """The same by a gather; none from a cache whose samples have no common structure."""
+    """Return the same of a gather; none from a cache whose samples have no common structure."""
     if cache.structure is None:
         return []
     ids = np.asarray(ids, np.int64)
@@ -92,7 +92,7 @@ def gathered(cache: SampleCache, ids: Any) -> list[int]:
 
 
 def hits(cache: SampleCache) -> list[int]:
-    """The samples that are stored, after reading all in both ways."""
+    """Return which samples are stored, after reading all in both ways."""
     found = read(cache, range(cache.num_ids))
     assert set(gathered(cache, range(cache.num_ids))) <= set(found)
     assert found == np.flatnonzero(cache.resident(range(cache.num_ids))).tolist(), "what is damaged does not stay"
