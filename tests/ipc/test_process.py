@@ -296,6 +296,20 @@ def test_a_lock_that_was_copied_while_it_was_held() -> None:
     assert call_in_child(call, "the call", seconds=0.5) == here
 
 
+def test_a_call_that_uses_cuda_is_made_in_this_process() -> None:
+    here = os.getpid()
+
+    def call() -> int:
+        if os.getpid() != here:
+            cause = RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ..."
+            )
+            raise ValueError("of the data set") from cause
+        return here
+
+    assert call_in_child(call, "the call") == here
+
+
 def test_with_many_open_files() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))

@@ -25,7 +25,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +49,7 @@ _SERVER_GONE = 255
 
 _NAME = "stallfree-"
 _PDEATHSIG = 1
-_NO_CUDA = "Cannot re-initialize CUDA in forked subprocess"
+_NO_CUDA = b"Cannot re-initialize CUDA in forked subprocess"
 
 log = logging.getLogger("stallfree")
 
@@ -129,10 +128,9 @@ def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 60.0) ->
         return call()
     if answer[0]:
         return pickle.loads(memoryview(answer)[1:])  # type: ignore[no-any-return]
-    error = unpack_error(memoryview(answer)[1:])
-    if _NO_CUDA in "".join(traceback.format_exception(error)):
+    if _NO_CUDA in answer:  # in the text of the error, or of its cause
         return call()
-    raise error
+    raise unpack_error(memoryview(answer)[1:])
 
 
 def _end(pid: int) -> int | None:
