@@ -12,15 +12,11 @@ from stallfree.cache.buffers import SMALLEST, Buffers
 MIB = 1 << 20
 
 
-def address(array: np.ndarray) -> int:
-    return int(array.ctypes.data)
-
-
 def test_memory_is_large_enough_aligned_and_writable() -> None:
     for size in (0, 1, SMALLEST, SMALLEST + 1, 3 * MIB):
         memory = Buffers().take(size)
         assert memory.size >= max(size, SMALLEST)
-        assert address(memory) % 64 == memory.size & memory.size - 1 == 0
+        assert memory.ctypes.data % 64 == memory.size & memory.size - 1 == 0
         memory[:] = 1
         assert memory.sum(dtype=np.int64) == memory.size
     for size in (1 << 60, 1 << 70):
@@ -31,19 +27,19 @@ def test_memory_is_large_enough_aligned_and_writable() -> None:
 def test_memory_is_used_again_when_the_last_view_is_gone() -> None:
     buffers = Buffers()
     memory = buffers.take(100_000)
-    first = address(memory)
+    first = memory.ctypes.data
     tensor = torch.from_numpy(memory[128:256]).view(2, 64)[1]
     array = memory[64:128].view(np.float32)
     del memory
-    assert address(buffers.take(100_000)) != first
+    assert buffers.take(100_000).ctypes.data != first
     del array
-    assert address(buffers.take(100_000)) != first
+    assert buffers.take(100_000).ctypes.data != first
     tensor.fill_(3)
     with buffers._lock:  # as when the garbage collector runs within `take`
         del tensor
         gc.collect()
-    assert address(buffers.take(100_000)) == first
-    assert address(buffers.take(100_000)) == first
+    assert buffers.take(100_000).ctypes.data == first
+    assert buffers.take(100_000).ctypes.data == first
 
 
 def test_no_more_is_kept_than_was_asked_for_or_in_use_at_once() -> None:
@@ -62,7 +58,7 @@ def test_a_forked_child_has_memory_of_its_own() -> None:
     buffers = Buffers()
     used, idle = buffers.take(SMALLEST), buffers.take(SMALLEST)
     used[:], idle[:] = 1, 2
-    first = address(idle)
+    first = idle.ctypes.data
     del idle
 
     def child() -> None:
@@ -76,4 +72,4 @@ def test_a_forked_child_has_memory_of_its_own() -> None:
     assert process.wait() == 0
     assert (used == 1).all()
     again = buffers.take(SMALLEST)
-    assert (address(again), (again == 2).all()) == (first, True)
+    assert (again.ctypes.data, (again == 2).all()) == (first, True)

@@ -1,23 +1,30 @@
-"""SIGKILL at any instant: records read afterwards are correct, no block is lost, no process hangs."""
+"""SIGKILL at any instant: records read afterwards are correct, no block is lost, no process hangs.
+
+Readers take no lock: whatever writers do meanwhile, a hit is whole and is the sample that was asked for.
+"""
 
 import os
 import random
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import CodeType, FrameType
-from typing import Any
+from types import FrameType
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
-from cache_tools import is_signed, make, problems, signed
+from cache_tools import gathered, hits, make, problems, read, signed
 from children import Child
 from stallfree.cache import policies, records, sample_cache, space
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
+from stallfree.errors import CodecError
+from stallfree.ipc.locks import FileLock
 
 NUM_IDS = 64
 WRITING = {module.__file__ for module in (sample_cache, records, space, policies)}
@@ -29,16 +36,10 @@ def cache_of(place: str, policy: str, sizes: tuple[int, ...], tmp_path: Path) ->
     return make(NUM_IDS, blocks, policy=policy, example=example, store="memory" if place == "memory" else tmp_path)
 
 
-def read_all(cache: SampleCache) -> None:
-    for id, value in enumerate(cache.get_many(np.arange(NUM_IDS))):
-        assert value is MISS or is_signed(id, value)
-
-
 def verify(cache: SampleCache) -> None:
     """Everything that is resident is right, and every block is either free or used once."""
     assert problems(cache, killed=cache.meta.on_disk) == []
-    assert MISS not in cache.get_many(np.flatnonzero(cache.resident(np.arange(NUM_IDS))))
-    read_all(cache)
+    hits(cache)
     assert cache.stats().damaged == 0
 
 
@@ -61,18 +62,17 @@ def fill_for_ever(cache: SampleCache, seed: int, sizes: tuple[int, ...]) -> None
 
 def killed_at_line(number: int, files: set[str | None], function: str, work: Callable[..., Any], *args: Any) -> None:
     """Do `work` and die before line `number` that runs in `files` (in and below `function`, if given)."""
-    left = [number]
-    inside: list[FrameType] = []
+    left, inside = number, list[FrameType]()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
-        code: CodeType = frame.f_code
-        if code.co_filename not in files:
+        nonlocal left
+        if frame.f_code.co_filename not in files:
             return None
-        if event == "call" and code.co_name == function:
+        if event == "call" and frame.f_code.co_name == function:
             inside.append(frame)
         if event == "line" and (inside or not function):
-            left[0] -= 1
-            if left[0] == 0:
+            left -= 1
+            if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
         if event == "return" and inside and inside[-1] is frame:
             inside.pop()
@@ -103,17 +103,16 @@ def kill_at_lines(every: int, cache: SampleCache, before: Callable[[int], None],
     verify(cache)
 
 
+EVERY_LINE = [
+    pytest.param(place, policy, sizes, 1, marks=pytest.mark.slow)
+    for place, policy in (("memory", "lru"), ("disk", "lru"), ("memory", "minio"))
+    for sizes in (UNIFORM, VARIED)
+]
+
+
 @pytest.mark.parametrize(
     ("place", "policy", "sizes", "every"),
-    [
-        ("memory", "lru", UNIFORM, 23),
-        ("disk", "lru", VARIED, 37),
-        *(
-            pytest.param(place, policy, sizes, 1, marks=pytest.mark.slow)
-            for place, policy in (("memory", "lru"), ("disk", "lru"), ("memory", "minio"))
-            for sizes in (UNIFORM, VARIED)
-        ),
-    ],
+    [("memory", "lru", UNIFORM, 23), ("disk", "lru", VARIED, 37), *EVERY_LINE],
 )
 def test_a_writer_killed_at_every_line(
     place: str, policy: str, sizes: tuple[int, ...], every: int, tmp_path: Path
@@ -142,30 +141,160 @@ def test_recovery_killed_at_every_line(every: int, tmp_path: Path) -> None:
 # -- at random points -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("place", "sizes", "times"),
-    [
-        ("memory", VARIED, 8),
-        ("disk", UNIFORM, 8),
-        *(
-            pytest.param(place, sizes, 300, marks=pytest.mark.slow)
-            for place in ("memory", "disk")
-            for sizes in (UNIFORM, VARIED)
-        ),
-    ],
-)
-def test_kills_at_random(place: str, sizes: tuple[int, ...], times: int, tmp_path: Path) -> None:
+def check(cache: SampleCache, rounds: int, seed: int) -> None:
+    """Read samples in both ways."""
+    rng = np.random.default_rng(seed)
+    for _ in range(rounds):
+        for how in (read, gathered):
+            how(cache, rng.integers(0, NUM_IDS, 12))
+
+
+@pytest.mark.parametrize(("place", "sizes"), [("memory", UNIFORM), ("memory", VARIED), ("disk", UNIFORM)])
+@pytest.mark.parametrize("times", [8, pytest.param(300, marks=pytest.mark.slow)])
+def test_every_hit_is_right_while_writers_are_killed(
+    place: str, sizes: tuple[int, ...], times: int, tmp_path: Path
+) -> None:
     rng = random.Random(times)
     with cache_of(place, "lru", sizes, tmp_path) as cache:
         fill(cache, 0, sizes, 5)
+        readers = [Child(check, cache, 10 * times, seed) for seed in (1, 2)]
         other = Child(fill_for_ever, cache, 1, sizes)  # goes on all the while
         for number in range(times):
             child = Child(fill_for_ever, cache, 2 + number, sizes)
             time.sleep(rng.uniform(0, 0.03))  # the instant of death
             child.kill()
-            if number % 4 == 0:
-                assert Child(read_all, cache).wait() == 0
+            check(cache, 2, number)
+        assert [reader.wait() for reader in readers] == [0, 0]
         other.kill()
         assert Child(verify, cache).wait() == 0
         verify(cache)
-        assert cache.stats().evictions > 0
+        assert (cache.stats().evictions > 0, cache.stats().hits > 0) == (True, True)
+
+
+# -- readers ----------------------------------------------------------------------------------------------------------
+
+
+def stop_while_holding(cache: SampleCache) -> None:
+    with FileLock(cache.path / "lock").hold(10, "the test"):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def test_a_stopped_writer_costs_puts_and_one_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample_cache, "LOCK_SECONDS", 0.05)
+    with make(NUM_IDS, 12, policy="lru", example=signed(0, 0), name="stopped") as cache:
+        assert cache.put_many([1, 2], [signed(1, 0), signed(2, 0)]).all()
+        writer = Child(stop_while_holding, cache)
+        writer.wait_until_stopped()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for id in range(3, 6):
+                assert not cache.put_many([id], [signed(id, 0)]).any()
+        (warning,) = caught
+        assert "storing in the cache" in str(warning.message)
+        assert "another process (stopped?) held" in str(warning.message)
+        assert read(cache, [1]) == [1]
+
+        def attach() -> None:
+            with SampleCache(NUM_IDS, capacity=0, fingerprint="data", policy="lru", name="stopped") as other:
+                read(other, range(NUM_IDS))
+
+        assert Child(attach).wait() == 0, "another process still joins, reads and counts"
+        stats = cache.stats()
+        assert (stats.rejected, stats.hits > 1, stats.hits + stats.misses) == (3, True, 1 + NUM_IDS)
+        writer.signal(signal.SIGCONT)
+        assert writer.wait() == 0
+        assert cache.put_many([20], [signed(20, 0)]).all(), "samples are stored again at once"
+
+
+# -- records that change while they are read --------------------------------------------------------------------------
+
+PICTURE = (torch.zeros(3, 50, dtype=torch.uint8), 0)
+LONG = "of another form" * 200
+long = pytest.mark.parametrize("long", [False, True])
+
+
+def picture(id: int) -> tuple[torch.Tensor, int]:
+    return torch.full((3, 50), id, dtype=torch.uint8), id
+
+
+@long
+def test_a_record_that_is_changed_while_it_is_lent(long: bool) -> None:
+    with make(20, 60, example=PICTURE) as cache:
+        cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
+        lent = cache.borrow([1, 2, 1, 9])
+        assert lent is not None
+        assert lent.values[3] is MISS
+        assert [lent.unchanged(at) for at in range(3)] == [True, True, True]
+        cache.drop([1])
+        cache.put_many([3, 4], [picture(3), LONG])  # in its place
+        assert [lent.unchanged(at) for at in range(3)] == [False, True, False]
+        assert lent.values[1][1] == 2
+        cache.put_many([1], [picture(1)])
+        assert [lent.unchanged(at) for at in range(3)] == [False, True, False]  # it is another one
+
+
+@pytest.mark.parametrize(
+    ("method", "long"),
+    [("get_many", False), ("get_many", True), ("borrow", False), ("borrow", True), ("find", True)],
+)
+def test_a_record_that_goes_between_two_looks_is_none(method: str, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place is given to others after it was read in the index, and before its chain or its bytes are."""
+    with make(20, 60, example=PICTURE) as cache:
+        cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
+        part, name = (cache._arena, "read") if method == "find" else (cache._records, "locate")
+        unpatched = getattr(part, name)
+
+        def replace(*arguments: Any) -> Any:
+            monkeypatch.undo()
+            found = unpatched(*arguments)
+            cache.drop([1])
+            cache.put_many([3, 4, 5], [picture(3), LONG, picture(5)])
+            return found
+
+        monkeypatch.setattr(part, name, replace)
+        if method == "find":
+            assert cache.find([1], lambda value: True) is MISS
+        elif method == "borrow":
+            lent: Any = cache.borrow([1, 2])
+            assert (lent.unchanged(0), lent.unchanged(1)) == (False, True)
+        else:
+            (first, second) = cache.get_many([1, 2])
+            assert (first, second[1]) == (MISS, 2)
+
+
+def test_a_length_that_cannot_be_is_none() -> None:
+    with make(20, 60, example=PICTURE) as cache:
+        cache.put_many([1, 2], [LONG, picture(2)])
+        cache._index.length[1] = (1 << 32) - 1  # a writer may be changing it just now
+        assert cache.get_many([1]) == [MISS]
+        assert cache.get_many([2])[0][1] == 2
+
+
+def test_what_is_lent_is_not_copied_and_outlives_the_cache() -> None:
+    cache = make(20, 60, example=PICTURE)
+    cache.put_many([1], [picture(1)])
+    lent: list[Any] = [cache.borrow([1]) for _ in range(2)]
+    assert len({one.values[0][0].data_ptr() for one in lent}) == 1
+    cache.close()
+    assert torch.equal(lent[0].values[0][0], picture(1)[0])
+    assert lent[0].unchanged(0)
+
+
+class Point(NamedTuple):
+    """A named tuple, beside whose text its record has no fixed size."""
+
+    id: int
+    text: str
+
+
+def test_what_is_pickled_or_of_a_class_that_is_not_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error where the cache is trusted, and a miss where its records came over a network. It is kept."""
+    with make(20, 400, name="none") as cache, make(20, 400, name="none", allow_pickle=False) as other:
+        cache.put_many([1, 2], [Point(1, "text"), {1, 2, 3}])
+        assert (cache.get_many([2]), other.get_many([2])) == ([{1, 2, 3}], [MISS])
+        with monkeypatch.context() as patch:
+            patch.delattr(sys.modules[__name__], "Point")
+            assert other.get_many([1]) == [MISS]
+            with pytest.raises(CodecError, match=r"named tuple \S*test_kills\.Point.*: import \S*test_kills where"):
+                cache.get_many([1])
+        assert cache.get_many([1]) == other.get_many([1]) == [Point(1, "text")]

@@ -4,6 +4,7 @@ import gc
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,10 @@ def test_a_pickled_cache_is_attached_to() -> None:
     with pytest.raises(StorageError, match="does not exist any more: the process that created it has closed it"):
         pickle.loads(data)
     assert pickle.loads(pickle.dumps(MISS)) is MISS
-    assert repr(MISS) == "MISS"
 
 
 def test_a_name_belongs_to_one_data_set_and_equal_data_have_one_name() -> None:
     with cache_of() as cache:
-        cache.put_many([3], ["three"])
         for other, message in (
             ({"fingerprint": "elsewhere"}, r"its fingerprint is data, yours is elsewhere.*`stallfree cache rm life`"),
             ({"num_ids": 99}, "its number of samples is 100, yours is 99"),
@@ -80,41 +79,27 @@ def test_a_name_belongs_to_one_data_set_and_equal_data_have_one_name() -> None:
         ):
             with pytest.raises(FingerprintError, match=message):
                 cache_of(**other)
-        assert cache.get_many([3]) == ["three"]
+        assert cache.put_many([3], ["three"]).all()
     with cache_of(None) as first, cache_of(None) as second, cache_of(None, capacity="3MiB") as third:
         assert first.path == second.path != third.path
     with pytest.raises(InputError, match="at least one sample"):
         cache_of(num_ids=0)
 
 
-def test_what_was_prepared_before_a_step_proved_random_is_not_stored() -> None:
-    with cache_of() as cache:
-        cache.put_many([1], ["old"])
-        assert [cache.uncache_steps(2), cache.uncache_steps(1), cache.uncached_steps] == [True, False, 2]
-        assert cache.get_many([1]) == [MISS]
-        assert not cache.put_many([1], ["old"]).any()
-        assert cache.put_many([1], ["new"], uncached=2).all()
-        assert (cache.get_many([1]), cache.stats().rejected) == (["new"], 1)
-
-
 def test_what_is_no_cache_is_not_removed(tmp_path: Path) -> None:
     """`stallfree cache` shows the rest: caches are listed, and removed if they are not in use."""
-    with cache_of("one", store=tmp_path) as cache:
+    with cache_of("one", store=tmp_path):
         root = caches_root(tmp_path)
-        for folder in (root / "photos", tmp_path / "photos", root / ".new-1-a"):
-            folder.mkdir()
-            (folder / "cat.jpg").write_text("meow")
+        (root / "photos").mkdir()
+        (root / "photos" / "cat.jpg").write_text("meow")
         (root / "notes.txt").write_text("mine")
         (root / "link").symlink_to(root / "photos")
         for name in ("photos", "../photos", "notes.txt", ".new-1-a", "link", "two"):
             with pytest.raises(InputError, match=r"cannot name a cache|there is no cache"):
                 remove(root, name)
-        (info,) = list_caches(root)
-        assert (info.name, info.path, info.fingerprint, info.samples) == ("one", cache.path, "data", 100)
-        assert (info.used_bytes, info.capacity_bytes) == (cache.stats().used_bytes, 2 << 20)
+        assert [info.name for info in list_caches(root)] == ["one"]
     assert sweep(root) == list_caches(root) == list_caches(tmp_path / "nothing") == []
-    assert (root / "photos" / "cat.jpg").exists()
-    assert (root / "notes.txt").exists()
+    assert {path.name for path in root.rglob("*")} == {"photos", "cat.jpg", "notes.txt", "link"}
 
 
 # -- counts -----------------------------------------------------------------------------------------------------------
@@ -136,16 +121,15 @@ def test_processes_living_and_dead_and_threads_are_all_counted() -> None:
         assert cache.stats().hit_ratio == 0
         sent = pickle.dumps(cache)
 
-        def attach(how: int, dies: bool) -> None:
-            mine = [lambda: cache, lambda: cache_of("counts", capacity=0, num_ids=10), lambda: pickle.loads(sent)][
-                how
-            ]()
+        def attach(how: Callable[[], SampleCache], dies: bool) -> None:
+            mine = how()
             work(mine)
             if dies:
                 os.kill(os.getpid(), signal.SIGKILL)
             mine.close()
 
-        children = [Child(attach, how, dies) for how in range(3) for dies in (False, True)]
+        ways = lambda: cache, lambda: cache_of("counts", capacity=0, num_ids=10), lambda: pickle.loads(sent)
+        children = [Child(attach, how, dies) for how in ways for dies in (False, True)]
         run_threads(*(lambda one=one: work(one) for one in (cache, other, cache)))
         assert [child.wait() for child in children] == [0, -signal.SIGKILL] * 3
         for stats in (cache.stats(), other.stats()):
@@ -157,8 +141,7 @@ def test_processes_living_and_dead_and_threads_are_all_counted() -> None:
 def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
     rows = np.zeros((3, 16), np.int64)
     lock = FileLock(tmp_path / "lock")
-    counters = [Counters(rows) for _ in range(4)]
-    for one in counters:
+    for one in (counters := [Counters(rows) for _ in range(4)]):
         one.claim(lock)
         one.add((Count.HITS, 1), (Count.MISSES, 2))
     assert counters[0].totals()[:3] == [4, 8, 0]

@@ -4,7 +4,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,20 @@ import torch
 
 import stallfree as sf
 from children import Child
+from redis_servers import Server, needs_server
 from stallfree.cache import tier as tiers
 from stallfree.cache.policies import make_policy
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import open_cache
 from stallfree.cache.tier import decode
+from stallfree.errors import StallfreeWarning
+from stallfree.ipc.folders import default_root, remove_unused
 from stallfree.testing import ThrottledSource
+from unseen import fraction, unseen_ids
 
 COUNT = 96
+LATE = unseen_ids(COUNT)[-20]
 SIZE = 4000
 SOME = 60_000
 """Bytes of memory for a few samples."""
@@ -46,33 +52,25 @@ class Samples(torch.utils.data.Dataset[Any]):
 
 
 class DictStore:
-    """A place for tiers in a dict of this process, whose methods can be replaced. It may be held up in its writes."""
+    """A place for tiers in a dict of this process, whose methods may be replaced. It may be held up in its writes."""
 
     def __init__(self) -> None:
         self.records: dict[int, bytes] = {}
-        self.get: Callable[[Any], Any] = self.read
-        self.put: Callable[[Any, Any], Any] = self.write
         self.writing, self.go = threading.Event(), threading.Event()
         self.go.set()
 
     def attach(self, num_ids: int, *, fingerprint: str, name: str, example: Any) -> "DictStore":
         return self
 
-    def read(self, ids: Any) -> list[Any]:
+    def get_many(self, ids: Any) -> list[Any]:
         return [decode(self.records[id]) if id in self.records else MISS for id in ids.tolist()]
 
-    def write(self, ids: Any, records: Any) -> Any:
+    def put_many(self, ids: Any, records: Any) -> Any:
         self.writing.set()
         assert self.go.wait(60)
         for id, record in zip(ids.tolist(), records, strict=True):
             self.records.setdefault(id, bytes(record))
         return np.ones(len(ids), bool)
-
-    def get_many(self, ids: Any) -> Any:
-        return self.get(ids)
-
-    def put_many(self, ids: Any, records: Any) -> Any:
-        return self.put(ids, records)
 
     def drop(self, ids: Any) -> None:
         for id in ids.tolist():
@@ -87,13 +85,10 @@ def cache_of(store: Any, *, name: str | None = None) -> SampleCache:
     return open_cache(store, COUNT, capacity=SOME, name=name, example=sample(0), **options)
 
 
-def queue(cache: SampleCache, *ids: int, uncached: int = 0) -> None:
+def put(cache: SampleCache, *ids: int, uncached: int = 0, flush: bool = True) -> None:
     cache.tier.put_many(np.array(ids), [sample(id) for id in ids], uncached)
-
-
-def put(cache: SampleCache, *ids: int, uncached: int = 0) -> None:
-    queue(cache, *ids, uncached=uncached)
-    cache.tier.flush()
+    if flush:
+        cache.tier.flush()
 
 
 def get(cache: SampleCache, *ids: int) -> list[Any]:
@@ -103,9 +98,8 @@ def get(cache: SampleCache, *ids: int) -> list[Any]:
 @pytest.fixture
 def source() -> Iterator[ThrottledSource]:
     """The samples, with counters that all processes share."""
-    with_counters = ThrottledSource(Samples())
-    yield with_counters
-    with_counters.close()
+    with closing(ThrottledSource(Samples())) as with_counters:
+        yield with_counters
 
 
 @pytest.fixture
@@ -131,7 +125,6 @@ def read_all(loader: Any) -> None:
         (sf, 0, None),
         (sf, 2, "fork"),
         (sf, 2, "forkserver"),
-        pytest.param(sf, 2, "spawn", marks=pytest.mark.slow),
         (torch.utils.data, 2, "fork"),  # whose workers end with the epoch, and lose nothing that they had in queues
     ],
 )
@@ -164,15 +157,12 @@ def test_the_next_job_begins_with_what_is_on_the_disk(tmp_path: Path, source: Th
     shutil.rmtree(store.folder)
 
 
-def test_no_memory_in_front_and_equal_ids_of_a_batch_are_separate_samples(disk: sf.DiskTier) -> None:
+def test_equal_ids_of_a_batch_are_separate_samples(disk: sf.DiskTier) -> None:
     with sf.CachedDataset(Samples(), capacity=0, store=disk) as cached:
         for _ in range(2):
-            read_all(sf.DataLoader(cached, 8))
-        stats = cached.stats()
-        assert (stats.resident_items, stats.storage_reads) == (0, COUNT)
-        one, other = cached.__getitems__([5, 5])
-        one[0][:] = 0
-        assert is_right(5, other)
+            one, other = cached.__getitems__([5, 5])
+            one[0][:] = 0
+            assert is_right(5, other)
 
 
 def test_values_by_key(disk: sf.DiskTier) -> None:
@@ -187,18 +177,16 @@ def test_values_by_key(disk: sf.DiskTier) -> None:
         assert 5 not in cache
 
 
-def test_stores_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("file").touch()
+def test_stores_that_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
     for folder, capacity, error, message in (
-        *[(folder, "1GiB", sf.InputError, "give the path of a folder") for folder in ("memory", "", None, sf.DiskTier)],
-        ("ssd", "much", sf.CapacityError, "capacity"),
-        ("ssd", 3000, sf.CapacityError, r"DiskTier\(.*holds no record.*Give .* or more"),
-        ("file", "1MiB", sf.StorageError, "cannot be made"),
+        ("memory", "1GiB", sf.InputError, "give the path of a folder"),
+        (tmp_path, 3000, sf.CapacityError, r"DiskTier\(.*holds no record.*Give .* or more"),
+        (tmp_path / "file", "1MiB", sf.StorageError, "cannot be made"),
     ):
         with pytest.raises(error, match=message):
-            sf.CachedDataset(Samples(), capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))  # type: ignore[arg-type]
-    disk = sf.DiskTier("ssd", capacity="1MiB")
+            sf.CachedDataset(Samples(), capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))
+    disk = sf.DiskTier(tmp_path, capacity="1MiB")
     with pytest.raises(sf.InputError, match="memory has at most one tier behind it"):
         sf.CachedDataset(Samples(), capacity="1MiB", store=[disk, disk])  # type: ignore[arg-type]
 
@@ -206,7 +194,7 @@ def test_stores_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- tiers that fail --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("at", ["get", "put"])
+@pytest.mark.parametrize("at", ["get_many", "put_many"])
 def test_a_tier_that_fails_is_left_alone_for_a_while(
     at: str, source: ThrottledSource, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -224,14 +212,14 @@ def test_a_tier_that_fails_is_left_alone_for_a_while(
         assert len(calls) == caplog.text.count("ZeroDivisionError: its own problem")
         assert 3 <= len(calls) < COUNT // 8, "three in a row, and those that other threads had begun"
         assert "failed 3 times in a row: it is not used for 10 s" in caplog.text
-        assert at == "get" or cached.stats().tier_rejected >= COUNT - 8
+        assert at == "get_many" or cached.stats().tier_rejected >= COUNT - 8
 
 
 @pytest.mark.parametrize("value", [b"noise", ("0", sample(0)), None, (7, sample(0), 1), "no values", "no list"])
 def test_a_tier_that_returns_something_else(value: Any) -> None:
     store = DictStore()
     with sf.CachedDataset(Samples(), capacity=SOME, store=store) as cached:
-        store.get = lambda ids: {"no values": [], "no list": 3}.get(value, [value] * len(ids))
+        store.get_many = lambda ids: {"no values": [], "no list": 3}.get(value, [value] * len(ids))  # type: ignore
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
 
@@ -256,6 +244,7 @@ def test_a_damaged_record_comes_from_the_source(disk: sf.DiskTier, source: Throt
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
             assert source.requests == COUNT + 3, "they are stored again"
+        assert cached.stats().resident_items == 0, "there is no memory in front"
 
 
 # -- the queue --------------------------------------------------------------------------------------------------------
@@ -268,9 +257,9 @@ def test_what_the_queue_has_no_room_for_is_rejected(
     store = DictStore()
     with cache_of(store) as cache:
         store.go.clear()
-        queue(cache, 0)
+        put(cache, 0, flush=False)
         assert store.writing.wait(60)
-        queue(cache, 1, 2, 3)
+        put(cache, 1, 2, 3, flush=False)
         assert "samples arrive faster than" in caplog.text
         assert cache.stats().tier_rejected == 2
         store.go.set()
@@ -314,34 +303,6 @@ def test_a_forked_child_has_a_queue_of_its_own_and_one_that_is_killed_loses_it(d
         assert all(is_right(id, value) for id, value in zip((8, 9), get(cache, 8, 9), strict=True))
 
 
-@pytest.mark.slow
-def test_the_interpreter_ends_when_all_is_written_and_leaves_no_cache(
-    tmp_path: Path, interpreter: Any, store_root: Path
-) -> None:
-    """As a worker of torch's loader does, above."""
-    program = f"""
-import time
-import numpy as np
-import stallfree as sf
-
-store = sf.DiskTier({str(tmp_path / "disk")!r}, capacity="4MB", persist=True)
-cached = sf.CachedDataset([np.full(1000, id, np.float32) for id in range(50)], capacity=0, name="rows", store=store)
-slow = cached.cache.tier.tier.records.put_many
-cached.cache.tier.tier.records.put_many = lambda *given: (time.sleep(0.1), slow(*given))[1]
-list(sf.DataLoader(cached, 10))
-"""
-    done = interpreter.run(program)
-    assert done.code == 0, done.err
-    assert not (store_root / "rows").exists()
-    store = sf.DiskTier(tmp_path / "disk", capacity="4MB", persist=True)
-    rows = [np.full(1000, id, np.float32) for id in range(50)]
-    with sf.CachedDataset(rows, capacity=0, name="rows", store=store) as cached:
-        before = cached.stats().storage_reads
-        assert all((value == id).all() for id, value in enumerate(cached.__getitems__(range(50))))
-        assert cached.stats().storage_reads == before
-    shutil.rmtree(store.folder)
-
-
 # -- random steps -----------------------------------------------------------------------------------------------------
 
 
@@ -351,7 +312,6 @@ def test_another_host_and_a_later_job_learn_of_a_random_step(monkeypatch: pytest
     store = DictStore()
     with cache_of(store, name="one") as one, cache_of(store, name="two") as two:
         put(one, 1, 2, 3)
-        assert is_right(1, get(two, 1)[0])
         one.uncache_steps(2)
         assert get(one, 1) == [MISS], "it was made with the random step"
         put(one, 2, 4, uncached=2)
@@ -392,3 +352,48 @@ def test_what_the_tier_returned_before_a_step_proved_random_is_not_used(monkeypa
         put(cached.cache, 5, uncached=1)  # without the step
         monkeypatch.setattr(SampleCache, "uncache_steps", locked)
         assert np.array_equal(cached[5], expected)
+
+
+CALLS: list[int] = []
+"""The samples that `Inverted` was called with."""
+
+
+class Inverted:
+    """Draws for one sample, and always gives the same output."""
+
+    def __call__(self, value: Any) -> Any:
+        CALLS.append(value[1])
+        if value[1] == LATE:
+            fraction()
+        return 255 - value[0]
+
+    def fingerprint(self) -> str:
+        return "inverted"
+
+
+@pytest.mark.parametrize("kind", ["memory", "disk", "tier", pytest.param("redis", marks=needs_server)])
+def test_a_mark_after_the_warning_is_heeded_by_the_next_job(kind: str, tmp_path: Path) -> None:
+    """The mark gives a new cache, without the old verdict: the output is cached, as the warning promised."""
+
+    def calls_of_the_last_epoch(step: Any) -> list[int]:
+        store = {"memory": "memory", "disk": tmp_path / "ssd"}.get(kind) or (
+            sf.RedisStore(hosts=[server.host]) if server else sf.DiskTier(tmp_path, capacity="8MiB", persist=True)
+        )
+        options = {"capacity": "8MiB", "persist": True} if kind in ("memory", "disk") else {"capacity": SOME}
+        with sf.CachedDataset(Samples(), transform=step, store=store, **options) as cached:
+            for _ in range(3):
+                CALLS.clear()
+                for id, value in enumerate(cached.__getitems__(range(COUNT))):
+                    assert np.array_equal(value, 255 - sample(id)[0])
+                if cached.cache.tier is not None:
+                    cached.cache.tier.flush()
+        return sorted(CALLS)
+
+    server = Server(tmp_path) if kind == "redis" else None
+    with pytest.warns(StallfreeWarning, match="mark_deterministic"):
+        assert calls_of_the_last_epoch(Inverted()) == list(range(COUNT)), "it runs again for every sample"
+    assert calls_of_the_last_epoch(sf.mark_deterministic(Inverted())) == [], "its output is cached"
+    for folder in default_root().iterdir():
+        remove_unused(folder)
+    if server is not None:
+        server.close()

@@ -1,20 +1,26 @@
-"""Messages between processes: complete and in order, also with slow or dead ones, and never held up by them."""
+"""Messages between processes: complete and in order, also with slow or dead ones, and never held up by them.
+
+What a server does about jobs that are slow, stopped or killed is in the tests of `SharedLoader`.
+"""
 
 import os
+import pickle
 import random
-import select
 import signal
 import socket
-import threading
 import time
+import urllib.error
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import stallfree as sf
-from children import Child, Holder
-from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error
+from children import Child, Holder, until
+from stallfree.errors import lock_held
+from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error, unpack_error
 from stallfree.ipc.folders import SharedFolder
 
 PATIENCE = 60.0
@@ -44,13 +50,11 @@ def test_sending_does_not_wait(ends: Ends) -> None:
     channel.send(*messages)
     channel.finish()
     assert channel.pending
-    got: list[bytes] = []
-    reader = threading.Thread(target=lambda: got.extend(received(other) for _ in messages))
-    reader.start()
-    while channel.pending:
-        channel.wait(PATIENCE)
-    reader.join()
-    assert got == messages
+    with ThreadPoolExecutor(1) as executor:
+        got = executor.submit(lambda: [received(other) for _ in messages])
+        while channel.pending:
+            channel.wait(PATIENCE)
+        assert got.result(PATIENCE) == messages
     with pytest.raises(EOFError):
         other.receive()
 
@@ -134,40 +138,12 @@ def test_forked_children_hold_no_end(ends: Ends) -> None:
 # -- several processes ------------------------------------------------------------------------------------------------
 
 
-class Serving:
-    """A server that is driven step by step by one thread."""
-
-    def __init__(self, folder: Path) -> None:
-        self.server = Server(folder)
-        self.received: list[tuple[Connection, Message | None]] = []
-
-    def until(self, count: int) -> list[tuple[Connection, Message | None]]:
-        """Serve until the given number of messages has arrived; returns all messages."""
-        deadline = time.monotonic() + PATIENCE
-        while len(self.received) < count:
-            assert time.monotonic() < deadline
-            poller = select.poll()
-            for fd, events in self.server.descriptors:
-                poller.register(fd, events)
-            poller.poll(100)
-            self.received.extend(self.server.receive())
-        return self.received
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A socket address has room for 107 bytes; the path of a folder may be longer."""
     shared = SharedFolder("f" * 110, initialize=lambda _: None)
     yield shared.path
     shared.close()
-
-
-@pytest.fixture
-def serving(folder: Path) -> Iterator[Serving]:
-    made = Serving(folder)
-    yield made
-    made.server.close()
-    made.server.close()
 
 
 def connected(folder: Path, number: int = 0) -> Connection:
@@ -177,66 +153,154 @@ def connected(folder: Path, number: int = 0) -> Connection:
     return made
 
 
-def answer(connection: Connection) -> Message:
-    message = connection.next_message(time.monotonic() + PATIENCE)
-    assert message is not None
-    return message
-
-
-def test_where_nobody_listens(folder: Path) -> None:
-    assert Connection.open(folder) is None
-    assert Connection.open(folder / "missing") is None
-    serving = Serving(folder)
+def test_a_server_begins_sends_errors_and_ends(folder: Path) -> None:
+    assert Connection.open(folder) is Connection.open(folder / "missing") is None
+    server = Server(folder)
     connection = connected(folder, 5)
-    ((peer, hello),) = serving.until(1)
+    ((peer, hello),) = until(lambda: list(server.receive()))
     assert (peer.pid, connection.pid, hello) == (os.getpid(), os.getpid(), Message(DATA, number=5))
     peer.send(pack(ERROR, body=pack_error(sf.InputError("give another"))))
-    serving.server.close()
+    server.close()
+    server.close()
     with pytest.raises(sf.InputError, match="give another"):
-        answer(connection)
+        connection.next_message(time.monotonic() + PATIENCE)
     with pytest.raises(EOFError):
-        answer(connection)
+        connection.next_message()
     connection.close()
     assert Connection.open(folder) is None
 
 
-def test_one_that_does_not_read_holds_nobody_up(serving: Serving, folder: Path) -> None:
-    slow = connected(folder)
-    ((peer, _),) = serving.until(1)
-    bodies = [bytes([number]) * 100_000 for number in range(20)]
-    peer.send(*(pack(DATA, body=body) for body in bodies))
-    assert peer.pending
-    thread = threading.Thread(target=serving.until, args=(2,))
-    thread.start()
-    assert [bytes(answer(slow).body) for _ in bodies] == bodies
-    slow.close()
-    thread.join()
-    assert serving.received[1:] == [(peer, None)]
-    assert serving.server.peers == set()
-
-
-def test_messages_of_a_dead_process_come_before_its_end(serving: Serving, folder: Path) -> None:
-    def consume() -> None:
-        connected(folder).send(pack(DATA, number=1))
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    child = Child(consume)
-    found = serving.until(3)
-    assert [message and message.number for _, message in found] == [0, 1, None]
-    assert found[0][0].pid == child.pid
-    assert child.wait() == -signal.SIGKILL
-
-
-def test_a_process_that_is_dropped_is_not_served_any_more(serving: Serving, folder: Path) -> None:
-    connection, seen = connected(folder), []
+def test_a_process_that_is_dropped_is_not_served_any_more(folder: Path) -> None:
+    server = Server(folder)
+    connection, seen = connected(folder), list[int]()
     connection.send(*(pack(DATA, number=number) for number in (1, 2, 3)))
-    deadline = time.monotonic() + PATIENCE
-    while len(seen) < 2 and time.monotonic() < deadline:
-        for peer, message in serving.server.receive():
-            seen.append(message and message.number)
+
+    def receive() -> bool:
+        for peer, message in server.receive():
+            assert message is not None
+            seen.append(message.number)
             if len(seen) == 2:
-                serving.server.drop(peer)
+                server.drop(peer)
+        return len(seen) > 1
+
+    until(receive)
     assert seen == [0, 1]
     with pytest.raises(EOFError):
-        answer(connection)
+        connection.next_message(time.monotonic() + PATIENCE)
     connection.close()
+    server.close()
+
+
+# -- errors -----------------------------------------------------------------------------------------------------------
+
+
+WHY = "(an error of a class that cannot be sent from one process to another)"
+
+
+class Missing(FileNotFoundError):
+    """Takes other arguments than an exception does, and holds more."""
+
+    def __init__(self, folder: str, name: str, *, tries: int) -> None:
+        super().__init__(2, "no such volume", f"{folder}/{name}")
+        self.tries = tries
+
+
+class Wants(RuntimeError):
+    """Cannot be made without an argument."""
+
+    def __new__(cls, needed: int) -> "Wants":
+        return super().__new__(cls, needed)
+
+
+class Part:
+    """Cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return dict.fromkeys, (3,)  # which raises
+
+
+class Holding(RuntimeError):
+    """Holds objects that cannot be sent; and its own way to be pickled loses what it was given."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.call, self.part, self.number = lambda: 0, Part(), 7
+
+    def __reduce__(self) -> Any:
+        return Holding, ("lost",)
+
+
+def local() -> Exception:
+    class Hidden(LookupError):
+        pass
+
+    return Hidden("seen")
+
+
+def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
+    try:
+        raise error from cause
+    except BaseException as caught:
+        return caught
+
+
+def sent(error: BaseException) -> Any:
+    return unpack_error(memoryview(pack_error(error)))
+
+
+@pytest.mark.parametrize(
+    ("error", "fields"),
+    [
+        (Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}),
+        (Wants(3), {}),
+        (Holding("kept"), {"number": 7}),
+        (KeyError("left label"), {}),
+        (StopIteration(5), {"value": 5}),
+        (SystemExit(3), {"code": 3}),
+        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start"), {"start": 0, "reason": "invalid start"}),
+        (ImportError("none", name="module"), {"name": "module"}),
+        (urllib.error.URLError("refused"), {"reason": "refused"}),
+        (sf.WorkerError("killed", ids=[3, 4]), {"ids": [3, 4], "page": "worker-died"}),
+        (lock_held("busy"), {"page": "lock-held"}),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_class_arguments_and_attributes(error: BaseException, fields: dict[str, Any]) -> None:
+    back = sent(raised(error))
+    assert (type(back), back.args, str(back)) == (type(error), error.args, str(error))
+    assert {name: getattr(back, name) for name in fields} == fields
+
+
+def test_cause_context_notes_and_traceback() -> None:
+    error = raised(KeyError("label"), raised(Missing("/data", "a", tries=1)))
+    error.add_note("of the user")
+    back = sent(error)
+    assert back.__notes__[0] == "of the user"
+    assert back.__notes__[1].startswith(f"Traceback in process {os.getpid()} (most recent call last):\n")
+    assert "in raised" in back.__notes__[1]
+    assert (type(back.__cause__), back.__cause__.tries, back.__suppress_context__) == (Missing, 1, True)
+    assert "in raised" in back.__cause__.__notes__[0]
+    again = sent(back)  # as from a worker through the coordinator of a group to its members
+    assert (type(again), again.args, again.__notes__) == (KeyError, ("label",), back.__notes__)
+    assert pickle.loads(pickle.dumps(back)).args == ("label",)
+    error.__context__, error.__suppress_context__ = ValueError("first"), False
+    assert (repr(sent(error).__context__), sent(error).__suppress_context__) == ("ValueError('first')", False)
+
+
+def test_what_no_other_process_finds_becomes_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class, an argument, one of a group; a class that is missing here alone; an error that has no text."""
+    back = sent(raised(local(), ValueError("cause")))
+    assert (type(back), back.args) == (sf.BatchError, (f"Hidden: seen {WHY}",))
+    assert "in raised" in back.__notes__[0]
+    assert repr(back.__cause__) == "ValueError('cause')"
+    back = sent(KeyError(local, lambda: 0))
+    assert (type(back), back.args[0], back.args[1][:9]) == (KeyError, local, "<function")
+    first, second = sent(raised(ExceptionGroup("several", [Missing("/data", "a", tries=2), local()]))).exceptions
+    assert (type(first), first.tries) == (Missing, 2)
+    assert (type(second), second.args) == (sf.BatchError, (f"Hidden: seen {WHY}",))
+    packed = pack_error(raised(Wants(3)))
+    monkeypatch.delitem(globals(), "Wants")
+    back = unpack_error(packed)
+    assert (type(back), back.args) == (sf.BatchError, (f"Wants: 3 {WHY}",))
+    silent = type("Silent", (Exception,), {"__str__": lambda self: 1 / 0})
+    assert "Silent: (its text cannot be made: ZeroDivisionError)" in str(sent(silent()))

@@ -1,24 +1,32 @@
-"""Processes that end with their parent, and process its messages until then."""
+"""Processes that are started, report in, and exchange messages until they are ended.
+
+That one which does not report in is replaced, and that all end with their parent, is shown by those that use them:
+`test_hanging_forks`, `test_kill_workers`, `test_smart_cache_faults`, `test_process_prefetcher`.
+"""
 
 import ast
 import multiprocessing
 import os
+import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
+import numpy as np
 import pytest
+import torch
 
 import stallfree as sf
 from children import Child as Forked
-from children import until
+from children import gone, until
 from stallfree.ipc import process
-from stallfree.ipc.process import Child, Parent
+from stallfree.ipc.process import Child, Owner, Parent, call_in_child, prepare_for_forks
 
 PATIENCE = 60.0
 slow = pytest.mark.slow
@@ -27,7 +35,7 @@ slow = pytest.mark.slow
 # -- what runs in the processes ---------------------------------------------------------------------------------------
 
 
-def echo(parent: Parent, count: int) -> None:
+def echo(parent: Parent, count: int, book: Path | None = None) -> None:
     """Report in, and return the given number of messages; with a negative number, all until the end."""
     left, ended = [count], threading.Event()
 
@@ -35,6 +43,9 @@ def echo(parent: Parent, count: int) -> None:
         if message is not None and left[0]:
             left[0] -= 1
             parent.send(b"<", message, memoryview(b">"))
+        if book is not None:
+            with book.open("a") as file:
+                print(message and len(message), file=file)
         if message is None or not left[0]:
             ended.set()
 
@@ -50,27 +61,18 @@ def identify(parent: Parent) -> None:
     parent.send(repr((os.getpid(), os.getsid(0), handlers == [signal.SIG_IGN, signal.SIG_DFL])).encode())
 
 
-def flood(parent: Parent, size: int) -> None:
-    """Send messages forever that the parent does not read."""
-    parent.report()
-    while True:
-        parent.send(bytes(size))
-
-
-def hang(parent: Parent, file: Path | None = None) -> None:
+def hang(parent: Parent) -> None:
     """Do not report in, and ignore all messages."""
-    if file is not None:
-        file.write_text(str(os.getpid()))
     while True:
         signal.pause()
 
 
 def lead(parent: Parent, file: Path) -> None:
-    """Start a process that does not end by itself, and ignore all messages."""
-    if os.fork():
+    """Start a process that does not end by itself, report in, and ignore all messages."""
+    if (pid := os.fork()) != 0:
+        file.write_text(str(pid))
         parent.report()
-        hang(parent)
-    hang(parent, file)
+    hang(parent)
 
 
 def fail(parent: Parent, code: int = 0) -> None:
@@ -78,46 +80,6 @@ def fail(parent: Parent, code: int = 0) -> None:
     if code:
         os._exit(code)
     parent.send(b"cannot begin")
-
-
-def listen(parent: Parent, out: Path) -> None:
-    """Write the received messages to a file, and end only on request."""
-    ended = threading.Event()
-
-    def take(message: bytearray | None) -> None:
-        with out.open("a") as file:
-            print(None if message is None else bytes(message).decode(), file=file, flush=True)
-        if message is None:
-            ended.set()
-
-    parent.listen(take)
-    parent.report()
-    ended.wait()
-    with out.open("a") as file:
-        print("ended", file=file)
-
-
-def busy(parent: Parent, file: Path) -> None:
-    """Listen, and compute forever."""
-    parent.listen(lambda _: None)
-    file.write_text(str(os.getpid()))
-    while True:
-        time.sleep(0.001)
-
-
-def step(parent: Parent, file: Path) -> None:
-    """Work in small steps until the parent sends a message or ends."""
-    file.write_text(str(os.getpid()))
-    while not parent.wait(0.0):
-        time.sleep(0.001)
-    file.with_suffix(".end").touch()
-
-
-def start_and_wait(context: Any, *mains: Any) -> None:
-    """Start processes, each given by its function and a file, and wait to be killed."""
-    children = [Child(main, file, context=context, name="test") for main, file in mains]
-    threading.Event().wait()
-    assert children
 
 
 # -- starting and ending ----------------------------------------------------------------------------------------------
@@ -138,34 +100,17 @@ def received(child: Child) -> bytes:
     return bytes(message)
 
 
-def pid_in(file: Path) -> int:
-    until(lambda: file.exists() and file.read_text() != "")
-    return int(file.read_text())
-
-
-def gone(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("given", "was_set", "requested", "expected"),
-    [
+def test_how_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the default of Python 3.14, and no start method set by looking at it."""
+    monkeypatch.setattr(process, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
+    for argument, was_set, requested, expected in (
         (None, None, True, "forkserver"),
         (None, None, False, "fork"),
         (None, "spawn", False, "spawn"),
         ("forkserver", None, False, "forkserver"),
-    ],
-)
-def test_how_processes_start(
-    given: str | None, was_set: str | None, requested: bool, expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With the default of Python 3.14, and no start method set by looking at it."""
-    monkeypatch.setattr(process, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
-    monkeypatch.setattr(process, "get_start_method", lambda allow_none: was_set)
-    assert process.context_of(given, requested=requested).get_start_method() == expected
+    ):
+        monkeypatch.setattr(process, "get_start_method", lambda allow_none, method=was_set: method)
+        assert process.context_of(argument, requested=requested).get_start_method() == expected
 
 
 @pytest.mark.parametrize(
@@ -189,47 +134,21 @@ def test_messages_both_ways(method: str, leads: bool) -> None:
 
 
 def test_an_end_that_was_asked_for_comes_after_the_messages(tmp_path: Path) -> None:
-    book = tmp_path / "book"
-    child = start(listen, book)
+    child = start(echo, -1, book := tmp_path / "book")
     child.wait_until_reported(PATIENCE)
     child.send(b"x", b"y" * 1_000_000)
     child.finish()
     child.end(soon())
     assert child.exit_code == 0
-    assert book.read_text().split() == ["x", "y" * 1_000_000, "None", "ended"]
+    assert book.read_text().split() == ["1", "1000000", "None"]
 
 
 def test_one_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
     child = start(lead, file := tmp_path / "pid", leads=True)
     child.wait_until_reported(PATIENCE)
-    pid = pid_in(file)
     child.end(time.monotonic() + 0.01)
     assert child.exit_code == -signal.SIGKILL
-    until(lambda: gone(pid))
-    child = start(flood, 1_000_000)  # it may send while it shall end
-    child.wait_until_reported(PATIENCE)
-    child.end(time.monotonic() + 0.2)
-    assert child.exit_code in (-signal.SIGKILL, 1)  # killed, or its last message was not received
-
-
-# -- reporting in -----------------------------------------------------------------------------------------------------
-
-
-def test_one_that_does_not_report_in_is_overdue(monkeypatch: pytest.MonkeyPatch) -> None:
-    child = start(hang)
-    with pytest.raises(TimeoutError):
-        child.wait_until_reported(0.0)
-    child.end(0.0)
-    monkeypatch.setattr(process, "REPORT_SECONDS", 0.01)
-    child = start(hang, attempt=1)
-    with pytest.raises(EOFError):
-        child.wait_until_reported(PATIENCE)
-    assert child.overdue
-    child.end(1e9)  # it is not waited for
-    assert child.exit_code == -signal.SIGKILL
-    child = start(echo, 0, method="forkserver")
-    assert child.wait_until_reported(PATIENCE) is None, "one that is not forked has time"
-    child.end(soon())
+    until(lambda: gone(int(file.read_text())))
 
 
 def test_a_start_that_fails() -> None:
@@ -242,12 +161,8 @@ def test_a_start_that_fails() -> None:
     assert child.join(PATIENCE) == 3
     child.end(soon())
     assert child.exit_code == 3
-    lock = threading.Lock()
-    message = r"^the data set cannot be sent to a process started by 'forkserver': .*lock"
-    with pytest.raises(sf.InputError, match=message):
-        start(echo, lock, method="forkserver", parts=[("collate_fn", int), ("the data set", lock)])
     with pytest.raises(TypeError, match="lock"):
-        start(echo, lock, method="forkserver")
+        start(echo, threading.Lock(), method="forkserver")
 
 
 def test_a_script_without_a_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,30 +179,15 @@ def test_a_script_without_a_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(multiprocessing.get_context("forkserver").Process, "start", fork_server_ends)
     with pytest.raises(sf.WorkerError, match=f"the fork server ended.*{guard}"):
         start(hang, method="forkserver")
-    monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
+    current = multiprocessing.current_process()
+    monkeypatch.setattr(current, "_inheriting", True, raising=False)
     with pytest.raises(sf.WorkerError, match=f"started by 'spawn', starts another one while it imports.*{guard}"):
         start(hang, method="spawn")
-    monkeypatch.setattr(multiprocessing.current_process(), "_config", {})
-    monkeypatch.setattr(multiprocessing.current_process(), "_name", "stallfree-worker")
+    monkeypatch.setattr(current, "_name", "stallfree-worker")
     assert Forked(start, hang, method="spawn").wait() == 1, "a child of stallfree's ends without a word"
 
 
 # -- the end of the parent --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=slow)])
-@pytest.mark.parametrize("main", [busy, step])
-def test_it_ends_with_its_parent(main: Callable[..., None], method: str, tmp_path: Path) -> None:
-    """A process that was forked later holds no copy of the descriptors that show the parent's end."""
-    file, sibling = tmp_path / "pid", tmp_path / "sibling"
-    context = multiprocessing.get_context(method)
-    parent = Forked(start_and_wait, context, (main, file), (hang, sibling))
-    pid, other = pid_in(file), pid_in(sibling)
-    parent.kill()
-    until(lambda: gone(pid))
-    assert main is busy or file.with_suffix(".end").exists()
-    os.kill(other, signal.SIGKILL)  # it does not look
-    until(lambda: gone(other))
 
 
 def test_a_parent_that_is_not_the_direct_one() -> None:
@@ -295,11 +195,9 @@ def test_a_parent_that_is_not_the_direct_one() -> None:
     forked = Forked(signal.pause)
     ours, theirs = socket.socketpair()  # which stays open
     parent = Parent(ours, forked.pid)
-    assert not parent.ended
-    assert not parent.wait(0.0)
+    assert (parent.ended, parent.wait(0.0)) == (False, False)
     forked.kill()
-    assert parent.ended
-    assert parent.wait(0.0)
+    assert (parent.ended, parent.wait(0.0)) == (True, True)
     for end in (ours, theirs):
         end.close()
 
@@ -333,3 +231,189 @@ def test_a_forked_child_leaves_it_alone() -> None:
     child.send(b"x")
     assert received(child) == b"<x>"
     child.end(soon())
+
+
+# -- calls in a forked process, and what a fork leaves to the parent ---------------------------------------------------
+
+
+def test_the_result_and_what_the_call_changed(capfd: pytest.CaptureFixture[str]) -> None:
+    changed: list[int] = []
+
+    def call() -> Any:
+        changed.append(1)
+        print("inside", end=" ")
+        return os.getpid(), np.arange(3_000_000), torch.arange(5)
+
+    print("before", end=" ")
+    pid, array, tensor = call_in_child(call, "the call")
+    print("after")
+    assert pid != os.getpid()
+    assert (array[-1], tensor.tolist(), changed) == (2_999_999, [0, 1, 2, 3, 4], [])
+    assert capfd.readouterr().out == "before inside after\n"
+
+
+@pytest.mark.parametrize("error", [ValueError("no", 3), KeyboardInterrupt(), SystemExit(3)])
+def test_errors_are_raised_as_they_are(error: BaseException) -> None:
+    def call() -> None:
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        call_in_child(call, "the call")
+    assert caught.value.args == error.args
+    assert "in call" in caught.value.__notes__[0]
+    with pytest.raises(Exception, match="pickle"):
+        call_in_child(threading.Lock, "the call")  # whose result has none
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+def test_a_process_that_ends(ignored: bool) -> None:
+    """Also in a program that ignores how its children end."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN if ignored else signal.SIG_DFL)
+    try:
+        assert call_in_child(lambda: 5, "the call") == 5
+        for end, how in (
+            (lambda: os.kill(os.getpid(), signal.SIGKILL), "ended by SIGKILL"),
+            (lambda: os._exit(3), "exited with code 3"),
+        ):
+            how = "how it ended is not known" if ignored else how
+            with pytest.raises(sf.WorkerError, match=f"the call was not finished: .*{how}"):
+                call_in_child(end, "the call")
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+def test_a_lock_that_was_copied_while_it_was_held() -> None:
+    """The forked process waits for ever; the call is made in this process then."""
+    lock, here = threading.Lock(), os.getpid()
+    lock.acquire()
+
+    def call() -> int:
+        if os.getpid() == here:
+            lock.release()
+        with lock:
+            return os.getpid()
+
+    assert call_in_child(call, "the call", seconds=0.5) == here
+
+
+def test_a_call_that_uses_cuda_is_made_in_this_process() -> None:
+    here = os.getpid()
+
+    def call() -> int:
+        if os.getpid() != here:
+            cause = RuntimeError(
+                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ..."
+            )
+            raise ValueError("of the data set") from cause
+        return here
+
+    assert call_in_child(call, "the call") == here
+
+
+def test_with_many_open_files() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # beyond what `select` can watch
+    try:
+        assert call_in_child(lambda: 5, "the call") == 5
+    finally:
+        for file in files:
+            os.close(file)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_what_a_child_leaves_to_its_parent() -> None:
+    class Lender:
+        forks = 0
+
+        def before_fork(self) -> None:
+            self.forks += 1
+
+    owner, lender, freed = Owner(), Lender(), Lender()
+    prepare_for_forks(lender)
+    prepare_for_forks(freed)
+    del freed
+
+    def child() -> None:
+        assert (owner.is_here, lender.forks) == (False, 1)
+
+    assert Forked(child).wait() == 0
+    assert (owner.is_here, owner.pid, lender.forks) == (True, os.getpid(), 1)
+
+
+# -- scripts without a main guard, each run as a program: one message, soon, and no hang ------------------------------
+
+
+both = pytest.mark.parametrize("method", [pytest.param(method, marks=slow) for method in ("forkserver", "spawn")])
+
+LOADER = "next(iter(sf.DataLoader(list(range(%d)), batch_size=2, num_workers=%d, multiprocessing_context=method)))"
+SCRIPTS = {
+    "loader": LOADER % (6, 2),
+    "large data": LOADER % (300_000, 1),
+    "shared loader": """
+list(sf.SharedLoader(list(range(6)), group="unguarded", batch_size=2, multiprocessing_context=method, timeout=50))
+""",
+    "Smart Cache": """
+import time
+data = sf.SmartCacheDataset(list(range(40)), float, cache_num=10, replace_rate=0.3, multiprocessing_context=method)
+with sf.DataLoader(data, batch_size=2) as loader:
+    while True:
+        list(loader)
+        time.sleep(0.1)
+""",
+    "process prefetcher": """
+def make():
+    return [1, 2, 3]
+print(list(sf.ProcessPrefetcher(make, "cpu")))
+""",
+}
+
+
+def run_script(folder: Path, program: str, method: str, **environment: str) -> tuple[int, str]:
+    """The exit code of a script, and what it printed as errors."""
+    script = folder / "train.py"
+    script.write_text(f"import sys\nimport stallfree as sf\nmethod = {method!r}\n{program}\n")
+    options: Any = {"capture_output": True, "text": True, "timeout": 100.0, "env": os.environ | environment}
+    done = subprocess.run([sys.executable, str(script)], cwd=folder, check=False, **options)
+    return done.returncode, done.stderr
+
+
+@both
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_without_a_guard_is_told_so_once(name: str, method: str, tmp_path: Path) -> None:
+    code, printed = run_script(tmp_path, SCRIPTS[name], method)
+    assert (code, printed.count("__main__")) == (1, 1), printed
+    assert "__name__ == '__main__'" in printed.splitlines()[-2]
+    assert len(printed.splitlines()) < 50, "the frames of this package are shown"
+
+
+@both
+@pytest.mark.parametrize(
+    ("start", "why"),
+    [
+        ("from torch.utils.data import DataLoader as L; iter(L([1], num_workers=1, multiprocessing_context=method))",
+         "before the\n        current process has finished"),
+        ("raise RuntimeError('not here')", "RuntimeError: not here"),
+    ],
+)  # fmt: skip
+def test_a_process_that_cannot_import_the_script_is_started_once(
+    start: str, why: str, method: str, tmp_path: Path
+) -> None:
+    """Others would end in the same way. Its output says why."""
+    code, printed = run_script(tmp_path, f"if __name__ != '__main__':\n    {start}\n{SCRIPTS['large data']}", method)
+    assert (code, printed.count(why)) == (1, 1), printed
+    assert "train.py again: put what is to run once" in printed.splitlines()[-2]
+
+
+@both
+def test_a_fork_server_that_imports_the_script(method: str, tmp_path: Path) -> None:
+    """As those of Python 3.14 do, before they have started any process."""
+    (tmp_path / "as_in_3_14.py").write_text(
+        "import os\nfrom multiprocessing import process, spawn\n"
+        "process.current_process()._inheriting = True\n"
+        "spawn.import_main_path(os.environ['SCRIPT'])\n"
+    )
+    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + SCRIPTS["loader"]
+    places = {"SCRIPT": str(tmp_path / "train.py"), "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
+    code, printed = run_script(tmp_path, program, method, **places)
+    assert (code, "under `if __name__ == '__main__':`" in printed.splitlines()[-2]) == (1, True), printed

@@ -26,7 +26,7 @@ from torch import nn
 from torch.utils.data import ConcatDataset
 
 from stallfree import Compose, InputError, OnItem, mark_deterministic, mark_random
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.pipeline.fingerprint import fingerprint, same
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 
 TEXT = r"""
 def transform(v): return v + <1|2>

@@ -69,6 +69,36 @@ def is_signed(id: int, value: Any) -> bool:
     return there == id and torch.equal(body, signed(id, nonce, len(body))[2])
 
 
+def read(cache: SampleCache, ids: Any) -> list[int]:
+    """Return which samples are hits; each must be right."""
+    ids = np.asarray(ids, np.int64)
+    values = {at: value for at, value in enumerate(cache.get_many(ids)) if value is not MISS}
+    wrong = [id for at, value in values.items() if not is_signed(id := int(ids[at]), value)]
+    assert wrong == []
+    return ids[list(values)].tolist()  # type: ignore[no-any-return]
+
+
+def gathered(cache: SampleCache, ids: Any) -> list[int]:
+    """Return the same of a gather; none from a cache whose samples have no common structure."""
+    if cache.structure is None:
+        return []
+    ids = np.asarray(ids, np.int64)
+    outs = [np.zeros((len(ids), leaf.nbytes), np.uint8) for leaf in cache.structure.leaves]
+    at = np.flatnonzero(cache.gather(ids, outs))
+    for row in at.tolist():
+        id, nonce, body = (out[row] for out in outs)
+        assert is_signed(int(ids[row]), (id.view(np.int64)[0], nonce.view(np.int64)[0], torch.from_numpy(body)))
+    return ids[at].tolist()  # type: ignore[no-any-return]
+
+
+def hits(cache: SampleCache) -> list[int]:
+    """Return which samples are stored, after reading all in both ways."""
+    found = read(cache, range(cache.num_ids))
+    assert set(gathered(cache, range(cache.num_ids))) <= set(found)
+    assert found == np.flatnonzero(cache.resident(range(cache.num_ids))).tolist(), "what is damaged does not stay"
+    return found
+
+
 def crc(value: Any) -> int:
     """A number that stands for the bytes of a value."""
     structure, arrays = encode(value, allow_pickle=True)

@@ -53,6 +53,14 @@ class Rows(torch.utils.data.Dataset[Any]):
         return f"rows {self.count} {self.size}"
 
 
+def reads(folder: Path) -> list[int]:
+    """The ids that were read from storage since the last call."""
+    file = folder / "reads"
+    ids = np.fromfile(file, np.int64).tolist() if file.exists() else []
+    file.unlink(missing_ok=True)
+    return ids
+
+
 def check_batch(values: Any, ids: Any) -> list[int]:
     """The ids of a batch of `Rows`. Fails for a sample that is another or damaged."""
     assert torch.equal(values, torch.arange(values.shape[1]) + (ids[:, None] << 16))
@@ -129,13 +137,6 @@ class Job:
             results.append(self.ends[at].recv())
         assert all(good for good, _ in results), "\n".join(str(result) for good, result in results if not good)
         return [result for _, result in results]
-
-    def reads(self) -> list[int]:
-        """The ids that were read from storage since the last call."""
-        file = self.folder / "reads"
-        ids = np.fromfile(file, np.int64).tolist() if file.exists() else []
-        file.unlink(missing_ok=True)
-        return ids
 
     def server(self, node: int) -> psutil.Process:
         """The process of a node's server."""
@@ -219,7 +220,3 @@ def open_rows(here: Here, count: int, options: dict[str, Any]) -> None:
     """Make the data set, with no memory in front unless `options` say so."""
     options = {"capacity": 0, "store": here["store"], "name": "rows", **options}
     here["cached"] = sf.CachedDataset(Rows(here["folder"], count), **options)
-
-
-def stats_of(here: Here) -> Any:
-    return here["cached"].stats()

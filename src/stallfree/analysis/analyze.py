@@ -28,7 +28,7 @@ from stallfree.datasets.cached_dataset import CachedDataset, cached_after
 from stallfree.datasets.probe import look
 from stallfree.datasets.reader import IO_THREADS
 from stallfree.ipc.folders import default_root
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose, OnItem
 from stallfree.pytree import take_apart

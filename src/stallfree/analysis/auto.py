@@ -36,8 +36,8 @@ from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
 from stallfree.errors import InputError, StallfreeWarning, argument_conflict, text_of
 from stallfree.frames import users_level
 from stallfree.ipc.folders import SharedFolder, default_root
-from stallfree.ipc.forked import call_in_child
 from stallfree.ipc.locks import FileLock
+from stallfree.ipc.process import call_in_child
 from stallfree.loader.pool import Options
 from stallfree.notes import is_users
 from stallfree.pipeline.compose import Compose, Source, Transform

@@ -19,7 +19,7 @@ import numpy as np
 from stallfree.analysis.model import Costs
 from stallfree.datasets.probe import FirstLook, Sample
 from stallfree.errors import CodecError
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.notes import note_sample
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Source

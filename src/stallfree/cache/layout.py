@@ -406,8 +406,7 @@ class Counters:
         """Claim a row for this process."""
         self._lock = threading.Lock()  # a thread of the parent may have held the old one
         self._claimed = os.getpid(), file_lock
-        free = (row for row in range(1, len(self._rows)) if file_lock.claim(row))
-        self._row = self._rows[next(free, 0)]
+        self._row = self._rows[next(filter(file_lock.claim, range(1, len(self._rows))), 0)]
 
     def follow_fork(self) -> None:
         """Claim a new row in a forked child."""

@@ -6,7 +6,6 @@ if admitted there. New samples are written to it in the background.
 
 import contextlib
 import logging
-import os
 import threading
 import time
 import traceback
@@ -23,6 +22,7 @@ from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.ipc.fetch_threads import FetchThreads
+from stallfree.ipc.process import finalize_here
 from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.platform import at_fork
@@ -151,7 +151,7 @@ class TierClient:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._end: weakref.finalize[Any, TierClient] | None = None
+        self._end: weakref.finalize[Any, Any] | None = None
         self._pool: FetchThreads | None = None
         self._queued = 0  # bytes, including those being written
         self._last: deque[Future[None]] = deque(maxlen=1)
@@ -271,7 +271,7 @@ class TierClient:
             with self._lock:
                 if self._pool is None:
                     self._pool = FetchThreads(1)
-                    self._end = weakref.finalize(self, _finish_writes, os.getpid(), self._pool, self._last)
+                    self._end = finalize_here(self, _finish_writes, self._pool, self._last)
                 self._last.append(self._pool.submit(self._write, queued, copies, size, uncached))
         except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is exiting
             self._written(queued, np.zeros(fit, bool), size)
@@ -339,10 +339,8 @@ class TierClient:
         return TierClient, (self.tier, self._cache)
 
 
-def _finish_writes(owner: int, pool: FetchThreads, last: deque[Future[None]]) -> None:
+def _finish_writes(pool: FetchThreads, last: deque[Future[None]]) -> None:
     """Wait for the queued writes, and stop their thread; also when the process ends."""
-    if os.getpid() != owner:
-        return  # in a forked child, whose parent has the thread
     for write in [*last]:
         with contextlib.suppress(CancelledError):
             try:

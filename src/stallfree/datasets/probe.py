@@ -12,7 +12,7 @@ import numpy as np
 from stallfree.cache.layout import plan_layout
 from stallfree.datasets.reader import plain_beneath
 from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.notes import note_sample
 from stallfree.pipeline import classify
 from stallfree.pipeline.classify import SOURCE, Found, Split, StepError, Trust

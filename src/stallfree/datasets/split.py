@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import StallfreeWarning, WaitError, WorkerError
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.pipeline.classify import StepError, Trust, make_twice
 from stallfree.pipeline.compose import Compose, Source, Transform, describe_step, note_drew
 from stallfree.pipeline.randomness import States

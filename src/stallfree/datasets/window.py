@@ -26,9 +26,8 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.epoch_source import Ids, check_state
 from stallfree.datasets.reader import Reader
 from stallfree.errors import StallfreeError, WaitError, state_mismatch, window_late
-from stallfree.ipc.forked import Owner
 from stallfree.ipc.locks import FileLock
-from stallfree.ipc.process import Child, Parent, end_all
+from stallfree.ipc.process import Child, Owner, Parent, end_all
 from stallfree.ipc.shared_array import SharedCounts, shared_array
 from stallfree.platform import how_it_ended
 

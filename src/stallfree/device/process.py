@@ -29,8 +29,7 @@ from stallfree.device.copies import Cuda, Device, Event, Stream, find_device, is
 from stallfree.device.prefetcher import DevicePrefetcher
 from stallfree.frames import short_traceback
 from stallfree.ipc.channel import pack_error, unpack_error
-from stallfree.ipc.forked import Owner
-from stallfree.ipc.process import Child, Parent, end_all
+from stallfree.ipc.process import Child, Owner, Parent, end_all
 from stallfree.notes import raisable
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import need_linux

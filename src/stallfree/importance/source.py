@@ -24,8 +24,7 @@ from stallfree.importance.jobs import benefit
 from stallfree.importance.packages import LOW, MISSED, PENDING, Field, SharedFlags, package_main
 from stallfree.importance.plans import Draw, generator
 from stallfree.importance.sampler import ImportanceSampler
-from stallfree.ipc.forked import Owner
-from stallfree.ipc.process import Child, end_all
+from stallfree.ipc.process import Child, Owner, end_all
 from stallfree.loader.messages import Ids
 from stallfree.platform import how_it_ended
 from stallfree.stats import ImportanceStats

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Self
 
 from stallfree.errors import BatchError, StallfreeError, text_of
 from stallfree.frames import users_traceback
+from stallfree.ipc.folders import short_path
 from stallfree.notes import is_users, notes_of
 from stallfree.platform import at_fork
 
@@ -194,7 +195,7 @@ class Connection(Channel):
     def open(cls, folder: Path) -> Self | None:
         """Connect to the server in `folder`; returns None if there is none."""
         connection = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(FileNotFoundError), _short(folder) as short:
+        with contextlib.suppress(FileNotFoundError), short_path(folder) as short:
             if connection.connect_ex(f"{short}/socket") == 0:
                 return cls(connection)
         connection.close()
@@ -212,16 +213,6 @@ class Connection(Channel):
         return message
 
 
-@contextlib.contextmanager
-def _short(folder: Path) -> Iterator[str]:
-    """Yield a short path of `folder`: a socket address has space for 107 bytes."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
-
-
 class Server:
     """Listens in a folder, and exchanges messages with the processes that connect.
 
@@ -233,7 +224,7 @@ class Server:
         self.peers: set[Connection] = set()
         self._listener = socket.socket(socket.AF_UNIX)
         _kept.add(self._listener)
-        with _short(folder) as short:
+        with short_path(folder) as short:
             self._listener.bind(f"{short}/socket-{os.getpid()}")
             self._listener.listen(128)
             os.rename(f"{short}/socket-{os.getpid()}", f"{short}/socket")  # replaces that of an ended process
@@ -283,11 +274,7 @@ def pack_error(error: BaseException) -> bytes:
     Attributes that have no pickle are left out, and arguments become text. An error whose class has none becomes a
     `BatchError` with the name of its type and its text.
     """
-    text = _text(error)
-    try:
-        return pickle.dumps((text, _dumps(error)))
-    except Exception:  # such as a cause that contains itself
-        return pickle.dumps((text, b""))
+    return pickle.dumps((_text(error), _dumps(error)))
 
 
 def unpack_error(packed: bytes | bytearray | memoryview) -> BaseException:
@@ -306,24 +293,14 @@ class _Pickler(pickle.Pickler):
         """Return the parts of an error, which `_create` and `_restore` put together; other objects as usual."""
         if not isinstance(value, BaseException):
             return NotImplemented
-        notes, links = _notes(value), (value.__cause__, value.__context__, value.__suppress_context__)
-        if not _has_pickle(type(value)):
-            return _stand_in, (_text(value),), ({"__notes__": notes}, links), None, None, _restore
-        _, arguments, *state = _builtin(type(value)).__reduce__(value)
-        attributes = dict[str, Any](state[0] or {}) if state else {}
-        own = object.__getstate__(value)
-        if isinstance(own, tuple):  # also attributes in slots
-            attributes |= own[1]
-        attributes = {name: attribute for name, attribute in attributes.items() if _has_pickle(attribute)}
-        sent = tuple(argument if _has_pickle(argument) else text_of(argument) for argument in arguments)
-        return (
-            _create,
-            (type(value), sent),
-            ({**attributes, "__notes__": notes}, links),
-            None,
-            None,
-            _restore,
-        )
+        _, arguments, state = (*_builtin(type(value)).__reduce__(value), None)[:3]
+        sent = tuple(argument if _dumps(argument) else text_of(argument) for argument in arguments)
+        rebuild: Any = _create, (type(value), sent)
+        attributes = {name: attribute for name, attribute in (state or {}).items() if _dumps(attribute)}
+        if not _dumps(type(value)):
+            rebuild, attributes = (_stand_in, (_text(value),)), {}
+        links = value.__cause__, value.__context__, value.__suppress_context__
+        return *rebuild, (attributes | {"__notes__": _notes(value)}, links), None, None, _restore
 
 
 def _builtin(kind: type[BaseException]) -> Any:
@@ -362,13 +339,10 @@ def _text(error: BaseException) -> str:
 
 
 def _dumps(value: object) -> bytes:
+    """Return the pickle of `value`; empty if it has none, such as a cause that contains itself, or cannot be loaded."""
     stream = io.BytesIO()
-    _Pickler(stream).dump(value)
-    return stream.getvalue()
-
-
-def _has_pickle(value: object) -> bool:
     with contextlib.suppress(Exception):
-        pickle.loads(_dumps(value))
-        return True
-    return False
+        _Pickler(stream).dump(value)
+        pickle.loads(stream.getvalue())
+        return stream.getvalue()
+    return b""

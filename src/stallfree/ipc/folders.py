@@ -21,7 +21,7 @@ import shutil
 import stat
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from stallfree.errors import InputError, StorageError, folder_gone, folder_owner, lock_held, name_invalid
@@ -156,6 +156,16 @@ def check_name(name: str) -> str:
     return name
 
 
+@contextlib.contextmanager
+def short_path(folder: Path) -> Iterator[str]:
+    """Yield a short path of `folder`, for sockets in it: their address has space for 107 bytes."""
+    fd = os.open(folder, os.O_PATH | _FOLDER)
+    try:
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
 class SharedFolder:
     """An attachment to the folder `name` below `root`, which is created if it does not exist.
 
@@ -180,7 +190,7 @@ class SharedFolder:
     ) -> None:
         check_name(name)
         self.root = prepare_root(default_root() if root is None else root)
-        self.path, self.persist, self.created, self._owner = self.root / name, persist, False, os.getpid()
+        self.path, self.created, self._owner = self.root / name, False, os.getpid()
         deadline = time.monotonic() + ATTACH_SECONDS
         while True:
             fd = _locked(self.path, fcntl.LOCK_SH)

@@ -82,8 +82,7 @@ class FileLock:
     def hold(self, seconds: float, what: str) -> Iterator[None]:
         """Hold the lock. Raises `WaitError`, naming `what`, if it is not free within `seconds`."""
         file, deadline, pause = self._file, time.monotonic() + seconds, 0.0
-        if file is None:
-            raise ValueError(f"the lock {self.path} is closed")
+        assert file is not None, f"the lock {self.path} is closed"
         if not file.thread_lock.acquire(timeout=seconds):
             raise lock_held(f"{what}: another thread of this process held {self.path} for {seconds:g} s: let it end")
         try:
@@ -118,9 +117,8 @@ class FileLock:
 
     def claim_any(self) -> int:
         """Claim the lowest free byte and return its number. Raises `WaitError` if all are claimed."""
-        for byte in range(1, CLAIMS + 1):
-            if self.claim(byte):
-                return byte
+        if byte := next(filter(self.claim, range(1, CLAIMS + 1)), 0):
+            return byte
         raise lock_held(f"all {CLAIMS} places in {self.path} are taken by running processes: use fewer")
 
     def claimed_elsewhere(self) -> bool:

@@ -1,4 +1,4 @@
-"""Child processes that end with their parent, and the messages between the two.
+"""Child processes that end with their parent, the messages between the two, and forks.
 
     child = Child(main, setup, context=context, name="stallfree-worker")
 
@@ -10,9 +10,14 @@ therefore reports in, and its parent replaces one that is `overdue`.
 
 A process that is not forked imports the main script first. If the script starts processes while it is imported, for
 lack of a main guard, such a process ends at once and without a word (`start_method`), and its parent raises the error.
+
+A call in a forked process (`call_in_child`) leaves nothing behind in this one: what it opened, started or changed ends
+with the process.
 """
 
 import contextlib
+import ctypes
+import logging
 import os
 import pickle
 import signal
@@ -20,19 +25,20 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from multiprocessing import current_process, get_all_start_methods, get_context, get_start_method, reduction
 from multiprocessing.context import BaseContext
 from multiprocessing.util import Finalize
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NoReturn
 
 import torch
 
-from stallfree.errors import InputError, main_guard, not_picklable, text_of
-from stallfree.ipc.channel import Channel
-from stallfree.ipc.forked import Owner
-from stallfree.platform import at_fork, begin_child, interrupts_later
+from stallfree.errors import InputError, WorkerError, main_guard, not_picklable, text_of
+from stallfree.ipc.channel import Channel, pack_error, unpack_error
+from stallfree.platform import at_fork, begin_child, how_it_ended, interrupts_later, shares_memory
+from stallfree.typevars import T
 
 REPORT_SECONDS = 2.0
 """Seconds for the first fork to report in; doubled after each one that did not, since the machine may be busy."""
@@ -42,9 +48,117 @@ _SERVER_GONE = 255
 """The exit code that `multiprocessing` gives to the processes of a fork server that has ended."""
 
 _NAME = "stallfree-"
+_PDEATHSIG = 1
+_NO_CUDA = b"Cannot re-initialize CUDA in forked subprocess"
+
+log = logging.getLogger("stallfree")
+
+# -- forks ------------------------------------------------------------------------------------------------------------
 
 _leaders: weakref.WeakSet["Child"] = weakref.WeakSet()
-at_fork(after_in_child=_leaders.clear)
+_lenders: weakref.WeakSet[Any] = weakref.WeakSet()
+at_fork(before=lambda: [lender.before_fork() for lender in list(_lenders)], after_in_child=_leaders.clear)
+
+
+class Owner:
+    """The process that created an object."""
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this is that process; False in a forked child."""
+        return self.pid == os.getpid()
+
+
+def finalize_here(referent: object, call: Callable[..., object], *arguments: Any) -> "weakref.finalize[Any, Any]":
+    """Return a `weakref.finalize` that does nothing in a forked child: what it closes belongs to this process."""
+
+    def end(pid: int) -> None:
+        if pid == os.getpid():
+            call(*arguments)
+
+    return weakref.finalize(referent, end, os.getpid())
+
+
+def prepare_for_forks(lender: Any) -> None:
+    """Call `lender.before_fork()` in the thread that forks, before each fork, as long as the lender is alive.
+
+    A lender has lent memory which it fills again later, such as a ring of slots: a child keeps reading it.
+    """
+    _lenders.add(lender)
+
+
+def call_in_child(call: Callable[[], T], what: str, *, seconds: float = 60.0) -> T:
+    """Return the result of `call`, made in a forked process of one thread.
+
+    The result is pickled. Standard output is that of this process. `call` is made here where there is no fork, if it
+    uses CUDA, which a forked process cannot, and if the process has no result in time: it may wait for a lock or a
+    thread that was not copied.
+
+    Args:
+        call: the function.
+        what: what it does, for messages, such as "the first look at the data set".
+        seconds: limit of the wait for the process.
+
+    Raises:
+        WorkerError: the process ended before it had a result.
+        BaseException: what `call` raised.
+    """
+    if not shares_memory():
+        return call()
+    with contextlib.suppress(Exception):
+        sys.stdout.flush()
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, interrupts_later("fork"), warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 and later, about threads
+            pid = os.fork()
+            if pid == 0:
+                _answer(call, theirs)
+        try:
+            answer = Channel(ours).receive_by(time.monotonic() + seconds)
+        except EOFError:
+            raise WorkerError(f"{what} was not finished: {how_it_ended(_end(pid))}") from None
+        finally:
+            _end(pid)
+    if answer is None:
+        log.warning("%s had no result in a forked process for %.0f s: it runs in this process now", what, seconds)
+        return call()
+    if answer[0]:
+        return pickle.loads(memoryview(answer)[1:])  # type: ignore[no-any-return]
+    if _NO_CUDA in answer:  # in the text of the error, or of its cause
+        return call()
+    raise unpack_error(memoryview(answer)[1:])
+
+
+def _end(pid: int) -> int | None:
+    """Kill a child that is not ending yet, and return its exit code; None if it is not known."""
+    with contextlib.suppress(OSError):
+        os.kill(pid, signal.SIGKILL)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return None
+
+
+def _answer(call: Callable[[], Any], connection: socket.socket) -> NoReturn:
+    """Make the call, send its result or error, and end this process."""
+    try:
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signal.SIGKILL)
+        begin_child()
+        torch.set_num_threads(1)  # those of OpenMP do not survive a fork
+        try:
+            answer = b"\1", pickle.dumps(call(), pickle.HIGHEST_PROTOCOL)
+        except BaseException as error:
+            answer = b"\0", pack_error(error)
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+        Channel(connection).send_all(*answer)
+    finally:
+        os._exit(0)
+
+
+# -- the start of processes -------------------------------------------------------------------------------------------
 
 
 def context_of(given: Any, *, requested: bool = True) -> BaseContext:
@@ -286,8 +400,8 @@ def _run(connection: socket.socket, pid: int, leads: bool, call: _Call) -> None:
     call.main(Parent(connection, pid), *call.arguments)
 
 
-class Parent:
-    """The process that started this one.
+class Parent(Channel):
+    """The process that started this one, and the channel to it.
 
     Args:
         connection: connection to the parent.
@@ -295,22 +409,16 @@ class Parent:
     """
 
     def __init__(self, connection: socket.socket, pid: int) -> None:
-        self._channel, self._pid = Channel(connection), pid
+        super().__init__(connection)
+        self._pid = pid
         self._direct = os.getppid() == pid  # not the child of a fork server
 
-    def fileno(self) -> int:
-        """Return the descriptor, readable when the parent has sent a message, requests the end, or has ended."""
-        return self._channel.fileno()
-
-    def send(self, *pieces: bytes | memoryview) -> None:
-        """Send a message made of `pieces`, or the report that this process has started; `OSError` without a parent."""
-        self._channel.send_all(*pieces)
-
-    report = send
+    send = report = Channel.send_all
+    """Send a message, blocking; or, without one, the report that this process has started."""
 
     def wait(self, seconds: float) -> bool:
         """Wait until the parent has sent a message, requests the end, or has ended; returns False after `seconds`."""
-        return self._channel.wait(seconds) or self.ended
+        return super().wait(seconds) or self.ended
 
     @property
     def ended(self) -> bool:
@@ -327,9 +435,9 @@ class Parent:
             try:
                 with contextlib.suppress(EOFError):
                     while not self.ended:
-                        while (message := self._channel.receive()) is not None:
+                        while (message := self.receive()) is not None:
                             take(message)
-                        self._channel.wait(1.0)
+                        self.wait(1.0)
                 take(None)
                 while not self.ended:
                     time.sleep(_CHECK_SECONDS)

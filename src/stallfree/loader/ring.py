@@ -23,7 +23,7 @@ import numpy as np
 
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
-from stallfree.ipc.forked import prepare_for_forks
+from stallfree.ipc.process import prepare_for_forks
 from stallfree.loader.messages import NO_SLOT
 from stallfree.platform import OPEN, allocate, shares_memory
 

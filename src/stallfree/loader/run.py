@@ -15,7 +15,7 @@ from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
 from stallfree.frames import shorten
-from stallfree.ipc.forked import Owner
+from stallfree.ipc.process import Owner
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats

@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from stallfree.errors import StallfreeWarning, text_of
 from stallfree.frames import users_level
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.pipeline import compose
 from stallfree.pipeline.compose import Compose, OnItem, Transform, describe_step, flatten, mark_of
 from stallfree.pipeline.fingerprint import same

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from stallfree.ipc.channel import Connection, Message, pack
-from stallfree.ipc.forked import prepare_for_forks
+from stallfree.ipc.process import prepare_for_forks
 from stallfree.loader.ring import Slots
 
 Bytes = npt.NDArray[np.uint8]

@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from stallfree.errors import no_files
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.classify import spread
 from stallfree.pipeline.compose import Compose

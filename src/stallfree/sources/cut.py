@@ -8,7 +8,7 @@ from typing import Any
 
 from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
 from stallfree.frames import short_traceback
-from stallfree.ipc.forked import call_in_child
+from stallfree.ipc.process import call_in_child
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Source, Transform, mark_of
 from stallfree.pipeline.fingerprint import same

@@ -6,12 +6,12 @@ import os
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 import torch
 
 import stallfree as sf
@@ -126,7 +126,7 @@ class Harm:
     KINDS = ("kill", "freeze", "flush", "flip", "cut", "swap", "disconnect", "fill")
 
     def __init__(self, servers: list[Server], folder: Path) -> None:
-        self.done: Counter[str] = Counter()
+        self.done = Counter[str]()
         self._servers, self._folder = servers, folder
         self._chance, self._over = random.Random(5), threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -147,14 +147,12 @@ class Harm:
             if min(self.done[kind] for kind in self.KINDS) > 0:
                 (self._folder / "enough").touch()
 
-    def _wait(self, seconds: float) -> None:
-        self._over.wait(self._chance.uniform(0.0, seconds))
-
     def _do(self, kind: str, server: Server) -> int:
         """Do harm to a server; how often."""
+        seconds = self._chance.uniform(0.0, 1.0)
         if kind in ("kill", "freeze"):
             server.kill() if kind == "kill" else server.freeze()
-            self._wait(1.0 if kind == "kill" else 1.5)
+            self._over.wait(seconds)
             server.start() if kind == "kill" else server.thaw()
             return 1
         with admin(server) as client:
@@ -164,37 +162,20 @@ class Harm:
                 client.client_kill_filter(_type="normal", skipme=True)
             elif kind == "fill":
                 client.config_set("maxmemory", 1)
-                self._wait(0.5)
+                self._over.wait(seconds / 2)
                 client.config_set("maxmemory", 0)
             else:
-                return self._change(server, {"flip": self._flipped, "cut": self._cut, "swap": self._swapped()}[kind])
+                return self._change(client, kind)
         return 1
 
-    def _flipped(self, value: bytes) -> bytes:
-        at, changed = self._chance.randrange(8 * len(value)), bytearray(value)
-        changed[at // 8] ^= 1 << at % 8
-        return bytes(changed)
-
-    def _cut(self, value: bytes) -> bytes:
-        return value[: self._chance.randrange(len(value))]
-
-    def _swapped(self) -> Callable[[bytes], bytes]:
-        """Gives keys the values of other samples and of the other data set."""
-        before = [b""]
-
-        def last(value: bytes) -> bytes:
-            before.append(value)
-            return before[-2] or value
-
-        return last
-
-    def _change(self, server: Server, change: Callable[[bytes], bytes]) -> int:
-        """Change a quarter of the values; how many."""
-        number = 0
-        with admin(server) as client:
-            keys = client.keys("stallfree:*")
-            for key in self._chance.sample(keys, len(keys) // 4):
-                if value := client.get(key):
-                    client.set(key, change(value))
-                    number += 1
+    def _change(self, client: redis.Redis, kind: str) -> int:
+        """Change a quarter of the values; how many. Some get those of other samples and of the other data set."""
+        number, before = 0, b""
+        keys = client.keys("stallfree:*")
+        for key in self._chance.sample(keys, len(keys) // 4):
+            if value := client.get(key):
+                changed, bit = bytearray(value), self._chance.randrange(8 * len(value))
+                changed[bit // 8] ^= 1 << bit % 8
+                client.set(key, {"flip": bytes(changed), "cut": value[: bit // 8], "swap": before or value}[kind])
+                number, before = number + 1, value
         return number

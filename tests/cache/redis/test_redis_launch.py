@@ -4,7 +4,6 @@ import contextlib
 import os
 import signal
 import stat
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,13 @@ import pytest
 import redis
 
 import stallfree as sf
-from children import Child, Holder, run_threads
+from children import Child, Holder, gone, run_threads
 from redis_servers import needs_server, until
 from redis_tiers import ALL, PATIENT, held, put, tier_of
 from stallfree.cache.redis.launch import find_host, find_node, find_server
 from stallfree.cache.redis.store import RedisStore
 from stallfree.errors import CapacityError, InputError, MissingServerError
-from stallfree.ipc.folders import default_root, sweep
+from stallfree.ipc.folders import default_root
 
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -50,21 +49,12 @@ def server_of(name: str = "one") -> psutil.Process:
     return found
 
 
-def wait_for_end(process: psutil.Process) -> None:
-    def has_ended() -> bool:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            return process.status() == psutil.STATUS_ZOMBIE
-        return True
-
-    until(has_ended, "it has ended")
-
-
 def kill(process: psutil.Process) -> None:
     """Kill a server, and wait until its starter can see it."""
     process.kill()
     with contextlib.suppress(ChildProcessError):  # of another process, or waited for already
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it counts as a zombie while its threads still run
-    wait_for_end(process)
+    until(lambda: gone(process.pid))
 
 
 # -- start and end ----------------------------------------------------------------------------------------------------
@@ -72,15 +62,13 @@ def kill(process: psutil.Process) -> None:
 
 @needs_server
 def test_all_processes_of_a_node_share_the_server_of_the_first() -> None:
-    ready = threading.Barrier(4)
-
     def child() -> None:
         with open_store() as store:
             tier = tier_of(store)
             until(lambda: put(tier, ALL).all() and held(tier) == ALL.tolist(), "it works")
             os.kill(os.getpid(), signal.SIGSTOP)
 
-    children = [Child(child) for _ in range(ready.parties)]
+    children = [Child(child) for _ in range(4)]
     for one in children:
         one.wait_until_stopped()
     server, folder = server_of(), default_root() / "redis-one"
@@ -93,31 +81,8 @@ def test_all_processes_of_a_node_share_the_server_of_the_first() -> None:
     for one in children:
         one.signal(signal.SIGCONT)
     assert [one.wait() for one in children] == [0] * 4
-    wait_for_end(server)
+    until(lambda: gone(server.pid))
     assert not folder.exists()
-
-
-@needs_server
-def test_nothing_is_left_after_sigkill_of_everything() -> None:
-    file = default_root() / "worker"
-
-    def child() -> None:
-        with open_store() as store:
-            worker = Child(signal.pause)
-            assert put(tier_of(store), ALL).all()
-            file.write_text(str(worker.pid))
-            signal.pause()
-
-    starter = Child(child)
-    worker = int(until(lambda: file.exists() and file.read_text(), "it runs"))
-    server = server_of()
-    starter.kill()
-    wait_for_end(server)  # though a worker lives
-    os.kill(worker, signal.SIGKILL)
-    until(lambda: not psutil.pid_exists(worker), "the worker has ended")
-    file.unlink()
-    assert "redis-one" in sweep(default_root())
-    assert os.listdir(default_root()) == []
 
 
 @needs_server
@@ -159,7 +124,7 @@ def test_another_process_takes_over_when_the_starter_has_died() -> None:
         put(tier, ALL)
         assert Child(tier.begin_epoch).wait() == 0
         starter.kill()
-        wait_for_end(server)
+        until(lambda: gone(server.pid))
         assert held(tier) == []
         tier.begin_epoch()
         assert put(tier, ALL).all()
@@ -170,8 +135,7 @@ def test_another_process_takes_over_when_the_starter_has_died() -> None:
 def test_stores_of_one_process_and_of_a_forked_child() -> None:
     with open_store() as first, open_store() as same, open_store("two") as other:
         put(tier_of(first), ALL)
-        assert held(tier_of(same)) == ALL.tolist()
-        assert held(tier_of(other)) == []
+        assert (held(tier_of(same)), held(tier_of(other))) == (ALL.tolist(), [])
         assert repr(first) == "RedisStore('one', redis-one of node 0 )"
         assert (first.room, tier_of(first).num_nodes, tier_of(first).me) == (64 << 20, 1, 0)
         assert Child(first.close).wait() == 0

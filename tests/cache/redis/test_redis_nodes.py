@@ -1,8 +1,13 @@
 """Training on two nodes with a server each: which samples come, from where, and what one node learns of another."""
 
+import contextlib
+import os
+import socket
+import time
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -13,14 +18,15 @@ from torch import distributed
 from torch.utils.data.distributed import DistributedSampler
 
 import stallfree as sf
-from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, stats_of
-from redis_servers import needs_server
+from children import gone
+from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, open_store, reads
+from redis_servers import needs_server, until
 from stallfree.errors import WaitError
-from stallfree.ipc.folders import default_root
+from stallfree.ipc.folders import default_root, sweep
 
 pytestmark = needs_server
 
-COUNT = 240
+COUNT = 160
 
 
 @pytest.fixture(scope="module")
@@ -30,27 +36,36 @@ def pair() -> Iterator[Job]:
         yield made
 
 
-def close_rows(here: Here) -> None:
-    here.pop("cached").close()
+@contextmanager
+def rows(here: Here, **options: Any) -> Iterator[sf.CachedDataset]:
+    """The data set in one of the processes, until all have ended."""
+    open_rows(here, COUNT, options)
     here["meet"].wait(LIMIT)
+    here["looked at"] = reads(here["folder"]) if here["number"] == 0 else []
+    here["meet"].wait(LIMIT)
+    yield here["cached"]
+    here["meet"].wait(LIMIT)
+    here.pop("cached").close()
 
 
 # -- epochs -----------------------------------------------------------------------------------------------------------
 
 
-def train(here: Here, library: Any, options: dict[str, Any]) -> list[list[int]]:
-    """The ids of three epochs. Each ends when everything that was read is stored."""
-    cached, served = here["cached"], []
-    sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=1)
-    loader = (sf if library == "sf" else torch.utils.data).DataLoader(cached, batch_size=8, sampler=sampler, **options)
-    for epoch in range(3):
-        sampler.set_epoch(epoch)
-        served.append([id for values, ids in loader for id in check_batch(values, ids)])
-        cached.cache.tier.flush()
-        here["meet"].wait(LIMIT)
-    if library == "sf":
-        loader.close()
-    return served
+def train(here: Here, library: str, method: str | None, options: dict[str, Any]) -> tuple[list[list[int]], Any, Any]:
+    """The ids of three epochs, each of which ends when all that was read is stored; the counts; what was looked at."""
+    served, workers = list[list[int]](), {"num_workers": 1, "persistent_workers": library == "sf"} if method else {}
+    with rows(here, **options) as cached:
+        sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=1)
+        kind = (sf if library == "sf" else torch.utils.data).DataLoader
+        loader = kind(cached, batch_size=8, sampler=sampler, multiprocessing_context=method, **workers)
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            served.append([id for values, ids in loader for id in check_batch(values, ids)])
+            cached.cache.tier.flush()
+            here["meet"].wait(LIMIT)
+        if library == "sf":
+            loader.close()
+        return served, cached.stats(), here["looked at"]
 
 
 @pytest.mark.parametrize(
@@ -65,69 +80,34 @@ def train(here: Here, library: Any, options: dict[str, Any]) -> list[list[int]]:
 def test_each_sample_comes_once_per_epoch_and_from_storage_once_in_all(
     library: str, capacity: Any, method: str | None, pair: Job
 ) -> None:
-    options = {"num_workers": 1, "multiprocessing_context": method, "persistent_workers": library == "sf"}
-    pair.run(open_rows, COUNT, {"capacity": capacity, "name": f"{library}-{capacity}-{method}"})
-    looked_at = set(pair.reads())
-    ran = pair.run(train, library, options if method else {})
+    ran = pair.run(train, library, method, {"capacity": capacity, "name": f"{library}-{capacity}-{method}"})
     for epoch in range(3):
-        assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
-    assert sorted(pair.reads()) == sorted({*range(COUNT)} - looked_at), "once by all nodes, and never after epoch 1"
-    stats = pair.run(stats_of)
+        assert sorted(id for served, _, _ in ran for id in served[epoch]) == list(range(COUNT))
+    assert sorted(reads(pair.folder)) == sorted({*range(COUNT)} - {*ran[0][2]}), "once by all nodes"
+    stats = [stats for _, stats, _ in ran]
     assert stats[0] == stats[1], "of a node"
     for node in stats[::2]:
         assert node.tier_rejected == node.evictions == node.damaged == 0
         assert node.hits >= COUNT, "two epochs of half of all"
         assert node.tier_hits > 20, "of the other node too"
-    pair.run(close_rows)
-
-
-def test_a_local_sampler_serves_what_the_node_stores(pair: Job) -> None:
-    pair.run(open_rows, COUNT, {"name": "local"})
-    ran = pair.run(train_locally)
-    for epoch in range(2):
-        assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
-        assert ran[0][0] != ran[0][1]
-    pair.run(close_rows)
 
 
 def train_locally(here: Here) -> list[list[int]]:
-    cached, served = here["cached"], []
-    sampler = sf.LocalSampler(cached, seed=1, rank=here["number"], num_ranks=here["count"])
-    with sf.DataLoader(cached, 8, sampler=sampler) as loader:
-        for _ in range(2):
-            served.append([id for values, ids in loader for id in check_batch(values, ids)])
-            foreign = cached.tier.owner(np.array(served[-1])) != cached.tier.me
+    with rows(here, name="local") as cached:
+        sampler = sf.LocalSampler(cached, seed=1, rank=here["number"], num_ranks=here["count"])
+        with sf.DataLoader(cached, 8, sampler=sampler) as loader:
+            served = [[id for values, ids in loader for id in check_batch(values, ids)] for _ in range(2)]
+        for ids in served:
+            foreign = cached.tier.owner(np.array(ids)) != cached.tier.me
             assert foreign.sum() <= 1, "nodes whose numbers of samples differ"
-    return served
+        return served
 
 
-def test_values_of_a_cache_loader_are_loaded_once_by_all_nodes(pair: Job) -> None:
-    loads = [key for process in pair.run(load_by_key) for key in process]
-    assert Counter(loads) == Counter([*range(40), *map(str, range(40))])
-
-
-def load_by_key(here: Here) -> list[Any]:
-    """Each process loads its part of the keys, then all."""
-    keys: list[Any] = [*range(40), *map(str, range(40))]
-    loads: list[Any] = []
-
-    def load(key: Any) -> Any:
-        loads.append(key)
-        return None if key == "7" else {"key": key}
-
-    with sf.CacheLoader(capacity="4MiB", store=here["store"], name="keys") as loader:
-        here["meet"].wait(LIMIT)
-        for some in (keys[here["number"] :: 4], keys):
-            for key in some:
-                assert loader.get(key, load) == (None if key == "7" else {"key": key})
-            loader.cache.tier.flush()
-            here["meet"].wait(LIMIT)
-    return loads
-
-
-def test_auto_is_a_store_of_all_nodes_unless_the_data_set_has_no_fingerprint(pair: Job) -> None:
-    assert pair.run(open_auto, False) == [(2, 0)] * 4
-    assert pair.run(open_auto, True) == [(None, 8 << 20)] * 4
+def test_a_local_sampler_serves_what_the_node_stores(pair: Job) -> None:
+    ran = pair.run(train_locally)
+    for epoch in range(2):
+        assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
+    assert ran[0][0] != ran[0][1]
 
 
 def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
@@ -145,6 +125,11 @@ def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
         return getattr(cached.tier, "num_nodes", None), cached.cache.capacity
 
 
+def test_auto_is_a_store_of_all_nodes_unless_the_data_set_has_no_fingerprint(pair: Job) -> None:
+    assert pair.run(open_auto, False) == [(2, 0)] * 4
+    assert pair.run(open_auto, True) == [(None, 8 << 20)] * 4
+
+
 def test_a_node_that_does_not_come_is_named(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     for name, value in (names | {"MASTER_PORT": pair.port}).items():
@@ -157,49 +142,227 @@ def test_a_node_that_does_not_come_is_named(pair: Job, monkeypatch: pytest.Monke
 # -- importance -------------------------------------------------------------------------------------------------------
 
 
-def begin_importance(here: Here, options: dict[str, Any]) -> None:
-    place = {"init_method": f"file://{here['folder'] / 'ranks'}", "rank": here["number"], "world_size": here["count"]}
+def train_by_importance(here: Here, plan: str) -> list[tuple[list[int], list[int], list[int]]]:
+    """Of each epoch: the plan of all ranks, the ids that were assumed to be stored, and those of this rank."""
+    place = {"init_method": f"file://{here['folder'] / plan}", "rank": here["number"], "world_size": here["count"]}
     distributed.init_process_group("gloo", timeout=timedelta(seconds=LIMIT), **place)
-    sampler = sf.ImportanceSampler(COUNT, cache=here["cached"].cache, seed=3, max_age=20, **options)
-    here["loader"] = sf.DataLoader(here["cached"], 6, sampler=sampler)
-
-
-def draw(here: Here, number: int) -> tuple[list[int], list[int], list[int]]:
-    """Train an epoch, and wait until all that was read is stored.
-
-    Returns the plan of all ranks, the ids that were assumed to be stored, and those of the rank's own batches.
-    """
-    loader, served = here["loader"], []
-    batches = iter(loader)  # draws the plan, with all ranks
-    plan, resident = loader.sampler.plan(number).ids.tolist(), np.flatnonzero(loader.sampler._draw.resident).tolist()
-    for batch in batches:
-        assert check_batch(*batch.data) == batch.ids.tolist()
-        loss = 0.1 + ((batch.ids * 37 + number * 11) % 101).float() / 10
-        loader.update(batch.ids, loss)
-        served += batch.ids.tolist()
-        distributed.all_reduce(loss.sum())  # as that of the gradients
-    here["cached"].cache.tier.flush()
-    distributed.barrier()
-    return plan, resident, served
-
-
-def end_importance(here: Here) -> None:
-    here.pop("loader").close()
+    epochs = []
+    with rows(here, name=f"importance-{plan}", policy="importance") as cached:
+        sampler = sf.ImportanceSampler(COUNT, cache=cached.cache, seed=3, max_age=20, plan=plan, on_miss=None)
+        with sf.DataLoader(cached, 6, sampler=sampler) as loader:
+            for number in range(3):
+                served, batches = list[int](), iter(loader)  # draws the plan, with all ranks
+                planned, resident = sampler.plan(number).ids.tolist(), np.flatnonzero(sampler._draw.resident).tolist()
+                for batch in batches:
+                    served += check_batch(*batch.data)
+                    loss = 0.1 + ((batch.ids * 37 + number * 11) % 101).float() / 10
+                    loader.update(batch.ids, loss)
+                    distributed.all_reduce(loss.sum())  # as that of the gradients
+                cached.cache.tier.flush()
+                distributed.barrier()
+                epochs.append((planned, resident, served))
     distributed.destroy_process_group()
+    return epochs
 
 
 @pytest.mark.parametrize("plan", ["unbiased", pytest.param("icache", marks=pytest.mark.slow)])
 def test_ranks_of_all_nodes_serve_one_plan_and_read_what_no_server_has(plan: str, pair: Job) -> None:
-    pair.run(open_rows, COUNT, {"name": f"importance-{plan}", "policy": "importance"})
-    pair.run(begin_importance, {"plan": plan, "on_miss": None})
-    pair.reads()
-    for number in range(3):
-        ran = pair.run(draw, number)
-        planned, resident, _ = ran[0]
-        assert all(rank[:2] == (planned, resident) for rank in ran)
-        served = [id for _, _, own in ran for id in own]
+    missing = list[int]()
+    for number, ranks in enumerate(zip(*pair.run(train_by_importance, plan), strict=True)):
+        planned, resident, _ = ranks[0]
+        assert all(rank[:2] == (planned, resident) for rank in ranks)
+        served = [id for _, _, own in ranks for id in own]
         assert sorted(served) == sorted(planned)
-        assert sorted(pair.reads()) == sorted(set(served) - set(resident))
         assert number == 0 or len(resident) > COUNT / 3
-    pair.run(end_importance)
-    pair.run(close_rows)
+        missing += set(served) - set(resident)
+    assert sorted(reads(pair.folder)) == sorted(missing)
+
+
+# -- servers that are killed, frozen, disconnected or changed in the middle of an epoch -------------------------------
+
+
+MIDDLE = 5
+"""The batch after which something happens."""
+
+
+@pytest.fixture(scope="module")
+def single() -> Iterator[Job]:
+    """Two nodes that have made a data set, with the usual time limit."""
+    with job(timeout=0.25) as made:
+        made.run(open_rows, COUNT, {})
+        yield made
+
+
+def train_epoch(here: Here, epoch: int, workers: int, wait: bool) -> tuple[list[int], int, float]:
+    """An epoch: the ids, those that did not come from a server, and the longest wait for a batch in seconds.
+
+    With `wait`, the node waits in the middle until the test has done something.
+    """
+    cached, served, longest = here["cached"], [], 0.0
+    sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=7)
+    sampler.set_epoch(epoch)
+    before, middle = cached.stats(), here["folder"] / f"middle{here['number']}"
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    with sf.DataLoader(cached, 8, sampler=sampler, **options) as loader:
+        start = time.monotonic()
+        for number, batch in enumerate(loader):
+            longest = max(longest, time.monotonic() - start)
+            served += check_batch(*batch)
+            if wait and number == MIDDLE:
+                middle.touch()
+                until(lambda: not middle.exists(), "the test goes on")
+            start = time.monotonic()
+    cached.cache.tier.flush()
+    return served, cached.stats().storage_reads - before.storage_reads, longest
+
+
+class Epochs:
+    """Trains epochs on both nodes, each of which must serve every sample once."""
+
+    def __init__(self, made: Job, workers: int) -> None:
+        self.job, self.workers, self.number = made, workers, 0
+
+    def run(self, harm: Callable[[], None] | None = None) -> list[int]:
+        """An epoch, with `harm` in the middle of it; how many samples each node has read from storage."""
+        self.number += 1
+        with ThreadPoolExecutor(1) as executor:
+            running = executor.submit(self.job.run, train_epoch, self.number, self.workers, harm is not None)
+            if harm is not None:
+                middles = [self.job.folder / f"middle{node}" for node in range(2)]
+                until(lambda: all(middle.exists() for middle in middles), "both nodes are in the middle")
+                try:
+                    harm()
+                finally:
+                    for middle in middles:
+                        middle.unlink()
+            ran = running.result()
+        assert sorted(id for ids, _, _ in ran for id in ids) == list(range(COUNT))
+        assert max(longest for _, _, longest in ran) < 5, "no batch is waited for long, on a busy machine either"
+        return [reads for _, reads, _ in ran]
+
+    def until_hits(self) -> None:
+        """Train until everything comes from the servers."""
+        until(lambda: self.run() == [0, 0], "hits return")
+
+
+@contextlib.contextmanager
+def frozen(made: Job) -> Iterator[None]:
+    server = made.server(1)
+    server.suspend()
+    yield
+    server.resume()
+
+
+@contextlib.contextmanager
+def disconnected(made: Job) -> Iterator[None]:
+    with made.admin(1) as client:
+        client.client_kill_filter(_type="normal", skipme=True)
+    yield
+
+
+@contextlib.contextmanager
+def password_changed(made: Job) -> Iterator[None]:
+    old = made.record(1)["password"]
+    with made.admin(1) as client:
+        client.config_set("requirepass", "another")
+        client.client_kill_filter(_type="normal", skipme=True)
+    yield
+    with made.admin(1, "another") as client:
+        client.config_set("requirepass", old)
+
+
+@pytest.mark.parametrize(("fault", "workers"), [(frozen, 1), (disconnected, 0), (password_changed, 0)])
+def test_training_goes_on_and_hits_return(fault: Any, workers: int, single: Job) -> None:
+    epochs = Epochs(single, workers)
+    epochs.until_hits()
+    before = single.server(1).pid, single.record(1)["password"]
+    with contextlib.ExitStack() as stack:
+        reads = epochs.run(lambda: stack.enter_context(fault(single)))
+        if fault is not disconnected:
+            assert all(0 < number < COUNT / 2 for number in (*reads, *epochs.run())), "the other server goes on"
+    epochs.until_hits()
+    assert (single.server(1).pid, single.record(1)["password"]) == before
+
+
+@contextlib.contextmanager
+def stranger(host: str, port: int, received: list[bytes]) -> Iterator[None]:
+    """Takes the port of a server that has died, and keeps what is sent to it."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+
+    def bind() -> bool:
+        with contextlib.suppress(OSError):
+            listener.bind((host, port))
+            return True
+        return False
+
+    def listen() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = listener.accept()
+                with connection, contextlib.suppress(OSError):
+                    connection.settimeout(1)
+                    received.append(connection.recv(4096))
+
+    until(bind, "the port is free")
+    listener.listen()
+    with listener, ThreadPoolExecutor(1) as executor:
+        executor.submit(listen)
+        try:
+            yield
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.slow)])
+def test_a_killed_server_is_replaced_though_a_stranger_takes_its_port_who_is_sent_nothing(workers: int) -> None:
+    received: list[bytes] = []
+    with job(timeout=0.25) as made, contextlib.ExitStack() as stack:
+        made.run(open_rows, COUNT, {})
+        epochs = Epochs(made, workers)
+        epochs.until_hits()
+        record = made.record(1)
+
+        def harm() -> None:
+            made.server(1).kill()
+            stack.enter_context(stranger(record["host"], record["port"], received))
+
+        epochs.run(harm)
+        epochs.until_hits()
+        after = made.record(1)
+        assert after["port"] != record["port"]
+        assert after["password"] != record["password"]
+    assert b"".join(received) == b""
+
+
+def test_a_node_that_is_killed_costs_its_samples_and_nothing_is_left_when_all_are() -> None:
+    made = Job()
+    try:
+        made.run(open_store, {"timeout": 0.25})
+        made.run(open_rows, COUNT, {})
+        Epochs(made, 1).until_hits()
+        servers = [made.server(node).pid for node in range(2)]
+        theirs = sum(made.run(count_foreign, only=0))
+        made.kill(1)
+        until(lambda: gone(servers[1]), "its server ends with it")
+        until(lambda: made.run(train_alone, only=0) == [theirs], "only its samples come from storage")
+        made.kill(0)
+        until(lambda: gone(servers[0]), "its server ends with it")
+        for root in made.roots:
+            sweep(root)
+            assert os.listdir(root) == []
+    finally:
+        made.close()
+
+
+def count_foreign(here: Here) -> int:
+    tier = here["cached"].tier
+    return int((tier.owner(range(COUNT)) != tier.me).sum())
+
+
+def train_alone(here: Here) -> int:
+    """How many of all samples come from storage."""
+    before = here["cached"].stats().storage_reads
+    with sf.DataLoader(here["cached"], 8, ranks=(0, 1)) as loader:
+        assert [id for batch in loader for id in check_batch(*batch)] == list(range(COUNT))
+    return int(here["cached"].stats().storage_reads - before)

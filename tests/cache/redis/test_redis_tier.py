@@ -2,7 +2,10 @@
 
 import contextlib
 import pickle
+import shlex
+import shutil
 import socket
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import redis
 
 from children import Child
 from redis_servers import Cluster, FakeServer, Server, free_port, needs_server, until
-from redis_tiers import ALL, COUNT, PATIENT, admin, given, held, put, record, sample, tier_of
+from redis_tiers import ALL, COUNT, PATIENT, admin, given, held, put, record, tier_of
 from stallfree.cache.records import MISS
 from stallfree.cache.redis.store import RedisStore, RedisTier
 from stallfree.errors import InputError, StorageError
@@ -47,23 +51,15 @@ def tier(pair: list[Server]) -> Iterator[RedisTier]:
 # -- a tier -----------------------------------------------------------------------------------------------------------
 
 
-def test_what_was_stored_comes_back_until_it_is_dropped(tier: RedisTier) -> None:
-    assert held(tier) == []
-    assert put(tier, ALL[::2]).all()
-    assert held(tier, ALL[::-1]) == ALL[::2][::-1].tolist()
-    tier.drop(ALL[:100])
-    assert held(tier) == ALL[100::2].tolist()
+def test_values_are_replaced_and_come_in_parts(tier: RedisTier) -> None:
+    """All else that a tier does is in `testing.TierContract`."""
     tier.put_many(ALL[:1], [record((np.zeros(3), "other"))])
-    assert put(tier, [0]).all(), "a value is replaced"
-    (mine,), (other,) = tier.get_many(ALL[:1]), tier.get_many(ALL[:1])
-    mine[0][:] = -1
-    assert np.array_equal(other[0], sample(0)[0])
-    assert (tier.put_many(ALL[:0], []).tolist(), tier.get_many(ALL[:0])) == ([], [])
+    assert put(tier, ALL).all()
+    assert held(tier, ALL[::-1]) == ALL[::-1].tolist()
     parts = tier.parts(ALL)
     assert sorted(np.concatenate(parts).tolist()) == ALL.tolist()
     assert [(len(part), set(tier.owner(part).tolist())) for part in parts] == [(COUNT // 2, {0}), (COUNT // 2, {1})]
     assert (tier.me, tier.num_nodes) == (None, 1)
-    tier.begin_epoch()
     rows = tier.status()
     assert all(row.used_bytes > 0 == row.capacity_bytes and row.hits > 0 and not row.lost for row in rows)
     assert len({row.name for row in rows}) == 2
@@ -74,9 +70,7 @@ def test_data_sets_do_not_touch_each_other(pair: list[Server]) -> None:
     with given(*pair) as store, given(*pair[::-1]) as again, admin(pair[0]) as client:
         tiers = [tier_of(store, name, fingerprint) for name, fingerprint in names]
         client.set("mine", "x")
-        for salt, tier in enumerate(tiers):
-            assert held(tier) == []
-            put(tier, ALL, salt)
+        assert all(put(tier, ALL, salt).all() for salt, tier in enumerate(tiers))
         assert [len(held(tier, ALL, salt)) for salt, tier in enumerate(tiers)] == [COUNT] * 5
         assert held(tier_of(again, "a"), ALL) == ALL.tolist(), "the order of servers does not matter"
         tiers[0].clear()
@@ -157,33 +151,27 @@ def test_a_lost_server_costs_its_hits_until_it_is_back(how: str, tmp_path: Path,
         until(lambda: put(tier, ALL).all() and held(tier) == ALL.tolist(), "hits return")
 
 
-NONSENSE = {
-    "garbage": b"\x00\xff garbage\r\n",
-    "a number": b":7\r\n",
-    "too few values": b"*1\r\n$1\r\nx\r\n",
-    "too many values": b"*300\r\n" + b"$-1\r\n" * 300,
-    "a nested list": b"*200\r\n" + b"*1\r\n:1\r\n" * 200,
-    "an endless length": b"$999999999999\r\n",
-    "half a reply": b"*200\r\n$100\r\nxyz",
-    "more than requested": b"*200\r\n" + b"$-1\r\n" * 200 + b"$1\r\nx\r\n",
-    "byte by byte": b"",
-}
-
-
-@pytest.mark.parametrize("kind", NONSENSE)
-def test_nonsense_is_a_miss(kind: str) -> None:
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"\x00\xff garbage\r\n",
+        b":7\r\n",
+        b"*1\r\n$1\r\nx\r\n",  # too few values
+        b"*300\r\n" + b"$-1\r\n" * 300,
+        b"*200\r\n" + b"*1\r\n:1\r\n" * 200,  # a nested list
+        b"$999999999999\r\n",
+        b"*200\r\n$100\r\nxyz",  # half a reply
+        b"*200\r\n" + b"$-1\r\n" * 200 + b"$1\r\nx\r\n",  # more than requested
+        b"",  # a reply that comes byte by byte
+    ],
+)
+def test_nonsense_is_a_miss(reply: bytes) -> None:
     def answer(connection: socket.socket, words: list[bytes]) -> None:
-        if words[0] == b"PING":
-            connection.sendall(b"+PONG\r\n")
-        elif words[0] == b"INFO":
-            connection.sendall(b"$0\r\n\r\n")
-        elif kind == "byte by byte":
-            while True:
-                connection.sendall(b"*" if words else b"1")
-                words.clear()
-                time.sleep(0.01)
-        else:
-            connection.sendall(NONSENSE[kind])
+        known = {b"PING": b"+PONG\r\n", b"INFO": b"$0\r\n\r\n"}.get(words[0], reply)
+        connection.sendall(known or b"*")
+        while not known:
+            connection.sendall(b"1")
+            time.sleep(0.01)
 
     with FakeServer(answer) as server, given(server, timeout=0.1) as store:
         tier, start = tier_of(store), time.monotonic()
@@ -220,19 +208,13 @@ def test_a_closed_store(pair: list[Server]) -> None:
 
 
 def test_servers_and_arguments_that_cannot_be_used(tmp_path: Path, pair: list[Server]) -> None:
-    for host, message in (
-        ("localhost:6379", "no address of a server"),
-        ({"hots": "a"}, "hots"),
-        ({"port": "first"}, "port"),
-        ({"path": "/a", "port": 1}, "port"),
-        ({"ssl_certfile": "a"}, "ssl_certfile"),
-    ):
+    hosts: list[Any] = ["localhost:6379", {"hots": "a"}, {"port": "first"}, {"path": "/a", "port": 1}]
+    for host, message in zip(hosts, ("no address of a server", "hots", "port", "port"), strict=True):
         with pytest.raises(InputError, match=message):
-            RedisStore([host])  # type: ignore[list-item]
-    some: list[dict[str, Any]] = [{"hosts": []}, {"hosts": {"host": "a"}}, {"timeout": 0}, {"port": -1}, {"name": "/"}]
-    for options in ({}, *({"capacity_per_node": "1MiB", **one} for one in some)):
+            RedisStore([host])
+    for options in ({}, {"hosts": []}, {"hosts": {"host": "a"}}, {"port": -1}, {"name": "/"}):
         with pytest.raises(InputError):
-            RedisStore(**options)
+            RedisStore(**({"capacity_per_node": "1MiB", **options} if options else {}))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="each of them once"):
         given(pair[0], pair[0])
     with pytest.raises(StorageError, match="does not answer"):
@@ -267,3 +249,99 @@ def test_a_cluster_as_the_library_gives_it(tmp_path: Path, pair: list[Server]) -
             for server in cluster.servers:
                 server.kill()
             assert (held(tier), put(tier, ALL).any()) == ([], False)
+
+
+# -- servers that use TLS and ACL users -------------------------------------------------------------------------------
+
+
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"
+"""What `RedisStore` says that a user needs."""
+
+needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl: apt install openssl")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with certificates that sign themselves, and their keys."""
+    folder = tmp_path_factory.mktemp("certificates")
+    for name, host in (("server", "localhost"), ("other", "localhost"), ("elsewhere", "elsewhere")):
+        command = shlex.split("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2")
+        numbers = ",IP:127.0.0.1" if host == "localhost" else ""
+        command += ["-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}{numbers}"]
+        command += ["-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem"]
+        subprocess.run(command, check=True, capture_output=True)
+    return folder
+
+
+def started(folder: Path, files: Path, name: str = "server") -> Server:
+    """A server that speaks TLS."""
+    pem = files / f"{name}.pem"
+    return Server(folder, f"tls-cert-file {pem}", f"tls-key-file {files / name}.key", f"tls-ca-cert-file {pem}")
+
+
+def trusted(files: Path, server: Server, **options: Any) -> dict[str, Any]:
+    """The server as users give it."""
+    mine = {"ssl_certfile": files / "server.pem", "ssl_keyfile": files / "server.key"}
+    known = {"host": "localhost", "port": server.port, "ssl": True, "ssl_ca_certs": files / "server.pem"}
+    return known | mine | options
+
+
+@needs_openssl
+def test_values_of_all_sizes_by_tls(files: Path, tmp_path: Path) -> None:
+    """A record of TLS has 16 KiB at most, and what was decrypted may wait where no poll sees it."""
+    sizes = [1, 40, *(16384 + step for step in range(-70, 10, 3)), 65_536, 110_000, 600_000, 3_000_000]
+    with started(tmp_path, files) as server, RedisStore([trusted(files, server)], timeout=PATIENT) as store:
+        tier, ids = tier_of(store), ALL[: len(sizes)]
+        values = [np.random.default_rng(at).integers(0, 256, size, np.uint8) for at, size in enumerate(sizes)]
+        assert tier.put_many(ids, list(map(record, values))).all()
+        for _ in range(3):
+            assert all(np.array_equal(*both) for both in zip(tier.get_many(ids), values, strict=True))
+        assert not tier.status()[0].lost
+
+
+@needs_openssl
+def test_servers_that_are_not_who_they_should_be(files: Path, tmp_path: Path) -> None:
+    with started(tmp_path, files) as server, started(tmp_path, files, "elsewhere") as elsewhere:
+        for host in (
+            trusted(files, server, ssl_ca_certs=None),
+            trusted(files, server, ssl_ca_certs=files / "other.pem"),
+            trusted(files, server, ssl_ca_certs=files / "none.pem"),
+            trusted(files, server, ssl_certfile=None, ssl_keyfile=None),
+            trusted(files, elsewhere, ssl_ca_certs=files / "elsewhere.pem"),
+            {"host": "localhost", "port": server.port},
+        ):
+            with pytest.raises(StorageError, match=r"localhost:\d+ does not answer"):
+                RedisStore([host])
+
+
+def works(tier: RedisTier) -> bool:
+    """Use all of a tier; whether all of it worked."""
+    with contextlib.suppress(StorageError):
+        stored = put(tier, ALL).all() and held(tier) == ALL.tolist() and tier.status()[0].used_bytes > 0
+        tier.drop(ALL[:5])
+        left = held(tier) == ALL[5:].tolist()
+        tier.clear()
+        return bool(stored and left and held(tier) == [] and not tier.status()[0].lost)
+    return False
+
+
+def test_what_a_user_needs(tmp_path: Path) -> None:
+    users = ["user default off", "user admin on >all ~* &* +@all", f"user worker on >word {RIGHTS}"]
+    with (
+        Server(tmp_path, *users, f"user other on >word {RIGHTS} +select") as server,
+        redis.Redis(unix_socket_path=server.path, username="admin", password="all", protocol=2) as admin,
+    ):
+        mine = {**server.host, "password": "word"}
+        for user, db in (("worker", None), ("other", 3)):
+            with RedisStore([{**mine, "username": user, "db": db}], timeout=PATIENT) as store:
+                assert works(tier_of(store))
+        with pytest.raises(InputError, match="refuses access"):
+            RedisStore([{**mine, "username": "worker", "db": 3}])
+        for right in RIGHTS.split()[1:]:
+            admin.execute_command("ACL", "SETUSER", "poor", "reset", "on", ">word", *RIGHTS.split(), f"-{right[1:]}")
+            if right in ("+ping", "+info"):
+                with pytest.raises(InputError, match="refuses access"):
+                    RedisStore([{**mine, "username": "poor"}])
+            elif right != "+get":  # which a Redis Cluster needs
+                with RedisStore([{**mine, "username": "poor"}], timeout=PATIENT) as store:
+                    assert not works(tier_of(store)), right

@@ -32,7 +32,7 @@ from typing import Any
 
 from stallfree import errors
 from stallfree.cache.redis.servers import ID, RECORDS, SOCKET, Record, Servers, open_client, write_records
-from stallfree.ipc.folders import SharedFolder
+from stallfree.ipc.folders import SharedFolder, short_path
 from stallfree.ipc.locks import FileLock
 
 log = logging.getLogger("stallfree")
@@ -284,9 +284,7 @@ class NodeServer:
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # other users can read a process's arguments
                 process.stdin.write(_CONFIGURATION.format_map(values).encode())
-            directory = os.open(folder, os.O_PATH | os.O_CLOEXEC)  # a socket address has room for 107 bytes
-            stack.callback(os.close, directory)
-            address = {"path": f"/proc/self/fd/{directory}/{SOCKET}", "password": password}
+            address = {"path": f"{stack.enter_context(short_path(folder))}/{SOCKET}", "password": password}
             deadline = time.monotonic() + _START_SECONDS
             while process.poll() is None:
                 with contextlib.suppress(Exception):  # it does not answer yet

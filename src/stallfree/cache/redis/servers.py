@@ -11,6 +11,7 @@ The state of a server is three numbers in a file of the store's folder, without 
 dead process may leave a wrong number, which the next ping or confirmation corrects.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -27,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from stallfree import errors
-from stallfree.ipc.folders import SharedFolder, in_use, is_root
+from stallfree.ipc.folders import SharedFolder, in_use, is_root, short_path
 from stallfree.ipc.shared_array import shared_array
 
 log = logging.getLogger("stallfree")
@@ -426,17 +427,12 @@ def running_servers(root: Path) -> list[tuple[str, dict[str, Any] | None]]:
 
 
 def _reported(folder: Path) -> dict[str, Any] | None:
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
+    with contextlib.suppress(Exception), short_path(folder) as path:  # the server starts, ends or is lost
         from redis import Redis
 
-        id, records = (folder / ID).read_text(), json.loads((folder / RECORDS).read_text())
+        id, records = (folder / ID).read_text(), read_records(folder)
         password = next(record["password"] for record in records if record["id"] == id)
-        path = f"/proc/self/fd/{fd}/{SOCKET}"  # a socket address has room for 107 bytes
         options: Any = {"socket_timeout": PAUSE, "socket_connect_timeout": PAUSE, "retry": None}
-        with Redis(unix_socket_path=path, password=password, **options) as client:
+        with Redis(unix_socket_path=f"{path}/{SOCKET}", password=password, **options) as client:
             return {**client.info("everything"), "keys": client.dbsize()}
-    except Exception:  # of the file system, the socket or redis-py: the server starts, ends or is lost
-        return None
-    finally:
-        os.close(fd)
+    return None

@@ -31,7 +31,6 @@ import re
 import secrets
 import struct
 import time
-import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +56,7 @@ from stallfree.cache.redis.servers import (
 )
 from stallfree.frames import short_traceback
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
-from stallfree.ipc.forked import Owner
+from stallfree.ipc.process import finalize_here
 from stallfree.pipeline.codec import read_record
 from stallfree.platform import need_linux
 from stallfree.units import parse_size, parse_whole
@@ -155,7 +154,7 @@ class RedisStore:
             except BaseException:
                 folder.close()
                 raise
-        self._finish = weakref.finalize(self, _close, Owner(), self._servers)
+        self._finish = finalize_here(self, self._servers.close)
 
     def _initialize(self, folder: Path) -> None:
         check_free_memory(self.capacity or 0, f"capacity_per_node={self.capacity}")
@@ -224,11 +223,6 @@ def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float, limit: in
     except BaseException:
         folder.close()
         raise
-
-
-def _close(owner: Owner, servers: Servers) -> None:
-    if owner.is_here:  # not in a forked child
-        servers.close()
 
 
 # -- the samples of one data set --------------------------------------------------------------------------------------
