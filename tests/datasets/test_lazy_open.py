@@ -12,11 +12,9 @@ import torch
 
 import stallfree as sf
 from cases import half
-from lazy_rows import PLACES, BehindFlag, InGlobal, InReader, OverSocket, Rows, lazy_rows
+from lazy_rows import PLACES, BehindFlag, InGlobal, InReader, Rows, lazy_rows
 
-SOME = (InReader, OverSocket)
-
-
+SOME = (InReader, InGlobal)
 WAYS = ("cached", "under torch", "auto", "smart", "cut", "cut, no cache")
 
 
@@ -89,7 +87,7 @@ def test_all(place: type[Rows], way: str, workers: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["forkserver", "spawn"])
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("place", [InGlobal, InReader, OverSocket, BehindFlag])
+@pytest.mark.parametrize("place", PLACES)
 def test_all_in_new_processes(place: type[Rows], way: str, method: str, tmp_path: Path) -> None:
     check(place, tmp_path, way, 2, method=method)
 

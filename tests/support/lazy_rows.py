@@ -1,18 +1,14 @@
-"""Data sets that open their file or connection at the first sample, and keep it in various places.
+"""Data sets that open their file at the first sample, and keep it in various places.
 
 They can be sent to other processes as long as nothing is open. A file that is open when processes are forked has one
 position for all of them: the records that they read are then those of other samples.
 """
 
 import contextlib
-import functools
 import os
-import selectors
-import socket
 import struct
-import threading
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -63,106 +59,30 @@ class Handle:
         self.file.close()
 
 
-class Connection:
-    """A connection to a `RowServer`, with the methods of a `Handle`."""
-
-    def __init__(self, path: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.settimeout(60)
-        self.socket.connect(path)
-
-    def read(self, id: int) -> bytes:
-        self.socket.sendall(struct.pack("q", id))
-        parts: list[bytes] = []
-        while sum(map(len, parts)) < SIZE:
-            os.sched_yield()
-            parts.append(self.socket.recv(SIZE // 4))
-        return b"".join(parts)
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-class RowServer:
-    """A thread of this process that sends record `id` for each request of 8 bytes."""
-
-    def __init__(self, path: Path) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._wake.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with contextlib.ExitStack() as ends, selectors.DefaultSelector() as waiting:
-            for end in (self._listener, self._woken):
-                waiting.register(ends.enter_context(end), selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in waiting.select()]
-                if self._woken in ready:
-                    return
-                for end in ready:
-                    if end is self._listener:
-                        new = ends.enter_context(self._listener.accept()[0])
-                        waiting.register(new, selectors.EVENT_READ)
-                    elif isinstance(end, socket.socket) and not _answer(end):
-                        waiting.unregister(end)
-                        end.close()
-
-
-def _answer(end: socket.socket) -> bool:
-    """Answer one request. Returns False if the other side has closed."""
-    with contextlib.suppress(ConnectionError):
-        data = end.recv(8, socket.MSG_WAITALL)
-        if len(data) == 8:
-            end.sendall(struct.pack("q", *struct.unpack("q", data)) * WORDS)
-            return True
-    return False
-
-
 # -- data sets --------------------------------------------------------------------------------------------------------
-
-
-def same(row: Any) -> Any:
-    return row
 
 
 class Rows(Dataset[Any]):
     """Sample `id` is `(id, its record)`."""
 
-    opened: Callable[[str], Any] = Handle
-
-    def __init__(self, path: Path, count: int, calls: Calls, transform: Callable[[Any], Any] = same) -> None:
+    def __init__(self, path: Path, count: int, calls: Calls, transform: Callable[[Any], Any] = np.copy) -> None:
         self.path, self.count, self.calls, self.transform = str(path), count, calls, transform
-        self.file, self.ready, self.files = None, False, dict[str, Any]()
+        self.file: Any = None
+        self.ready = False
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, id: int) -> Any:
         self.calls.add()
-        return id, self.transform(np.frombuffer(self.handle().read(id), np.int64).copy())
+        return id, self.transform(np.frombuffer(self.handle().read(id), np.int64))
 
     def handle(self) -> Any:
         """What is open, opened at the first call."""
         raise NotImplementedError
 
 
-class InAttribute(Rows):
-    file: Any
-
-    def handle(self) -> Any:
-        if self.file is None:
-            self.file = Handle(self.path)
-        return self.file
-
-
-class BehindFlag(InAttribute):
+class BehindFlag(Rows):
     """That the file is open is remembered apart from it."""
 
     def handle(self) -> Any:
@@ -175,106 +95,36 @@ class BehindFlag(InAttribute):
 class InReader(Rows):
     def __init__(self, path: Path, count: int, calls: Calls) -> None:
         super().__init__(path, count, calls)
-        self.reader = InAttribute(path, count, calls)
+        self.reader = BehindFlag(path, count, calls)
 
     def handle(self) -> Any:
         return self.reader.handle()
 
 
-class InDict(Rows):
-    def handle(self) -> Any:
-        if self.path not in self.files:
-            self.files[self.path] = type(self).opened(self.path)
-        return self.files[self.path]
-
-
-class OverSocket(InDict):
-    """`path` is that of a server."""
-
-    opened = Connection
-
-
-@functools.lru_cache
-def opened(path: str) -> Any:
-    return Handle(path)
-
-
-class InLruCache(Rows):
-    def handle(self) -> Any:
-        return opened(self.path)
-
-
-_file: Any = None
-
-
 class InGlobal(Rows):
+    """The file is open as long as the module."""
+
+    kept: Any = None
+
     def handle(self) -> Any:
-        global _file
-        if _file is None:
-            _file = Handle(self.path)
-        return _file
-
-
-_local = threading.local()
-
-
-class InThreadLocal(Rows):
-    def handle(self) -> Any:
-        if getattr(_local, "file", None) is None:
-            _local.file = Handle(self.path)
-        return _local.file
-
-
-class InGenerator(Rows):
-    """The file is a local variable of a generator of Python."""
-
-    class Answer:
-        def __init__(self, path: str) -> None:
-            self.requests = InGenerator.records(path)
-            next(self.requests)
-
-        def read(self, id: int) -> bytes:
-            return self.requests.send(id)
-
-    answer: Any = None
+        if InGlobal.kept is None:
+            InGlobal.kept = Handle(self.path)
+        return InGlobal.kept
 
     @staticmethod
-    def records(path: str) -> Generator[bytes, int, None]:
-        id = yield b""
-        with contextlib.closing(Handle(path)) as file:
-            while True:
-                id = yield file.read(id)
-
-    def handle(self) -> Any:
-        if self.answer is None:
-            self.answer = InGenerator.Answer(self.path)
-        return self.answer
+    def close() -> None:
+        if InGlobal.kept is not None:
+            InGlobal.kept.close()
+        InGlobal.kept = None
 
 
-PLACES: tuple[type[Rows], ...] = (
-    *(InAttribute, BehindFlag, InReader, InDict, InLruCache, InGlobal, InThreadLocal, InGenerator, OverSocket),
-)
+PLACES: tuple[type[Rows], ...] = (BehindFlag, InReader, InGlobal)
 
 
 @contextlib.contextmanager
 def lazy_rows(place: type[Rows], folder: Path, count: int) -> Iterator[Rows]:
-    """A data set with nothing open, and its file or server. What this process opened meanwhile is closed after it."""
-    calls = Calls(folder / "calls")
-    server = RowServer(folder / "socket") if place is OverSocket else None
-    path = folder / "socket" if server else write_rows(folder / "rows", count)
+    """A data set with nothing open, and its file. What this process opened meanwhile is closed after it."""
     try:
-        yield place(path, count, calls)  # type: ignore[call-arg]
+        yield place(write_rows(folder / "rows", count), count, Calls(folder / "calls"))
     finally:
-        _forget()
-        if server:
-            server.close()
-
-
-def _forget() -> None:
-    """Nothing is open any more in what belongs to the module."""
-    global _file
-    for file in (_file, getattr(_local, "file", None)):
-        if file is not None:
-            file.close()
-    _file = _local.file = None
-    opened.cache_clear()
+        InGlobal.close()
