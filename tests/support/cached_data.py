@@ -43,8 +43,11 @@ class Numbers(Given):
     """
 
     def __init__(self, samples: int = 12, steps: Sequence[Any] = (), *, size: int = 16, spread: int = 1) -> None:
-        super().__init__([(np.full(size + id % spread, id, np.int64), id) for id in range(samples)], steps)
+        super().__init__([np.full(size + id % spread, id, np.int64) for id in range(samples)], steps)
         self.kind = size, spread
+
+    def _record(self, id: int) -> Any:
+        return self.records[id], id
 
     def fingerprint(self) -> str:
         return f"Numbers {len(self)} {self.kind}"
