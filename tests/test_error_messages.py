@@ -180,9 +180,16 @@ def test_a_store_that_is_a_file(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken", "mine")]
 
 
+def closed(data: Any) -> Any:
+    with sf.CachedDataset(data, capacity="1MiB") as cached:
+        return cached
+
+
 @pytest.mark.parametrize(
     "call",
     [
+        lambda data: list(sf.DataLoader(closed(data), 2)),
+        lambda data: list(sf.DataLoader(data, num_workers=1, collate_fn=lambda x: x, multiprocessing_context="spawn")),
         lambda data: sf.DataLoader(data, 0),
         lambda data: sf.DataLoader(data, cache="auto", capacity="no size"),
         lambda data: sf.CachedDataset(data, capacity="900TiB"),

@@ -122,7 +122,7 @@ class Model:
             assert not self.ready
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), slots=st.integers(6, 14), joins=st.integers(1, 5), leaves=st.booleans())
 def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, leaves: bool) -> None:
     model = Model(seed, slots)
@@ -140,7 +140,7 @@ def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, lea
             assert job.next - before[key] in (0, 1)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), jobs=st.integers(1, 4))
 def test_nobody_waits_for_ever(seed: int, jobs: int) -> None:
     model = Model(seed, slots=6)

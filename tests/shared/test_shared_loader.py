@@ -160,7 +160,7 @@ def test_closing_one_loader_does_not_wait_for_another(monkeypatch: pytest.Monkey
 
 # -- forks inside the loop: an asynchronous saver, a plot --------------------------------------------------------------
 
-ROWS = Made(40, lambda id: torch.full((20_000,), id, dtype=torch.int32))  # samples of several pages
+ROWS = Made(24, lambda id: torch.full((20_000,), id, dtype=torch.int32))  # samples of several pages
 
 
 def saver(number: int, batch: torch.Tensor) -> Holder:
