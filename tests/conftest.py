@@ -15,9 +15,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -46,7 +47,11 @@ SHARED_MEMORY = Path("/dev/shm")
 PATIENCE = 5.0  # seconds that what is just ending gets to end
 MTIME_STEP = 100_000_000  # ns, more than between two times that the kernel gives to files
 _failed = pytest.StashKey[bool]()
-_known = pytest.StashKey["Held | None"]()  # what was held at the end of the last test
+Held = dict[tuple[str, str, Any], Any]
+"""The resources that a process holds, by kind, name, and what is not soon used again."""
+
+Found = Iterator[tuple[tuple[str, str, Any], Any]]
+_known = pytest.StashKey[Held | None]()  # what was held at the end of the last test
 _unmapped_since: int | None = None  # when the store was last changed, if nothing of it was mapped after that
 
 
@@ -157,105 +162,62 @@ def files_are_old() -> None:
 @pytest.fixture(autouse=True)
 def no_leaks(request: pytest.FixtureRequest, store_root: Path) -> Iterator[None]:
     """Fails a test that leaves processes, threads, descriptors, mappings or files of a store behind."""
+    yield from watched(request, store_root)
+
+
+def watched(request: pytest.FixtureRequest, store_root: Path) -> Iterator[None]:
     stash = request.config.stash
-    before = stash.get(_known, None) or Held.now(store_root)
+    before = stash.get(_known, None) or held(store_root)
     yield
     failed = request.node.stash.get(_failed, False)
     now, left = _left_after(before, store_root, seconds=PATIENCE / 10 if failed else PATIENCE)
-    left.remove()
+    shown = "\n".join(f"  {kind} {name} {key} {_command(thing)}" for (kind, name, key), thing in left.items())
+    _remove(left)
     stash[_known] = None if left else now
     if left and not failed:
-        pytest.fail(f"the test left behind:\n{left}", pytrace=False)
+        pytest.fail(f"the test left behind:\n{shown}", pytrace=False)
 
 
-@dataclass(frozen=True)
-class Held:
-    """The resources that this process holds at one instant, each under a key that is not soon used again.
+def held(store_root: Path) -> Held:
+    """What this process holds at this instant."""
+    return dict(chain(_processes(), _threads(), _descriptors(), _mappings(store_root), _files(store_root)))
 
-    Attributes:
-        processes: (pid, start time) of every descendant, and the process.
-        threads: every running thread that Python code started.
-        descriptors: (number, what it refers to) of every open descriptor.
-        mappings: the files of the tests' store that are mapped into memory, deleted ones included.
-        files: every path in the tests' store, and every entry of stallfree's in shared memory.
+
+def _remove(left: Held) -> None:
+    """Ends the processes and deletes the files, so that one leak does not fail the tests that follow.
+
+    What lies beside the tests' store may be somebody else's, and stays.
     """
-
-    processes: dict[tuple[int, float], psutil.Process]
-    threads: frozenset[threading.Thread]
-    descriptors: frozenset[tuple[int, str]]
-    mappings: frozenset[str]
-    files: frozenset[Path]
-
-    @staticmethod
-    def now(store_root: Path) -> Held:
-        """What is held now."""
-        return Held(_processes(), _threads(), _descriptors(), _mappings(store_root), _files(store_root))
-
-    def since(self, before: Held) -> Held:
-        """What is held here and was not held then."""
-        return Held(
-            {key: process for key, process in self.processes.items() if key not in before.processes},
-            self.threads - before.threads,
-            self.descriptors - before.descriptors,
-            self.mappings - before.mappings,
-            self.files - before.files,
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.processes or self.threads or self.descriptors or self.mappings or self.files)
-
-    def __str__(self) -> str:
-        lines = [f"  process {pid}: {_command(process)}" for (pid, _), process in sorted(self.processes.items())]
-        lines += [f"  thread {thread.name}" for thread in self.threads]
-        lines += [f"  descriptor {number}: {target}" for number, target in sorted(self.descriptors)]
-        lines += [f"  mapping of {path}" for path in sorted(self.mappings)]
-        lines += [f"  file {path}" for path in sorted(self.files)]
-        return "\n".join(lines)
-
-    def remove(self) -> None:
-        """Ends the processes and deletes the files, so that one leak does not fail the tests that follow.
-
-        What lies beside the tests' store may be somebody else's, and stays.
-        """
-        for process in self.processes.values():
+    for (kind, *_), thing in left.items():
+        if kind == "process":
             with contextlib.suppress(psutil.Error):
-                process.kill()
-        for path in self.files:
-            if path.parent == SHARED_MEMORY and path.name.startswith("stallfree-"):
-                continue
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                path.unlink(missing_ok=True)
+                thing.kill()
+        elif kind == "file" and not (thing.parent == SHARED_MEMORY and thing.name.startswith("stallfree-")):
+            shutil.rmtree(thing, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                thing.unlink()
 
 
 def _left_after(before: Held, store_root: Path, seconds: float) -> tuple[Held, Held]:
     """What is held, and what of it goes beyond `before`, once everything has ended or `seconds` have passed."""
     deadline = time.monotonic() + seconds
     while True:
-        now = Held.now(store_root)
-        if now.since(before):
-            gc.collect()
-            now = Held.now(store_root)
-        left = now.since(before)
+        now = held(store_root)
+        left = {key: thing for key, thing in now.items() if key not in before}
         if not left or time.monotonic() > deadline:
             return now, left
-        time.sleep(0.01)
+        gc.collect()
+        time.sleep(0.002)
 
 
-def _processes() -> dict[tuple[int, float], psutil.Process]:
+def _processes() -> Found:
     """Every descendant but the helpers that `multiprocessing` keeps for the life of an interpreter."""
-    kept = {
-        getattr(forkserver._forkserver, "_forkserver_pid", None),
-        getattr(resource_tracker._resource_tracker, "_pid", None),
-    }
-    found = {}
-    for pid in _descendants(os.getpid()):
+    kept = (forkserver._forkserver, "_forkserver_pid"), (resource_tracker._resource_tracker, "_pid")
+    for pid in {*_descendants(os.getpid())} - {getattr(helper, name, None) for helper, name in kept}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
-            if pid not in kept and "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
-                found[pid, process.create_time()] = process
-    return found
+            if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
+                yield ("process", str(pid), process.create_time()), process
 
 
 def _descendants(pid: int) -> Iterator[int]:
@@ -267,72 +229,55 @@ def _descendants(pid: int) -> Iterator[int]:
                 yield from _descendants(int(child))
 
 
-def _threads() -> frozenset[threading.Thread]:
+def _threads() -> Found:
     """Every thread that Python code started, but the event loop that `fsspec` keeps for the life of an interpreter."""
-    return frozenset(
-        thread
-        for thread in threading.enumerate()
-        if thread.name != "fsspecIO" and not isinstance(thread, threading._DummyThread)
-    )
+    for thread in threading.enumerate():
+        if thread.name != "fsspecIO" and not isinstance(thread, threading._DummyThread):
+            yield ("thread", thread.name, id(thread)), thread
 
 
-def _descriptors() -> frozenset[tuple[int, str]]:
-    kept = _kept_descriptors()
-    found = set()
+def _descriptors() -> Found:
+    """The open descriptors but those that the standard library and `fsspec` keep for the life of an interpreter."""
+    kept = {getattr(forkserver._forkserver, "_forkserver_alive_fd", None)}
+    kept |= {getattr(resource_tracker._resource_tracker, "_fd", None)}
+    asyn = sys.modules.get("fsspec.asyn")
+    if loop := asyn and asyn.loop[0]:
+        kept |= {loop._selector.fileno(), loop._ssock.fileno(), loop._csock.fileno()}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the descriptor of this very listing is gone by now
-            target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith("/dev/shm/pym-"):  # the heap of multiprocessing, which it keeps
-                continue
-            if int(name) not in kept and target not in ("/dev/null", "/dev/urandom"):
-                found.add((int(name), target))
-    return frozenset(found)
+            target = os.readlink(f"/proc/self/fd/{name}")  # the second is the heap of multiprocessing
+            if int(name) not in kept and not target.startswith(("/dev/null", "/dev/shm/pym-", "/dev/urandom")):
+                yield ("descriptor", name, target), None
 
 
-def _kept_descriptors() -> set[int]:
-    """Descriptors that the standard library and `fsspec` open once and keep for the life of an interpreter."""
-    kept = {
-        getattr(forkserver._forkserver, "_forkserver_alive_fd", None),
-        getattr(resource_tracker._resource_tracker, "_fd", None),
-    }
-    asyn = sys.modules.get("fsspec.asyn")
-    loop = asyn.loop[0] if asyn else None
-    if loop is not None:
-        kept |= {loop._selector.fileno(), loop._ssock.fileno(), loop._csock.fileno()}
-    return {number for number in kept if isinstance(number, int)}
-
-
-def _mappings(store_root: Path) -> frozenset[str]:
-    """The files of the store that are mapped. The kernel takes long to list all mappings: those of an empty store in
-    which nothing has been made since the last look need no other look.
+def _mappings(store_root: Path) -> Found:
+    """The files of the store that are mapped, deleted ones included. The kernel takes long to list all mappings: those
+    of an empty store in which nothing has been made since the last look need no other look.
     """
     global _unmapped_since
     changed = store_root.stat().st_mtime_ns if store_root.is_dir() else None
     if changed is not None and changed == _unmapped_since and not any(store_root.iterdir()):
-        return frozenset()
-    lines = Path("/proc/self/maps").read_bytes().splitlines()
+        return
+    _unmapped_since = changed if changed is not None and time.time_ns() - changed > MTIME_STEP else None
     mark = os.fsencode(f" {store_root}/")
-    found = frozenset(os.fsdecode(line.split(maxsplit=5)[-1]) for line in lines if mark in line)
-    settled = changed is not None and time.time_ns() - changed > MTIME_STEP
-    _unmapped_since = changed if settled and not found else None
-    return found
+    for line in Path("/proc/self/maps").read_bytes().splitlines():
+        if mark in line:
+            _unmapped_since = None
+            yield ("mapping", "of", os.fsdecode(line.split(maxsplit=5)[-1])), None
 
 
-def _files(store_root: Path) -> frozenset[Path]:
+def _files(store_root: Path) -> Found:
     """The contents of the tests' store, and entries of shared memory that should have been in it.
 
     The stores of users and of other test sessions have names of their own and are none of our business.
     """
-    found = set(store_root.iterdir()) if store_root.is_dir() else set()
-    if SHARED_MEMORY.is_dir():
-        for path in SHARED_MEMORY.glob("stallfree-*"):
-            if path.name != f"stallfree-{os.getuid()}" and not path.name.startswith("stallfree-test-"):
-                found.add(path)
-        found.update(SHARED_MEMORY.glob(f"torch_{os.getpid()}_*"))
-    return frozenset(found)
+    ours = [*store_root.iterdir()] if store_root.is_dir() else []
+    for path in (*ours, *SHARED_MEMORY.glob("stallfree-*"), *SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")):
+        if path.name != f"stallfree-{os.getuid()}" and not path.name.startswith("stallfree-test-"):
+            yield ("file", "", str(path)), path
 
 
-def _command(process: psutil.Process) -> str:
+def _command(thing: Any) -> str:
     with contextlib.suppress(psutil.Error):
-        return f"{process.status()}, {' '.join(process.cmdline())[:200]}"
+        return " ".join(thing.cmdline())[:200] if isinstance(thing, psutil.Process) else ""
     return "gone by now"

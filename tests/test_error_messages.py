@@ -3,50 +3,28 @@
 import math
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import stallfree as sf
-
-
-class Data:
-    """A few samples that are always the same."""
-
-    def __init__(self, count: int = 8, values: int = 4) -> None:
-        self._count, self._values = count, values
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, id: int) -> torch.Tensor:
-        if id >= self._count:
-            raise IndexError(id)
-        return torch.full((self._values,), id)
-
-
-class Endless(torch.utils.data.IterableDataset[int]):
-    """Has no length."""
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(3))
-
+from cached_data import Plain
+from stream_data import Drawn
 
 GIVEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
-    "cached": (sf.CachedDataset, {"dataset": Data(), "capacity": "1MiB"}),
-    "windowed": (sf.SmartCacheDataset, {"data": Data(), "cache_num": 4}),
-    "loaded": (lambda **given: [*iter(sf.DataLoader(**given))], {"dataset": Data()}),
-    "shared": (sf.SharedLoader, {"dataset": Data(), "group": "messages", "batch_size": 2}),
+    "cached": (sf.CachedDataset, {"dataset": Plain(8), "capacity": "1MiB"}),
+    "windowed": (sf.SmartCacheDataset, {"data": Plain(8), "cache_num": 4}),
+    "loaded": (lambda **given: [*iter(sf.DataLoader(**given))], {"dataset": Plain(8)}),
+    "shared": (sf.SharedLoader, {"dataset": Plain(8), "group": "messages", "batch_size": 2}),
     "tiered": (sf.DiskTier, {"folder": "messages", "capacity": "1MiB"}),
     "sampler": (sf.ImportanceSampler, {"num_samples": 8}),
     "replayed": (sf.replay, {"trace_or_plans": [0, 1, 0], "policy": "lru", "capacity": 1}),
     "servers": (sf.RedisStore, {"hosts": [{"host": "localhost", "port": 1}], "capacity_per_node": "1MiB"}),
     "analyzed": (
         sf.analyze,
-        {"dataset": Data(), "step": print, "batch_size": 2, "num_workers": 0, "progress": False},
+        {"dataset": Plain(8), "step": print, "batch_size": 2, "num_workers": 0, "progress": False},
     ),
 }
 """What is made, and with which arguments, of which the tests change one."""
@@ -82,6 +60,13 @@ WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
     ("loaded", "prefetch_factor", (0, -1, 1.5, "2", True)),
     ("loaded", "on_error", (None, "ignore", 1)),
     ("cached", "store", ("redis://localhost:6379", "rediss://cache:6379/0", Path("redis://a"), "localhost:6379")),
+    ("shared", "group", (None, "", "a/b", 5)),
+    ("shared", "num_workers", (0, "2")),
+    ("shared", "batch_size", (None, 0)),
+    ("shared", "job_transform", (3,)),
+    ("shared", "on_error", ("ignore",)),
+    ("shared", "staging", ("much", -1)),
+    ("shared", "multiprocessing_context", ("thread",)),
     ("tiered", "folder", (None, "", 5, [], b"/tmp", "a\0b", "redis://localhost:6379")),
     ("tiered", "capacity", (None, "much", -1, 1.5, True)),
     ("sampler", "num_samples", (None, "8", 0, -1, 1.5, math.nan, True)),
@@ -90,7 +75,7 @@ WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
     ("sampler", "target_io", (None, "1", 0, -1, 2, math.nan, True)),
     ("sampler", "max_age", (None, "1", 0, 1.5, True)),
     ("sampler", "benefit", ("1", 0, -1, math.nan, math.inf, True)),
-    ("sampler", "cache", ("cache", 5, Data())),
+    ("sampler", "cache", ("cache", 5, Plain(8))),
     ("replayed", "policy", (None, "", 5, [], {})),
     ("replayed", "capacity", (None, "much", 0, -1, 1.5, "0%", "101%", True)),
     ("replayed", "batch_size", (None, "2", 0, -1, 1.5, True)),
@@ -127,14 +112,14 @@ def test_the_message_names_the_value(
     [
         (None, "NoneType"),
         (5, "int"),
-        (Data, "Data is a class"),
-        (Data(0), "length 0"),
+        (Plain, "Plain is a class"),
+        (Plain(0), "length 0"),
         ([], "length 0"),
         ("/data/train", r"'/data/train' is of type str: give a data set.*ImageFolder"),
         (Path("/data/train"), "is of type PosixPath: give a data set"),
         (b"abc", "is of type bytes: give a data set"),
         (iter([1]), "iterator"),
-        (Endless(), "Endless is an IterableDataset"),
+        (Drawn(), "Drawn is an IterableDataset"),
     ],
 )
 def test_what_is_no_data_set(kind: str, dataset: Any, said: str) -> None:
@@ -156,8 +141,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: make("sampler").update([1], 0.5), r"losses of shape \(\).*one loss for each"),
     (lambda: make("sampler").batches(0, 0), r"batch_size=0: give a whole number, 1 or more"),
     (lambda: make("sampler").expected_samples(-1), r"epochs=-1: give a whole number, 0 or more"),
-    (lambda: sf.DataLoader(Data()).set_epoch(-1), r"epoch=-1: give a whole number, 0 or more"),
-    (lambda: sf.DataLoader(Data()).load_state_dict({}), r"version None, .*: give what state_dict\(\) of this"),
+    (lambda: sf.DataLoader(Plain(8)).set_epoch(-1), r"epoch=-1: give a whole number, 0 or more"),
+    (lambda: sf.DataLoader(Plain(8)).load_state_dict({}), r"version None, .*: give what state_dict\(\) of this"),
 ]
 
 
@@ -182,8 +167,8 @@ def test_closed_objects_say_so_and_a_value_that_cannot_be_made_is_not_kept() -> 
 def test_a_name_in_use_by_other_data() -> None:
     with make("cached", name="messages") as first:
         with pytest.raises(sf.FingerprintError, match=r"'messages' .*: its data set differs from yours.*Give another"):
-            make("cached", name="messages", dataset=Data(values=9))
-        assert first[3].tolist() == [3, 3, 3, 3]
+            make("cached", name="messages", dataset=Plain(8, width=9))
+        assert first[3][0].tolist() == [12, 13, 14, 15]
 
 
 def test_a_store_that_is_a_file(tmp_path: Path) -> None:
@@ -195,9 +180,16 @@ def test_a_store_that_is_a_file(tmp_path: Path) -> None:
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("taken", "mine")]
 
 
+def closed(data: Any) -> Any:
+    with sf.CachedDataset(data, capacity="1MiB") as cached:
+        return cached
+
+
 @pytest.mark.parametrize(
     "call",
     [
+        lambda data: list(sf.DataLoader(closed(data), 2)),
+        lambda data: list(sf.DataLoader(data, num_workers=1, collate_fn=lambda x: x, multiprocessing_context="spawn")),
         lambda data: sf.DataLoader(data, 0),
         lambda data: sf.DataLoader(data, cache="auto", capacity="no size"),
         lambda data: sf.CachedDataset(data, capacity="900TiB"),

@@ -6,8 +6,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,9 +13,8 @@ import pytest
 from warm import Ended, Interpreter
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-SEARCHES = {"ray_tune": "ray", "optuna": "optuna"}
-"""What an example that searches needs beyond stallfree; the extra has the same name."""
-PEERS = {
+SEARCHES = {"ray_tune": ("ray",), "optuna": ("optuna",)}
+PEERS = SEARCHES | {
     "accelerate_loop": ("accelerate",),
     "hf_datasets": ("datasets",),
     "hf_trainer": ("transformers", "accelerate"),
@@ -25,29 +22,13 @@ PEERS = {
     "monai_dictionaries": ("monai",),
     "torchvision_folder": ("torchvision",),
 }
-"""What an example for another library needs."""
+"""What an example needs beyond stallfree."""
 ARGUMENTS = {"demo": ("--pictures", "64", "--epochs", "2", "--batch-size", "16", "--bandwidth", "1GB/s")}
 """What makes an example small."""
 PRINTED = {"own_tier": "64 reads of the data set; 51 of 72 hits came from the files\n"}
 """What an example prints, where that is always the same."""
-LONG = {*SEARCHES, *PEERS, "analyze", "clara_config", "ddp", "demo", "elastic", "importance", "process_prefetcher"}
+LONG = {*PEERS, "analyze", "clara_config", "ddp", "demo", "elastic", "importance", "process_prefetcher"}
 """Examples that take a while."""
-
-
-@pytest.fixture
-def environment() -> Iterator[dict[str, str]]:
-    """In which an example runs. Ray's sockets need a short path, and nothing need go to the user's home."""
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as short:
-        ray = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        hub = {"HF_HOME": f"{short}/hub", "HF_HUB_OFFLINE": "1"}
-        yield os.environ | {"PYTHONWARNINGS": "error::ResourceWarning"} | ray | hub
-
-
-@pytest.fixture
-def temporary() -> Iterator[Path]:
-    """A folder with a short path: torch's workers make sockets in it, whose paths have 107 bytes at most."""
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
-        yield Path(folder)
 
 
 @pytest.mark.parametrize("path", [path for path in EXAMPLES if path.stem not in LONG], ids=lambda path: path.stem)
@@ -57,27 +38,25 @@ def test_example(path: Path, store_root: Path, interpreter: Interpreter) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_as_users_start_it(path: Path, temporary: Path, store_root: Path, environment: dict[str, str]) -> None:
-    package = SEARCHES.get(path.stem)
-    if package and find_spec(package) is None:
-        pytest.skip(f"{package} is not installed: pip install 'stallfree[{package}]'")
-    require(*PEERS.get(path.stem, ()))
-    done = subprocess.run(
-        [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())],
-        cwd=temporary, env=environment | {"TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL,
-        capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(temporary)), store_root)
-    if package:
-        check_search(done.stdout)
-
-
-def require(*packages: str) -> None:
-    """Skip where one of `packages` cannot be imported: it is not there, or (torchvision) made for another torch."""
-    for package in packages:
+def test_example_as_users_start_it(path: Path, store_root: Path) -> None:
+    for package in PEERS.get(path.stem, ()):  # torchvision may be made for another torch
         tried = subprocess.run([sys.executable, "-c", f"import {package}"], capture_output=True, text=True)
         if tried.returncode:
             pytest.skip(f"{package} is not there ({tried.stderr.strip().splitlines()[-1]})")
+    # Short paths, since those of sockets have 107 bytes at most; and nothing need go to the user's home.
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as short:
+        ray = {"RAY_TMPDIR": short, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        hub = {"HF_HOME": f"{short}/hub", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+        temporary = Path(short, "t")
+        temporary.mkdir()
+        done = subprocess.run(
+            [sys.executable, str(path), *ARGUMENTS.get(path.stem, ())],
+            cwd=temporary, env=os.environ | ray | hub | {"TMPDIR": str(temporary)}, stdin=subprocess.DEVNULL,
+            capture_output=True, text=True, timeout=280,
+        )  # fmt: skip
+        check(path.stem, Ended(done.returncode, done.stdout, done.stderr, os.listdir(temporary)), store_root)
+    if path.stem in SEARCHES:
+        check_search(done.stdout)
 
 
 def check(name: str, ended: Ended, store_root: Path) -> None:

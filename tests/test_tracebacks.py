@@ -56,27 +56,6 @@ def test_an_error_of_the_data_set_shows_its_code_and_its_cause(loader: str, work
     assert len(text.splitlines()) < 40
 
 
-def closed_cache() -> Any:
-    with sf.CachedDataset([1, 2, 3], capacity="1MiB") as cached:
-        return sf.DataLoader(cached, 2)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (closed_cache, "is closed"),
-        (
-            lambda: sf.DataLoader([1, 2], num_workers=1, collate_fn=lambda x: x, multiprocessing_context="spawn"),
-            "lambda",
-        ),
-    ],
-)
-def test_a_mistake_that_shows_in_the_loop_has_a_short_traceback(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(sf.StallfreeError, match=words) as caught:
-        list(make())
-    assert len("".join(traceback.format_exception(caught.value)).splitlines()) <= 15
-
-
 def test_an_error_of_this_package_itself_keeps_its_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*arguments: Any) -> Any:
         raise AttributeError("a fault of stallfree")

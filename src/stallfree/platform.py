@@ -24,7 +24,6 @@ except ImportError:  # Windows
 OPEN = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 """Flags for every `os.open`: bytes as they are, and not for processes started later."""
 
-_ZEROS = 1 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 
@@ -60,15 +59,9 @@ def user_id() -> int:
 def allocate(fd: int, start: int, size: int) -> None:
     """Get space for `size` bytes from `start` on in the file `fd`, so that touching them mapped cannot fail.
 
-    What was there may be zero afterwards. Raises `OSError` when there is no room.
+    Raises `OSError` when there is no room. For what processes share, and so on Linux only.
     """
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(fd, start, size)
-        return
-    os.lseek(fd, start, os.SEEK_SET)
-    zeros = bytes(min(size, _ZEROS))
-    while size > 0:
-        size -= os.write(fd, zeros[:size])
+    os.posix_fallocate(fd, start, size)
 
 
 @contextmanager
@@ -77,7 +70,7 @@ def interrupts_later(method: str) -> Iterator[None]:
 
     Not with "forkserver" as the start method, whose server would hand this on to all processes of the user's.
     """
-    if method == "forkserver" or not hasattr(signal, "pthread_sigmask"):
+    if method == "forkserver":
         yield
         return
     if method == "spawn":
@@ -97,8 +90,7 @@ def begin_child() -> None:
     gc.freeze()
     _reuse_freed_memory()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def _reuse_freed_memory() -> None:
@@ -118,9 +110,6 @@ def how_it_ended(exit_code: int | None) -> str:
         return "how it ended is not known"
     if exit_code >= 0:
         return f"it exited with code {exit_code}"
-    try:
-        name = signal.Signals(-exit_code).name
-    except ValueError:
-        name = f"signal {-exit_code}"
+    name = {number.value: number.name for number in signal.Signals}.get(-exit_code, f"signal {-exit_code}")
     memory = ", as the system does when memory is short" if name == "SIGKILL" else ""
     return f"it was ended by {name}{memory}"

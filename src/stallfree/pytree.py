@@ -3,7 +3,7 @@
 import copy
 import dataclasses
 from collections import UserDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -47,9 +47,9 @@ def _walk(value: Any, leaves: list[Any]) -> Rebuild:
     if isinstance(value, tuple):
         return _group(value, leaves, kind._make if hasattr(value, "_fields") else kind)
     if isinstance(value, list):
-        return _group(value, leaves, lambda parts: _list(value, parts))
+        return _group(value, leaves, lambda parts: _changed_items(value, range(len(value)), parts))
     if isinstance(value, Mapping):
-        return _group(value.values(), leaves, lambda parts: _mapping(value, parts))
+        return _group(value.values(), leaves, lambda parts: _changed_items(value, list(value), parts))
     names = _fields(value)
     if names:
         return _group([getattr(value, name) for name in names], leaves, lambda parts: _changed(value, names, parts))
@@ -69,23 +69,18 @@ def _group(values: Any, leaves: list[Any], make: Callable[[list[Any]], Any]) -> 
     return lambda new: make([part(new) for part in parts])
 
 
-def _list(value: Any, parts: list[Any]) -> Any:
-    made = copy.copy(value)
-    made[:] = parts
-    return made
-
-
-def _mapping(value: Any, parts: list[Any]) -> Any:
+def _changed_items(value: Any, keys: Sequence[Any], parts: list[Any]) -> Any:
+    """Return a copy of a list or a mapping with other items."""
     try:
         made = copy.copy(value)
-        if not isinstance(value, dict | UserDict):  # the copy may share its inner container
+        if not isinstance(value, list | dict | UserDict):  # the copy may share its inner container
             for name, inner in vars(made).items():
                 if isinstance(inner, dict | list):
                     setattr(made, name, copy.copy(inner))
-        for key, part in zip(list(value), parts, strict=True):
+        for key, part in zip(keys, parts, strict=True):
             made[key] = part
     except TypeError:  # it cannot be changed or copied
-        return type(value)(dict(zip(value, parts, strict=True)))
+        return type(value)(dict(zip(keys, parts, strict=True)))
     return made
 
 

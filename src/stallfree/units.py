@@ -6,12 +6,11 @@ from typing import Any
 
 from stallfree.errors import CapacityError, InputError, unit_format
 
-_BYTES = {"": 1, "B": 1} | {
+_BYTES = {"": 1, "b": 1} | {
     p + suffix: base**e
-    for e, p in enumerate("KMGTP", start=1)
-    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1000))
+    for e, p in enumerate("kmgtp", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000), ("", 1000))
 }
-_BYTES_FOLDED = {name.lower(): factor for name, factor in _BYTES.items()}
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z\u00b5\u03bc]*)\s*")
@@ -26,7 +25,7 @@ def parse_size(value: int | str, name: str = "size") -> int:
     if not isinstance(value, (str, bool)) and hasattr(type(value), "__index__"):
         size = operator.index(value)
     elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-        factor = _BYTES_FOLDED.get(match[2].lower())
+        factor = _BYTES.get(match[2].lower())
         if factor is not None:
             size = int(match[1]) * factor if match[1].lstrip("+-").isdigit() else float(match[1]) * factor
     if size is None:

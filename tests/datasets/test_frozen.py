@@ -32,7 +32,6 @@ def most(ids: list[int]) -> bool:
     ],
 )
 def test_a_flip_by_a_seeded_generator(way: str, place: str, hidden: bool, workers: int) -> None:
-    assert len(PLACES) >= 25
     assert not most(still(way, place, 1, hidden=hidden, workers=workers))
 
 

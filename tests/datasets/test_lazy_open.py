@@ -12,7 +12,7 @@ import torch
 
 import stallfree as sf
 from cases import half
-from lazy_rows import PLACES, BehindFlag, InReader, OverSocket, Rows, lazy_rows
+from lazy_rows import PLACES, BehindFlag, InGlobal, InReader, OverSocket, Rows, lazy_rows
 
 SOME = (InReader, OverSocket)
 
@@ -84,3 +84,17 @@ def test_processes_of_a_fork_server(way: str, tmp_path: Path) -> None:
 def test_all(place: type[Rows], way: str, workers: int, tmp_path: Path) -> None:
     """300 cases of 384 samples in each of three epochs."""
     check(place, tmp_path, way, workers, count=384)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["forkserver", "spawn"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", [InGlobal, InReader, OverSocket, BehindFlag])
+def test_all_in_new_processes(place: type[Rows], way: str, method: str, tmp_path: Path) -> None:
+    check(place, tmp_path, way, 2, method=method)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["cached", "auto"])
+def test_many_samples(way: str, tmp_path: Path) -> None:
+    check(InReader, tmp_path, way, 3, count=100_000)

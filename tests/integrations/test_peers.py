@@ -21,12 +21,8 @@ def test_shards_of_webdataset(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     with webdataset.ShardWriter(f"{tmp_path}/s-%03d.tar", maxcount=7, verbose=0) as writer:
         for number in range(25):
-            sample = {
-                "jpg": generator.bytes(int(generator.integers(0, 3000))),
-                "cls": number,
-                "meta.json": {"n": number},
-            }
-            more = {"More.TXT": "text"} if number % 3 == 0 else {}
+            sample = {"jpg": generator.bytes(int(generator.integers(0, 3000))), "cls": number}
+            more = {"More.TXT": "text", "meta.json": {"n": number}} if number % 3 == 0 else {}
             writer.write({"__key__": f"part/{number:06}", **sample, **more})
     shards = sorted(map(str, tmp_path.glob("*.tar")))
     theirs = list(webdataset.WebDataset(shards, shardshuffle=False))

@@ -19,7 +19,6 @@ from torch.utils.data import (
     DistributedSampler,
     SequentialSampler,
     SubsetRandomSampler,
-    WeightedRandomSampler,
 )
 
 import stallfree as sf
@@ -36,12 +35,6 @@ class Points(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, id: int) -> Any:
         return {"x": torch.tensor([float(id)]), "labels": id}
-
-
-def needs(*packages: str) -> None:
-    """Imported here, and not in each of the processes."""
-    for package in packages:
-        pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
 
 
 def in_two_processes(function: Callable[[int], None]) -> None:
@@ -100,30 +93,19 @@ def plain(rank: int) -> None:
         assert both_ranks(seen_in(own_loader(shuffle=shuffle, ranks="auto"))) == [list(range(SAMPLES))] * EPOCHS
 
 
-def test_plain_ddp() -> None:
-    in_two_processes(plain)
-
-
 # -- Accelerate -------------------------------------------------------------------------------------------------------
 
-CASES: dict[str, Callable[[], dict[str, Any]]] = {
+Cases = dict[str, Callable[[], dict[str, Any]]]
+CASES: Cases = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True},
     "shuffled, drop_last": lambda: {"shuffle": True, "drop_last": True},
     "a sampler": lambda: {"sampler": SequentialSampler(Points())},
 }
-
-
-SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
-    "a subset": lambda: {"sampler": SubsetRandomSampler(range(1, SAMPLES), generator(1))},
+ALL: Cases = CASES | {
+    "a subset": lambda: {"sampler": SubsetRandomSampler(range(1, SAMPLES), torch.Generator().manual_seed(1))},
     "a list": lambda: {"sampler": [*reversed(range(SAMPLES))]},
-    "by weight": lambda: {"sampler": WeightedRandomSampler(torch.ones(SAMPLES), 20, True, generator(1))},
 }
-ALL = CASES | SAMPLERS
-
-
-def generator(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 def accelerated(cases: list[str], rank: int) -> None:
@@ -156,36 +138,22 @@ def split(rank: int) -> None:
     settings = DataLoaderConfiguration(split_batches=True, even_batches=False, use_seedable_sampler=True, data_seed=3)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
     data, options = Points(), {"batch_size": 4, "shuffle": True}
-    theirs = accelerator.prepare(torch.utils.data.DataLoader(data, **options))
-    mine = accelerator.prepare(sf.DataLoader(data, **options))
-    assert seen_in(mine) == seen_in(theirs)
-    assert seen_in(skip_first_batches(mine, 2), 1) == seen_in(skip_first_batches(theirs, 2), 1)
-    by_batches = BatchSampler(SequentialSampler(data), 2, False)
-    theirs = accelerator.prepare(torch.utils.data.DataLoader(data, batch_sampler=by_batches))
-    mine = accelerator.prepare(sf.DataLoader(data, batch_sampler=by_batches))
-    assert seen_in(mine) == seen_in(theirs)
+    for given in (options, {"batch_sampler": BatchSampler(SequentialSampler(data), 2, False)}):
+        theirs, mine = (
+            accelerator.prepare(kind(data, **given)) for kind in (torch.utils.data.DataLoader, sf.DataLoader)
+        )
+        assert seen_in(mine) == seen_in(theirs)
+        assert seen_in(skip_first_batches(mine, 2), 1) == seen_in(skip_first_batches(theirs, 2), 1)
     seeded = [seen_in(accelerator.prepare(sf.DataLoader(data, seed=9, **options)), 1) for _ in range(2)]
     assert seeded[0] == seeded[1]
     own = own_loader(sampler=DistributedSampler(data))
     assert accelerator.prepare(own) is own
 
 
-def test_accelerate() -> None:
-    needs("accelerate")
-    in_two_processes(partial(accelerated, ["shuffled"]))
-
-
-@pytest.mark.slow
-def test_accelerate_in_all_cases() -> None:
-    needs("accelerate")
-    in_two_processes(partial(accelerated, list(ALL)))
-    in_two_processes(split)
-
-
 # -- Lightning --------------------------------------------------------------------------------------------------------
 
 
-def lightning(cases: list[str], workers: bool, rank: int) -> None:
+def lightning(cases: list[str], rank: int) -> None:
     import lightning.pytorch as pl
 
     for name in ("lightning.pytorch", "lightning.fabric"):
@@ -227,24 +195,13 @@ def lightning(cases: list[str], workers: bool, rank: int) -> None:
     assert both_ranks(dealt) == [list(range(SAMPLES))] * EPOCHS
     with pytest.warns(StallfreeWarning, match="each of the 2 ranks gets all samples"):
         train(Line, own_loader, use_distributed_sampler=False, max_epochs=1)
-    if workers:
+    if len(cases) > 1:
         with pytest.raises(sf.InputError, match="use_distributed_sampler=False"):
             train(Line, lambda: own_loader(sampler=sf.ImportanceSampler(SAMPLES)))
         options = {"with_ids": True, "on_error": "skip", "seed": 7, "staging": "1MiB", "timeout": 50}
         made = own_loader(shuffle=True, **options)
         again = pl.utilities.data._update_dataloader(made, SequentialSampler(Points()))
         assert {name: getattr(again, name) for name in options} == options
-
-
-def test_lightning() -> None:
-    needs("lightning.pytorch")
-    in_two_processes(partial(lightning, ["shuffled"], False))
-
-
-@pytest.mark.slow
-def test_lightning_in_all_cases() -> None:
-    needs("lightning.pytorch")
-    in_two_processes(partial(lightning, list(CASES), True))
 
 
 # -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
@@ -286,6 +243,22 @@ def trainer(rank: int) -> None:
         train(Bare)
 
 
-def test_trainer() -> None:
-    needs("accelerate", "transformers")
-    in_two_processes(trainer)
+# -- the tests --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("packages", "check"),
+    [
+        ("", plain),
+        ("accelerate", partial(accelerated, ["shuffled"])),
+        ("lightning.pytorch", partial(lightning, ["shuffled"])),
+        ("accelerate transformers", trainer),
+        pytest.param("accelerate", partial(accelerated, list(ALL)), marks=pytest.mark.slow),
+        pytest.param("accelerate", split, marks=pytest.mark.slow),
+        pytest.param("lightning.pytorch", partial(lightning, list(CASES)), marks=pytest.mark.slow),
+    ],
+)
+def test_each_rank_sees_what_it_sees_with_torchs_loader(packages: str, check: Callable[[int], None]) -> None:
+    for package in packages.split():  # imported here, and not in each of the processes
+        pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
+    in_two_processes(check)

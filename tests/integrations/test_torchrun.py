@@ -15,13 +15,8 @@ def torchrun(ranks: int, example: str, *arguments: object) -> subprocess.Complet
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*command, str(EXAMPLES / example), *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, timeout=200, capture_output=True, text=True
+    )  # fmt: skip
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done
 

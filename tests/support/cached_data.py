@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,40 +13,11 @@ from stallfree import Compose, mark_deterministic
 from stallfree.sources.mapped import BaseSource
 
 
-class Numbers(BaseSource):
-    """`samples` records `(int64 array, id)` kept in memory, so that whoever changes one in place changes it for good.
-
-    Args:
-        samples: how many.
-        steps: of the pipeline.
-        size: numbers in a record.
-        spread: with it, record `id` has `size + id % spread` numbers.
-    """
-
-    def __init__(self, samples: int = 12, steps: Sequence[Any] = (), *, size: int = 16, spread: int = 1) -> None:
-        self.pipeline = Compose(steps)
-        self.spread = spread
-        self.records = [np.full(size + id % spread, id, np.int64) for id in range(samples)]
-
-    def __len__(self) -> int:
-        return len(self.records)
-
-    def _record(self, id: int) -> Any:
-        return self.records[id], id
-
-    def _where(self, id: int) -> str:
-        return f"memory {id}"
-
-    def fingerprint(self) -> str:
-        return f"Numbers {len(self)} {len(self.records[0])} {self.spread}"
-
-
 class Given(BaseSource):
     """Records as they are given; an exception among them is raised."""
 
-    def __init__(self, records: Sequence[Any], steps: Sequence[Any] = ()) -> None:
-        self.records = list(records)
-        self.pipeline = Compose(steps)
+    def __init__(self, records: Iterable[Any], steps: Sequence[Any] = ()) -> None:
+        self.records, self.pipeline = list(records), Compose(steps)
         self.fetched: list[int] = []
 
     def __len__(self) -> int:
@@ -65,26 +36,33 @@ class Given(BaseSource):
         return f"Given {len(self)} {self.records!r}"
 
 
-class Meeting(BaseSource):
+class Numbers(Given):
+    """`samples` records `(int64 array, id)` kept in memory, so that whoever changes one in place changes it for good.
+
+    Record `id` has `size` numbers; with `spread`, `size + id % spread`.
+    """
+
+    def __init__(self, samples: int = 12, steps: Sequence[Any] = (), *, size: int = 16, spread: int = 1) -> None:
+        super().__init__([np.full(size + id % spread, id, np.int64) for id in range(samples)], steps)
+        self.kind = size, spread
+
+    def _record(self, id: int) -> Any:
+        return self.records[id], id
+
+    def fingerprint(self) -> str:
+        return f"Numbers {len(self)} {self.kind}"
+
+
+class Meeting(Given):
     """Fetches that wait for one another: they pass only when `parties` of them are under way at once."""
 
     def __init__(self, samples: int, parties: int) -> None:
-        self.pipeline = Compose([])
-        self.samples = samples
+        super().__init__(range(samples))
         self.barrier = threading.Barrier(parties)
-
-    def __len__(self) -> int:
-        return self.samples
 
     def _record(self, id: int) -> Any:
         self.barrier.wait(60)
         return id
-
-    def _where(self, id: int) -> str:
-        return ""
-
-    def fingerprint(self) -> str:
-        return "Meeting"
 
 
 class Plain(Dataset[Any]):

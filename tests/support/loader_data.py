@@ -130,18 +130,6 @@ def as_list(samples: list[Any]) -> list[Any]:
     return list(samples)
 
 
-class Bag:
-    """A batch of a class of the user's own."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bag) and same(self.samples, other.samples)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def same(a: Any, b: Any) -> bool:
     """Whether two values are equal in type, dtype, shape and value, through all containers and objects."""
     if type(a) is not type(b):
@@ -171,12 +159,6 @@ class Noisy:
 def jittered(id: int) -> Any:
     """A sample of a data set that is random itself."""
     return Noisy()(picture(id))
-
-
-def brighter(sample: Any) -> Any:
-    """A deterministic step."""
-    image, label = sample
-    return image // 2 + 100, label
 
 
 def noisy_collate(samples: list[Any]) -> Any:

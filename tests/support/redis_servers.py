@@ -4,6 +4,7 @@ import contextlib
 import shutil
 import signal
 import socket
+import socketserver
 import subprocess
 import tempfile
 import threading
@@ -172,50 +173,32 @@ class FakeServer(Closing):
     """
 
     def __init__(self, answer: Callable[[socket.socket, list[bytes]], None]) -> None:
-        self.connections = 0
-        self._answer = answer
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._open: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._listen)]
-        self._threads[0].start()
+        self._open = opened = list[socket.socket]()
 
-    @property
-    def host(self) -> dict[str, Any]:
-        """As users give it."""
-        return {"host": "127.0.0.1", "port": self._listener.getsockname()[1]}
+        class Talk(socketserver.StreamRequestHandler):
+            disable_nagle_algorithm = True
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self.connections += 1
-            self._open.append(connection)
-            self._threads.append(threading.Thread(target=self._serve, args=(connection,)))
-            self._threads[-1].start()
+            def handle(self) -> None:
+                opened.append(self.request)
+                with contextlib.suppress(OSError, ValueError):  # the client has gone
+                    while line := self.rfile.readline():
+                        words = []
+                        for _ in range(int(line[1:])):
+                            words.append(self.rfile.read(int(self.rfile.readline()[1:])))
+                            self.rfile.read(2)
+                        if words[0].upper() in (b"CLIENT", b"AUTH", b"SELECT"):
+                            self.wfile.write(b"+OK\r\n")
+                        else:
+                            answer(self.request, words)
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection, connection.makefile("rb") as commands:
-            try:
-                while line := commands.readline():
-                    words = []
-                    for _ in range(int(line[1:])):
-                        words.append(commands.read(int(commands.readline()[1:])))
-                        commands.read(2)
-                    if words[0].upper() in (b"CLIENT", b"AUTH", b"SELECT"):
-                        connection.sendall(b"+OK\r\n")
-                    else:
-                        self._answer(connection, words)
-            except OSError:
-                return  # the client has gone
+        self._server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Talk)
+        self.host = {"host": "127.0.0.1", "port": self._server.server_address[1]}
+        threading.Thread(target=self._server.serve_forever, args=(0.01,)).start()
 
     def close(self) -> None:
         """End all connections."""
-        for end in (self._listener, *self._open):
+        self._server.shutdown()
+        for end in self._open:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
-        self._listener.close()
+        self._server.server_close()

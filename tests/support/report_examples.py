@@ -1,6 +1,5 @@
 """A report and a simulation that could have been: F crosses P within the range of cache sizes, C was not measured."""
 
-import copy
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
@@ -18,23 +17,18 @@ def measured(value: float | None, note: str = "") -> dict[str, Any]:
 
 
 def report() -> dict[str, Any]:
-    """A report; the caller may change it."""
+    """A new report."""
     share = [step / 20 for step in range(21)]
     fetch = [1 / (x / 131_072.5 + (1 - x) / 312.5) for x in share]
-    made = {
+    return {
         "format": "stallfree-report",
         "version": 1,
         "made": "2026-05-01T12:00:00+00:00",
         "versions": {"stallfree": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
         "machine": {"cpus": 2, "memory_bytes": 25_769_803_776, "device": "cpu"},
         "job": {
-            "dataset": NAME,
-            "samples": 3670,
-            "batch_size": 64,
-            "num_workers": 2,
-            "loader": "torch",
-            "sample_bytes": 61_000.0,
-            "cache_share": 0.0,
+            "dataset": NAME, "samples": 3670, "batch_size": 64, "num_workers": 2, "loader": "torch",
+            "sample_bytes": 61_000.0, "cache_share": 0.0,
         },
         "rates": {
             "G": measured(1234.5),
@@ -52,29 +46,20 @@ def report() -> dict[str, Any]:
         "for storage.",
         "advice": [
             {
-                "do": "Cache 62% of the samples (140 MB)",
+                "do": "Cache 62% of the samples (140 MB)", "throughput": 811.25, "gain": 2.69,
                 "why": "F rises from 312 to 819, above P = 811, which binds then",
-                "throughput": 811.25,
-                "gain": 2.69,
             },
             {
-                "do": "Move the data to storage of 158 MB/s or more",
+                "do": "Move the data to storage of 158 MB/s or more", "throughput": 805.5, "gain": 2.67,
                 "why": "F reaches P = 811; above that the CPUs are the limit",
-                "throughput": 805.5,
-                "gain": 2.67,
             },
         ],
         "curve": {
-            "x": share,
-            "throughput": [min(f, 811.25) for f in fetch],
-            "F": fetch,
-            "P": [811.25] * len(share),
-            "G": [1234.5] * len(share),
-            "best": 0.62,
+            "x": share, "throughput": [min(f, 811.25) for f in fetch], "F": fetch, "best": 0.62,
+            "P": [811.25] * len(share), "G": [1234.5] * len(share),
         },
         "notes": ["files could not be made cold: the file system is a network's", "<i>a note</i>"],
-    }
-    return copy.deepcopy(made)
+    }  # fmt: skip
 
 
 def worked_out(prefetch: bool) -> list[Event]:
@@ -91,22 +76,16 @@ def worked_out(prefetch: bool) -> list[Event]:
 
 def recording() -> list[Event]:
     """What a real loader may log: fetches ahead of prep, a batch out of the cache, two epochs, a beginning above 0."""
-    return [
-        _ms(5000, 5040, "loader 0", "fetch", 0, 1),
-        _ms(5000, 5060, "loader 10", "fetch", 1, 1),
-        _ms(5040, 5100, "loader 0", "prep", 0, 1),
-        _ms(5040, 5070, "loader 0", "fetch", 2, 1),
-        _ms(5045, 5090, "loader 0", "fetch", 3, 1),
-        _ms(5060, 5110, "loader 10", "prep", 1, 1),
-        _ms(5100, 5130, "device", "compute", 0, 1),
-        _ms(5100, 5140, "loader 0", "prep", 2, 1),
-        _ms(5130, 5160, "device", "compute", 1, 1),
-        _ms(5140, 5180, "loader 0", "prep", 3, 1),
-        _ms(5150, 5155, "gather", "gather", 0, 2),
-        _ms(5160, 5190, "device", "compute", 2, 1),
-        _ms(5190, 5220, "device", "compute", 3, 1),
-        _ms(5220, 5250, "device", "compute", 0, 2),
-    ]
+    log = [
+        (5000, 5040, "loader 0", "fetch", 0, 1), (5000, 5060, "loader 10", "fetch", 1, 1),
+        (5040, 5100, "loader 0", "prep", 0, 1), (5040, 5070, "loader 0", "fetch", 2, 1),
+        (5045, 5090, "loader 0", "fetch", 3, 1), (5060, 5110, "loader 10", "prep", 1, 1),
+        (5100, 5130, "device", "compute", 0, 1), (5100, 5140, "loader 0", "prep", 2, 1),
+        (5130, 5160, "device", "compute", 1, 1), (5140, 5180, "loader 0", "prep", 3, 1),
+        (5150, 5155, "gather", "gather", 0, 2), (5160, 5190, "device", "compute", 2, 1),
+        (5190, 5220, "device", "compute", 3, 1), (5220, 5250, "device", "compute", 0, 2),
+    ]  # fmt: skip
+    return [_ms(*event) for event in log]
 
 
 def _ms(start: int, end: int, actor: str, what: str, batch: int, epoch: int = 0) -> Event:
@@ -120,23 +99,15 @@ def simulation(title: str = "two loaders") -> dict[str, Any]:
         for name, prefetch in (("without prefetch", False), ("with prefetch", True))
     ]
     return {
-        "format": "stallfree-simulation",
-        "version": 1,
-        "title": title,
-        "runs": runs,
-        "shown": 1,
-        "pipeline": None,
+        "format": "stallfree-simulation", "version": 1, "title": title, "runs": runs, "shown": 1, "pipeline": None,
         "comparison": {
-            "seeds": 30,
-            "seconds": 0.3,
+            "seeds": 30, "seconds": 0.3, "singles": [[4, 4], [3, 5]], "law": [20.0, 20.0],
             "first": [{"mean": 4.0, "low": 3.9, "high": 4.1}, {"mean": 4.5, "low": 4.25, "high": 4.75}],
-            "singles": [[4, 4], [3, 5]],
             "steady": [{"mean": 19.987, "low": 19.97, "high": 20.004}, {"mean": 20.0, "low": 20.0, "high": 20.0}],
-            "law": [20.0, 20.0],
             "advice": "prefetch gains nothing here: add loaders (3 would keep the device busy)",
             "caution": "One run is one draw. Go by the steady state.",
         },
-    }
+    }  # fmt: skip
 
 
 class Page(HTMLParser):

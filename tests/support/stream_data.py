@@ -112,8 +112,3 @@ class Held(IterableDataset[int]):
                 number += 1
         finally:
             self.end()
-
-
-def drawing(samples: list[Any]) -> Any:
-    """A collate function that draws."""
-    return len(samples), random.random(), torch.rand(2), np.random.rand()

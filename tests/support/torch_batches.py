@@ -20,7 +20,7 @@ class Seeded(torch.utils.data.Dataset[Any]):
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self.dataset, self.seed, self.epoch = dataset, seed, 0
-        self.randomness = Randomness(_Drawing(dataset))
+        self.randomness = Randomness(dataset.__getitem__)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -29,16 +29,6 @@ class Seeded(torch.utils.data.Dataset[Any]):
         with self.randomness:
             self.randomness.seed(self.seed, self.epoch, id)
             return self.dataset[id]
-
-
-class _Drawing:
-    """A step that refers to all generators of a data set."""
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    def __call__(self, id: int) -> Any:
-        return self.dataset[id]
 
 
 def torch_epochs(dataset: Any, epochs: int, *, seed: int, **options: Any) -> Iterator[list[str]]:

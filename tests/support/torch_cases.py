@@ -3,7 +3,7 @@
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -120,24 +120,14 @@ class Ids:
         return random.randrange(self.count) if random.random() < 0.5 else int(torch.randint(self.count, ()))
 
 
-@dataclass
-class Case:
-    """A configuration.
+class Case(NamedTuple):
+    """A configuration."""
 
-    Attributes:
-        seed: of the generators before the loader is made.
-        make: returns new arguments of a loader.
-        workers: number of worker processes.
-        shuffled: the order is the loader's own, so that only the samples of an epoch can be compared.
-        epochs: for each, how many batches are taken (None: all), and whether two iterators take turns.
-        sampler: whose epoch is set before each of them, if it has one.
-    """
-
-    seed: int
-    make: Callable[[], dict[str, Any]]
+    seed: int  # of the generators before the loader is made
+    make: Callable[[], dict[str, Any]]  # new arguments of a loader
     workers: int
-    shuffled: bool
-    epochs: list[tuple[int | None, bool]]
+    shuffled: bool  # the order is the loader's own, so only the samples of an epoch can be compared
+    epochs: list[tuple[int | None, bool]]  # batches taken (None: all); whether two iterators take turns
     text: str
 
 

@@ -4,7 +4,6 @@ The draws are from the global generators, through a library whose names do not s
 """
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from stallfree.datasets.probe import LOOKS
@@ -30,8 +29,3 @@ def fraction() -> float:
 def integer(below: int) -> int:
     """A number of NumPy's generator."""
     return spiced.Taste().grain(below)
-
-
-def own_fractions(seed: int) -> Callable[[], float]:
-    """Numbers of a generator that is made here."""
-    return spiced.Taste(seed).amount

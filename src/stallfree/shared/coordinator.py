@@ -28,6 +28,9 @@ from stallfree.shared.schedule import Entry, Schedule
 _SLOTS_PER_MEMBER = 4
 """Slots per member beyond the batches in flight: the batches that it may hold, and one being sent to it."""
 
+_EPOCH = "epoch-"
+"""Prefix of the files whose names are the begun epochs, after which newcomers to the next coordinator start."""
+
 _FIRST_WAIT = 60.0
 _CHECK_SECONDS = 1.0
 
@@ -86,17 +89,16 @@ class Coordinator:
     def __init__(self, parent: Parent, setup: GroupSetup) -> None:
         self._setup, self._parent = setup, parent
         self._name = setup.folder.name.removeprefix("group-")
-        self._folder = SharedFolder(setup.folder.name, root=setup.folder.parent, initialize=None)
         ahead = setup.options.ahead
         self._pool = WorkerPool(setup.options, setup.base_seed, new_counts(), slots=ahead + _SLOTS_PER_MEMBER)
         self._schedule = Schedule(len(setup.order), ahead, _next_epoch(setup.folder))
         self._plan = lru_cache(2)(lambda epoch: list[Ids](setup.order.batches(epoch, 0)))
         self._noted = -1
         self._largest = 0
-        self._blocked: float | None = None  # since when all slots have been full while a member waits
         self._lag_seconds = setup.options.seconds / 2  # for laggards; less than the others wait
         self._hellos: dict[Connection, Hello] = {}  # of members and of pending members
         self._delivered = time.monotonic()
+        self._unblocked = self._delivered  # the last time that a slot was free, or no member waited
         self._idle_until = self._delivered + _FIRST_WAIT  # end then, unless a process is connected
         self._last: Connection | None = None  # the last member, which waits until this process has ended
         self.server = Server(setup.folder)
@@ -157,8 +159,7 @@ class Coordinator:
                 self._last = peer
                 self.server.peers.remove(peer)
             else:
-                peer.send(pack(Kind.LEFT))
-                self._drop(peer)
+                self._drop(peer, "it has left")
 
     def _greet(self, peer: Connection, message: Message) -> None:
         """Admit a process that returns, or resumes an epoch; a newcomer with all ranks of its job."""
@@ -212,27 +213,23 @@ class Coordinator:
 
     def _start_more(self) -> None:
         """Start as many batches as the slots and the limit in flight allow."""
-        while (
-            number := self._schedule.next_to_start()
-        ) is not None and self._schedule.in_flight < self._schedule.ahead:
+        while self._schedule.in_flight < self._schedule.ahead and self._schedule.next_to_start() is not None:
             if not self._pool.room and not self._free_a_slot():
                 return
-            self._blocked = None
-            if (number := self._schedule.next_to_start()) is not None:
+            if (number := self._schedule.next_to_start()) is not None:  # of the members that remain
                 self._start(number)
-        self._blocked = None
+        self._unblocked = time.monotonic()
 
     def _free_a_slot(self) -> bool:
         """Return whether a batch can be started though all slots are full. Laggards are dropped after a while."""
+        now = time.monotonic()
         if self._schedule.in_flight or self._schedule.lowest_awaited is None:
-            self._blocked = None
+            self._unblocked = now
             return False
         if dropped := self._schedule.drop_one():
             self._free(dropped)
             return True
-        now = time.monotonic()
-        self._blocked = now if self._blocked is None else self._blocked
-        if now - self._blocked < self._lag_seconds:
+        if now - self._unblocked < self._lag_seconds:
             return False
         for member in self._schedule.laggards():
             text = f"{self._describe(member)} has held up the group {self._name!r} for {self._lag_seconds:g} s"
@@ -244,7 +241,8 @@ class Coordinator:
         epoch, batch = divmod(number, self._schedule.batches)
         if epoch > self._noted:
             self._noted = epoch
-            _note_epoch(self._setup.folder, epoch)
+            with contextlib.suppress(OSError):
+                (self._setup.folder / f"{_EPOCH}{epoch}").touch()
         ids = self._plan(epoch)[batch]
         task = Task(epoch + 1, batch, NO_SLOT, epoch, ids)  # tokens distinguish the epochs
         self._schedule.start(number, task)
@@ -288,21 +286,10 @@ class Coordinator:
         """Stop the workers, close the connections and remove the ring."""
         self.server.close()  # first, so that members look for another coordinator
         self._pool.close()
-        self._folder.close()
         if self._last is not None:
             self._last.close()
 
 
 def _next_epoch(folder: Path) -> int:
     """Return the epoch after the last one of which a batch was prepared."""
-    try:
-        return int((folder / "epoch").read_text()) + 1
-    except (OSError, ValueError):
-        return 0
-
-
-def _note_epoch(folder: Path, epoch: int) -> None:
-    """Record that a batch of this epoch was prepared; newcomers to the next coordinator start after it."""
-    with contextlib.suppress(OSError):
-        (folder / "epoch-new").write_text(str(epoch))
-        (folder / "epoch-new").rename(folder / "epoch")
+    return 1 + max((int(path.name.removeprefix(_EPOCH)) for path in folder.glob(f"{_EPOCH}*")), default=-1)

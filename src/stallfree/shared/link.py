@@ -7,10 +7,8 @@ that no job sees another job's changes to its batch, and released as their tenso
 
 import contextlib
 import enum
-import logging
 import mmap
 import os
-import signal
 import socket
 import threading
 import time
@@ -28,27 +26,18 @@ from stallfree.loader.ring import Slots
 
 Bytes = npt.NDArray[np.uint8]
 
-ANSWER_SECONDS = 5.0
-_RELEASE_SECONDS = 0.002
+_RELEASE_SECONDS, _REPEAT_SECONDS = 0.002, 1.0
 """Seconds of waiting for a batch after which pending releases are sent; until then they wait for the next request."""
-
-_CHECK_SECONDS = 1.0
-_STOPPED_SECONDS = 10.0
-"""Seconds after which a stopped coordinator (SIGSTOP) is killed and replaced, while a member waits for a batch."""
 
 NEWCOMER = -1
 """Sent by a newcomer as the number of its first message; other members send the batch that they need next."""
-
-log = logging.getLogger("stallfree")
 
 
 class Kind(enum.IntEnum):
     """Kind of a message."""
 
     # sent by a member
-    HELLO = (
-        2  # the first message; the body is a `Hello` as JSON, `number` the batch needed next; `value` is 1 on return
-    )
+    HELLO = 2  # the first message; the body is a `Hello` as JSON; `number` is needed next; `value` is 1 on return
     REQUEST = 3  # batches before `number` are not needed; if `value` is 1, that one is; no earlier request is open
     RELEASE = 5  # batch `number` is released; if `value` is 1, a forked process may still read it
     LEAVE = 6
@@ -57,7 +46,6 @@ class Kind(enum.IntEnum):
     WELCOME = 11  # admitted, with batch `number` as the first, with `value` members; the body is the ring's folder
     BATCH = 12  # batch `number`; the body is a result; the member may hold `value` batches
     EXPLANATION = 15  # the body is the reason as text; the last batch was delivered `value` milliseconds ago
-    LEFT = 16  # other members remain
     DROPPED = 17  # the member gets no more batches; the body says why, and the connection ends
 
 
@@ -138,7 +126,6 @@ class Link(Connection):
         self._outbox: deque[bytes] = deque()  # messages that are still to be sent
         self._leases: dict[int, _Lease] = {}  # by number of the held batch
         self._ended: deque[_Lease] = deque()  # leases whose memory is freed
-        self._stopped = float("inf")  # time since when the coordinator is known to be stopped
         prepare_for_forks(self)
 
     def send(self, *messages: bytes) -> None:
@@ -164,31 +151,8 @@ class Link(Connection):
             if time.monotonic() >= deadline:
                 return None
             self.send()
-            if wait == _CHECK_SECONDS:
-                self._end_if_stopped()
-            wait = _CHECK_SECONDS
+            wait = _REPEAT_SECONDS
         return message
-
-    def _end_if_stopped(self) -> None:
-        now = time.monotonic()
-        self._stopped = min(self._stopped, now) if _is_stopped(self.pid) else float("inf")
-        if now - self._stopped >= _STOPPED_SECONDS:
-            self.end(f"has been stopped for {_STOPPED_SECONDS:g} s")
-
-    def end(self, why: str) -> None:
-        """Kill the coordinator, so that a stopped one cannot resume later, then raise `EOFError`.
-
-        Does nothing for a process of another PID namespace, which cannot be killed from here.
-        """
-        if self.pid <= 0:
-            return
-        log.warning("process %d, the coordinator of a group, %s: it is killed and replaced", self.pid, why)
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while super().next_message(deadline) is not None:
-            pass
-        raise EOFError
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
@@ -228,11 +192,3 @@ class Link(Connection):
             super().close()
         if self.slots is not None:
             self.slots.close()
-
-
-def _is_stopped(pid: int) -> bool:
-    """Return whether the process is stopped by a signal."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
-    except (OSError, IndexError):
-        return False

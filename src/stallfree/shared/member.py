@@ -5,7 +5,9 @@ A member requests batches from the coordinator, and replaces one that died.
 
 import contextlib
 import json
+import logging
 import os
+import signal
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -22,10 +24,12 @@ from stallfree.loader.ring import slot_bytes
 from stallfree.notes import raisable
 from stallfree.pipeline.codec import read_own_record
 from stallfree.shared.coordinator import GroupSetup, coordinate
-from stallfree.shared.link import ANSWER_SECONDS, NEWCOMER, Hello, Kind, Link, PrivateSlots
+from stallfree.shared.link import NEWCOMER, Hello, Kind, Link, PrivateSlots
 
-_META_VERSION = 4
-_START_SECONDS = 120.0
+PROTOCOL = 5
+"""The version of the messages and of the group's folder."""
+
+_START_SECONDS, _LEAVE_SECONDS, ANSWER_SECONDS = 120.0, 30.0, 5.0
 
 _FINGERPRINTED = "the data set", "the transform", "collate_fn"
 """Keys of `Terms.same` whose values are fingerprints, which messages do not show."""
@@ -33,7 +37,7 @@ _FINGERPRINTED = "the data set", "the transform", "collate_fn"
 LIVES = 10
 """Coordinators that may die in a row without delivering a batch before `WorkerError` is raised."""
 
-_LEAVE_SECONDS = 30.0
+log = logging.getLogger("stallfree")
 
 
 @dataclass(frozen=True)
@@ -95,13 +99,13 @@ class Group:
 
     def _check_same(self, ours: dict[str, Any]) -> None:
         """Raise `InputError` if values of this job differ from the group's."""
-        pairs = {key: (self.terms.same.get(key), value) for key, value in ours.items()}
+        theirs = self.terms.same
         differing = [
             f"{key} differs (its code, parameters or files)"
             if key in _FINGERPRINTED
-            else f"it has {key}={theirs!r}, this job gives {key}={own!r}"
-            for key, (theirs, own) in pairs.items()
-            if theirs != own and theirs is not None and own is not None
+            else f"it has {key}={theirs[key]!r}, this job gives {key}={value!r}"
+            for key, value in ours.items()
+            if None not in (value, theirs.get(key)) and value != theirs[key]
         ]
         if differing:
             raise errors.group_mismatch(
@@ -112,17 +116,16 @@ class Group:
     def _check_sizes(self, batch_size: int, ranks: int, divisible: bool) -> None:
         """Raise `InputError` if batches of this size cannot be made of the group's chunks."""
         chunk, unit = self.terms.chunk, batch_size * ranks
-        if batch_size != chunk and not divisible:
-            raise errors.collate_output(
-                f"batch_size={batch_size} on {ranks} ranks, and the group {self.name!r} has batches of {chunk}: those "
-                "of a collate_fn cannot be split or joined; use one rank, and the same batch_size in all jobs"
-            )
-        if chunk % unit and unit % chunk:
-            size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
-            raise errors.collate_output(
-                f"{size} does not match the group {self.name!r}, whose first job has batches of {chunk} samples: give "
-                "a multiple or a divisor of that"
-            )
+        if divisible and chunk % unit and unit % chunk:
+            rule = "a multiple or a divisor of that"
+        elif not divisible and batch_size != chunk:
+            rule = "the same on one rank, since those of a collate_fn cannot be split or joined"
+        else:
+            return
+        size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
+        raise errors.collate_output(
+            f"{size} does not match the group {self.name!r}, whose first job has batches of {chunk}: give {rule}"
+        )
 
     def agree_on_seed(self, seed: int, *, drawn: bool = False) -> int:
         """Return the group's seed, after setting it to `seed` if the group has none.
@@ -130,17 +133,12 @@ class Group:
         Raises `InputError` if the group has another one, unless `seed` is only drawn.
         """
         file, first = self.folder / "seed", self.terms.same["seed"]
-        try:
-            with contextlib.suppress(FileExistsError):
-                file.symlink_to(str(seed if first is None else first))  # which exists with its content or not at all
-            self.terms.same["seed"] = int(os.readlink(file))
-        except (OSError, ValueError) as error:
-            raise errors.StorageError(
-                f"the seed of the group in {self.folder} cannot be read: {error}. Give another name"
-            ) from error
+        with contextlib.suppress(FileExistsError):
+            file.symlink_to(str(seed if first is None else first))  # which exists with its content or not at all
+        self.terms.same["seed"] = agreed = int(os.readlink(file))
         if not drawn:
             self._check_same({"seed": seed})
-        return int(self.terms.same["seed"])
+        return agreed
 
     def connect(self, setup: GroupSetup) -> Link:
         """Connect to the coordinator; starts one first if there is none.
@@ -166,20 +164,14 @@ class Group:
 
 
 def _write(path: Path, terms: Terms) -> None:
-    path.write_text(json.dumps({"version": _META_VERSION, **terms.__dict__}))
+    path.write_text(json.dumps(vars(terms)))
 
 
 def _read(folder: Path) -> Terms:
     try:
-        entries = json.loads((folder / "group.json").read_bytes())
-        version = entries.pop("version")
-        if version == _META_VERSION:
-            return Terms(**entries)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return Terms(**json.loads((folder / "group.json").read_bytes()))
+    except (OSError, ValueError, TypeError) as error:  # also one of another release
         raise errors.StorageError(f"the group's folder {folder} cannot be read: {error}. Give another name") from error
-    raise errors.InputError(
-        f"the group in {folder} was made by another release of stallfree: give another name", page="release-mismatch"
-    )
 
 
 # -- coordinators that this process started --------------------------------------------------------------------------
@@ -285,20 +277,17 @@ class Member:
     def _lost(self) -> None:
         """Handle a dead coordinator; batches that it sent and this job has not yielded are discarded."""
         self._in_a_row += 1
-        pid = -1
-        if self._link is not None:
-            self.deaths += self._link.slots is not None  # else it was already dying at the connection
-            pid = self._link.pid
-            self._link.close()
-            self._link = None
-        if self._in_a_row >= LIVES:
+        link, self._link = self._link, None
+        if link is not None:
+            self.deaths += link.slots is not None  # else it was already dying at the connection
+            link.close()
+        last = self._in_a_row >= LIVES
+        reap(ANSWER_SECONDS if last else 0.0, self.group.folder)
+        if last:
             raise errors.WorkerError(
-                f"{LIVES} coordinators of the group {self.group.name!r} died in a row (the last was process {pid}) "
-                "without delivering a batch. If the system killed them, memory may be short: use less, or fewer "
-                "workers",
-                ids=[],
+                f"{LIVES} coordinators of the group {self.group.name!r} died in a row without delivering a batch. If "
+                "the system killed them, memory may be short: use less, or fewer workers"
             )
-        reap(0.0, self.group.folder)
 
     def take(self, number: int, end: int) -> Result | None:
         """Wait for batch `number`, and request the next one if it is below `end`.
@@ -323,9 +312,12 @@ class Member:
         while True:
             message = link.next_message(deadline)
             if message is None:
+                if asked and not self._in_a_row and link.pid:  # else of another PID namespace, out of reach
+                    log.warning("process %d, the coordinator of a group, is stuck: it is replaced", link.pid)
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(link.pid, signal.SIGKILL)  # it may be stopped, and resume later
+                    raise EOFError
                 if asked:
-                    if not self._in_a_row:
-                        link.end(f"has not answered for {self._seconds + ANSWER_SECONDS:g} s")
                     raise self._timeout(number, f"process {link.pid}, which prepares it, does not answer")
                 asked, deadline = True, time.monotonic() + ANSWER_SECONDS
                 link.send(pack(Kind.EXPLAIN, number=number))
@@ -402,9 +394,8 @@ class Member:
             if self._link is not None:
                 self._link.send(pack(Kind.LEAVE))
                 deadline = time.monotonic() + _LEAVE_SECONDS
-                while (message := self._link.next_message(deadline)) is not None:
-                    if message.kind in (Kind.LEFT, Kind.DROPPED):
-                        break
+                while (message := self._link.next_message(deadline)) and message.kind != Kind.DROPPED:
+                    pass
         except EOFError:
             reap(ANSWER_SECONDS, self.group.folder)
         finally:

@@ -80,13 +80,11 @@ class Schedule:
         """The epoch that a newcomer starts with: the first one of which no batch has been freed."""
         return max(-(-self._freed_below // self.batches), self._last_requested // self.batches)
 
-    def join(self, member: Hashable, position: int | None = None) -> int:
-        """Add a member that needs `position` next, or a newcomer (None); returns the number of its first batch."""
-        position = self.epoch * self.batches if position is None else position
+    def join(self, member: Hashable, position: int) -> None:
+        """Add a member that needs batch `position` next."""
         self._last_requested = max(self._last_requested, position - 1)
         self._freed_below = max(self._freed_below, position)
         self.members[member] = MemberState(position)
-        return position
 
     def is_behind(self, position: int) -> bool:
         """Return whether a batch is of an earlier epoch than any that a member needs."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from multiprocessing.context import BaseContext
 from typing import Any, Generic, Self
 
@@ -33,11 +32,9 @@ from stallfree.shared import coordinator, link, member
 from stallfree.shared.rebatching import Rebatching
 from stallfree.stats import SharedStats
 from stallfree.typevars import BatchT_co
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 _STATE_VERSION = 3
-
-_made = count()
 
 
 class SharedLoader(Generic[BatchT_co]):
@@ -131,10 +128,8 @@ class SharedLoader(Generic[BatchT_co]):
         need_linux("SharedLoader", "use DataLoader, one in each job")
         arguments.check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
         arguments.check_functions(collate_fn, worker_init_fn, on_error)
-        if num_workers < 1:
-            raise InputError("num_workers=0: the workers belong to the group, which needs 1 or more")
-        if batch_size is None:
-            raise InputError("batch_size=None: give the number of samples per batch")
+        parse_whole(num_workers, "num_workers", 1)
+        parse_whole(batch_size, "batch_size", 1)
         if job_transform is not None and not callable(job_transform):
             raise InputError(f"job_transform={job_transform!r} cannot be called: give a function, or None")
         if isinstance(dataset, SmartCacheDataset):
@@ -183,6 +178,7 @@ class SharedLoader(Generic[BatchT_co]):
                 "shuffle": self._shuffle,
                 "drop_last": self.drop_last,
                 "on_error": "skip" if options.skip else "raise",
+                "protocol": member.PROTOCOL,
             }
         chunk = self.batch_size * ranks.count
         terms = member.Terms(same, chunk, options.workers, options.ahead, options.staging)
@@ -194,9 +190,9 @@ class SharedLoader(Generic[BatchT_co]):
             base_seed=0,
             order=Order(SourceSetup(self._samples, terms.chunk, self._shuffle, seed=self.seed)),
         )
-        job = f"{os.getpid()}-{next(_made)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
-        script = os.path.basename(sys.argv[0]) if getattr(sys, "argv", None) else ""
-        return member.Member(group, setup, link.Hello(job, ranks.here, script or "python"), options.seconds)
+        job = f"{os.getpid()}-{id(self)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
+        script = os.path.basename(sys.argv[0]) or "python"
+        return member.Member(group, setup, link.Hello(job, ranks.here, script), options.seconds)
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -420,8 +416,7 @@ class EpochIterator:
                 self._member.skip((self.epoch + 1) * self._batches)
 
     def __del__(self) -> None:
-        if hasattr(self, "_end"):
-            self.close()
+        self.close()
 
 
 def _close(pid: int, joined: member.Member) -> None:

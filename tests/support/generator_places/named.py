@@ -17,3 +17,6 @@ def flipped(x: Any, rng: Any) -> Any:
 
 def method_of(rng: Any) -> Any:
     return rng.random
+
+
+FAR = made()

@@ -1,1 +1,0 @@
-"""A package in a package."""
