@@ -33,7 +33,6 @@ from stallfree.errors import WorkerError, batch_timeout
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
 from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
-from stallfree.loader.ring import Ring
 from stallfree.notes import add_note
 from stallfree.platform import how_it_ended
 
@@ -53,13 +52,12 @@ class Executor:
     Attributes:
         needs_slot: whether `submit` requires tasks with a slot.
         descriptors: the descriptors to wait for, with events of `select.poll`.
-        slots_to_take: free slots that the submitted tasks will take themselves; an upper bound.
         replaced: number of workers that died since this was last set to 0.
         stuck: whether no worker gets started here, so that another process should try.
     """
 
     needs_slot = stuck = False
-    slots_to_take = replaced = 0
+    replaced = 0
     descriptors: Sequence[tuple[int, int]] = ()
 
     def submit(self, task: Task) -> None:
@@ -184,20 +182,14 @@ class ThreadExecutor(Executor):
 class GatherThreads(ThreadExecutor):
     """Threads that fill slots directly from the cache.
 
-    A thread takes a slot only when it starts a task: the slot that was used last, which CPU caches may still hold.
-
     Args:
         builder: builds.
-        ring: has the slots.
         threads: number of threads.
     """
 
-    needs_slot = False
-
-    def __init__(self, builder: BatchBuilder, ring: Ring, threads: int) -> None:
+    def __init__(self, builder: BatchBuilder, threads: int) -> None:
         super().__init__()
-        self._builder, self._ring, self._submitted = builder, ring, 0
-        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
+        self._builder = builder
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
@@ -206,12 +198,7 @@ class GatherThreads(ThreadExecutor):
         for thread in self._threads:
             thread.start()
 
-    @property
-    def slots_to_take(self) -> int:  # type: ignore[override]
-        return self._submitted - self._begun.qsize()
-
     def submit(self, task: Task) -> None:
-        self._submitted += 1
         self._tasks.put(task)
 
     def describe(self, task: Task) -> str:
@@ -223,17 +210,8 @@ class GatherThreads(ThreadExecutor):
             self.deliver(self._build(task))
 
     def _build(self, task: Task) -> Result:
-        wanted = task.token >= self._wanted
-        try:
-            slot = self._ring.take() if wanted else None
-        except Exception as error:  # the folder cannot be created
-            return failure(task, error)
-        finally:
-            self._begun.put(None)
-        if not wanted:
+        if task.token < self._wanted:
             return Result(UNDONE, task.token, task.number, task.slot)
-        if slot is not None:
-            task.slot = slot
         result = self._builder.gather(task)
         result.worker = GATHERER
         return result
@@ -328,53 +306,48 @@ class WorkerProcesses(Executor):
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         start_method(context)  # before anything is created in a process that may start none
         self._context, self._setup, self.count = context, setup, count
-        self._workers: list[_Worker | None] = [None] * count
+        self._workers: dict[int, _Worker] = {}
         self._wanted = self.replaced = self.hung = 0
 
     @property
     def stuck(self) -> bool:  # type: ignore[override]
         """Whether all forked workers hang, so that further ones probably would too."""
-        return self.hung > len(self._workers)
+        return self.hung > self.count
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:  # type: ignore[override]
         """The descriptors to wait for, with events of `poll`: results, deaths of workers, space for tasks."""
-        return [
-            (worker.child.fileno(), worker.child.events)
-            for worker in self._workers
-            if worker is not None and worker.busy
-        ]
+        return [(worker.child.fileno(), worker.child.events) for worker in self._workers.values() if worker.busy]
 
     def describe(self, task: Task) -> str:
         """The worker that has the task; "" if none has."""
-        for worker in self._workers:
-            if worker is not None and any(mine is task for mine in worker.tasks):
+        for worker in self._workers.values():
+            if any(mine is task for mine in worker.tasks):
                 alive = "alive" if worker.child.alive else "dead"
                 return f"worker process {worker.child.pid}, {alive}, with {len(worker.tasks)} batches to do"
         return ""
 
     def submit(self, task: Task) -> None:
         """Send a task to the worker with the fewest tasks."""
-        loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
+        loads = [len(self._workers[number].tasks) if number in self._workers else 0 for number in range(self.count)]
         number = loads.index(min(loads))
+        if number not in self._workers:
+            self._workers[number] = self._start(number)
         worker = self._workers[number]
-        if worker is None:
-            worker = self._workers[number] = self._start(number)
         worker.tasks.append(task)
         worker.child.send(task.pack())  # `poll` detects and replaces a dead worker
 
     def forget(self, token: int) -> None:
         """Drop batches of iterations before `token`."""
         self._wanted = token
-        for worker in self._workers:
-            if worker is not None:
-                worker.child.send(forget_message(token))
+        for worker in self._workers.values():
+            worker.child.send(forget_message(token))
 
     def poll(self, number: int | None) -> list[Result]:
         """The available results. Replaces workers that died; idle ones when they get a task."""
         results: list[Result] = []
-        for place, worker in enumerate(self._workers):
-            if worker is None or not worker.busy:
+        for place, worker in [*self._workers.items()]:
+            if not worker.busy:
                 continue
             worker.child.flush()
             try:
@@ -393,13 +366,12 @@ class WorkerProcesses(Executor):
 
     def check(self) -> None:
         """Check for workers that hang, or died while another process keeps their end of the connection open."""
-        for worker in self._workers:
-            if worker is not None and (worker.child.overdue or not worker.child.alive):
-                worker.dead = True
+        for worker in self._workers.values():
+            worker.dead |= worker.child.overdue or not worker.child.alive
 
     def _replace(self, number: int, dead: _Worker, results: list[Result]) -> None:
-        """Kill a worker if it is still alive, and send its tasks to a new one."""
-        self._workers[number] = None
+        """Kill a worker if it is still alive, and submit its tasks again, for which a new one is started."""
+        del self._workers[number]
         self.replaced += 1
         hung = dead.child.overdue
         self.hung += hung
@@ -415,11 +387,8 @@ class WorkerProcesses(Executor):
             if tasks[0].deaths >= LIVES:
                 error = deadly_batch(tasks[0], "worker processes died", how_it_ended(dead.child.exit_code))
                 results.append(failure(tasks.pop(0), error))
-        if tasks:
-            fresh = self._workers[number] = self._start(number)
-            for task in tasks:
-                fresh.tasks.append(task)
-                fresh.child.send(task.pack())
+        for task in tasks:
+            self.submit(task)
 
     def _start(self, number: int) -> _Worker:
         setup = self._setup
@@ -429,17 +398,17 @@ class WorkerProcesses(Executor):
             context=self._context,
             name=f"stallfree-worker-{number}",
             parts=setup.parts,
-            attempt=self.hung // len(self._workers),
+            attempt=self.hung // self.count,
         )
         return _Worker(child)
 
     def close(self) -> None:
         """Stop the workers; kill those that do not exit in 5 s."""
-        workers = [worker for worker in self._workers if worker is not None]
-        self._workers = [None] * self.count
-        for worker in workers:
-            worker.child.send(forget_message(_NO_MORE))
-        end_all([worker.child for worker in workers], _STOP_SECONDS)
+        children = [worker.child for worker in self._workers.values()]
+        self._workers.clear()
+        for child in children:
+            child.send(forget_message(_NO_MORE))
+        end_all(children, _STOP_SECONDS)
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------
