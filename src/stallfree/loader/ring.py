@@ -186,13 +186,14 @@ class Ring:
         return self._folder.path
 
     def take(self) -> int:
-        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`."""
+        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`. Thread-safe."""
         if shares_memory():  # create the folder before workers are forked
             _ = self.slots.folder
         self._end_leases()
-        if not self._free:
+        try:
+            slot = self._free.pop()
+        except IndexError:
             return NO_SLOT
-        slot = self._free.pop()
         if slot not in self._forked:
             return slot
         self.slots.discard(slot, free=False)

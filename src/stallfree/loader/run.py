@@ -346,12 +346,12 @@ class Pass(EpochPass):
     def _next_result(self) -> Result | None:
         """Wait for the next result; None at the end. Any interruption other than a timeout ends the iteration."""
         pool, progress = self.pool, self.progress
-        if self.closed or pool.closed or self._token != pool.token:
-            raise iteration_over(OVER)
         if not self._owner.is_here:  # its results would be those that the parent awaits
             raise iteration_over(
                 f"this iteration is that of process {self._owner.pid}, which was forked. Begin a new one"
             )
+        if self.closed or pool.closed or self._token != pool.token:
+            raise iteration_over(OVER)
         try:
             self._start_more()
             started = time.monotonic()
