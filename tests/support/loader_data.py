@@ -1,14 +1,17 @@
 """Data sets, functions and comparisons for the tests of the loader, where every worker can import them."""
 
+import contextlib
 import os
 import random
 import zlib
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+import stallfree as sf
 
 
 class Made:
@@ -23,6 +26,16 @@ class Made:
 
     def __getitem__(self, id: int) -> Any:
         return self.make(id)
+
+
+@contextlib.contextmanager
+def loading(data: Any, *arguments: Any, cached: bool = False, **options: Any) -> Iterator[sf.DataLoader]:
+    """A loader of `data` or of a cache of it, with workers that persist if there are any. Both end with the block."""
+    with contextlib.ExitStack() as stack:
+        if cached:
+            data = stack.enter_context(sf.CachedDataset(data, capacity="32MiB"))
+        options = {"persistent_workers": options.get("num_workers", 0) > 0} | options
+        yield stack.enter_context(sf.DataLoader(data, *arguments, **options))
 
 
 class Gate:
