@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 PATIENCE = 60.0  # seconds until a child that does not end is taken for hung
@@ -21,6 +22,14 @@ def until(met: Callable[[], Any], what: str = "it happens") -> Any:
         assert time.monotonic() < deadline, f"after {PATIENCE:.0f} s still not so: {what}"
         time.sleep(0.001)
     return found
+
+
+def gone(pid: int) -> bool:
+    """Whether a process has ended."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 class Child:
