@@ -130,23 +130,20 @@ def train(batches: Any, world: World | None = None) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("way", "seconds"), [*((way, 0.0) for way in DRAWN), ("stallfree's", 0.002)])
-def test_all_random_numbers_are_those_without_a_prefetcher(
-    way: str, seconds: float, world: World | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also if the loop takes an item while the thread looks whether it waits, which takes so many seconds."""
-    look: Any = Items.all_taken.fget  # type: ignore[attr-defined]
+@pytest.mark.parametrize("way", DRAWN)
+def test_all_random_numbers_are_those_without_a_prefetcher(way: str, world: World | None) -> None:
     expected = train(DRAWN[way]())
-    monkeypatch.setattr(Items, "all_taken", property(lambda items: not threading.Event().wait(seconds) and look(items)))
     prefetcher = DevicePrefetcher(DRAWN[way](), "cpu")
     assert train(prefetcher, world) == expected
     prefetcher.close()
 
 
-def test_what_draws_does_not_run_during_a_step(world: World | None) -> None:
-    """Also when it is stopped while waiting; the state can be read meanwhile."""
+def test_what_draws_does_not_run_during_a_step(world: World | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the loop takes an item while the thread looks, and when it stops. The state can be read meanwhile."""
     stepping = [False]
     during: list[bool] = []
+    look: Any = Items.all_taken.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Items, "all_taken", property(lambda items: not threading.Event().wait(0.002) and look(items)))
 
     class Watching(Drawing):
         def __getitem__(self, id: int) -> torch.Tensor:
@@ -159,7 +156,7 @@ def test_what_draws_does_not_run_during_a_step(world: World | None) -> None:
             next(iterator)
             stepping[0] = True
             assert loader.state_dict()["batches"] == given
-            threading.Event().wait(0.002)  # for a thread that does not wait to be seen
+            threading.Event().wait(0.02)  # for a thread that does not wait to be seen
             stepping[0] = False
         stepping[0] = True
         del iterator

@@ -19,7 +19,7 @@ from fakes import World
 
 import stallfree as sf
 from children import PATIENCE, Child
-from stallfree.device.ahead import LoaderThread
+from stallfree.device.ahead import Items, LoaderThread
 from stallfree.device.prefetcher import DevicePrefetcher
 
 COUNT = 8
@@ -112,6 +112,25 @@ def test_close_ends_the_epoch_and_may_be_called_again(world: World | None) -> No
         next(iterator)
     assert take(world, prefetcher) == [0, 1, 2, 3, 4]
     prefetcher.close()
+
+
+def test_the_loader_is_released_before_the_end_is_delivered(
+    world: World | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its release may end workers, which must not happen in a thread that nothing waits for."""
+
+    class Loader:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            source = (batch for batch in batches(1))
+            self.source = weakref.ref(source)
+            return source
+
+    released, put, loader = list[bool](), Items.put, Loader()
+    monkeypatch.setattr(Items, "put", lambda items, item: (released.append(loader.source() is None), put(items, item)))
+    prefetcher = DevicePrefetcher(loader, "cpu")
+    assert take(world, prefetcher) == [0]
+    prefetcher.close()
+    assert released == [False, True]
 
 
 @pytest.mark.parametrize("end", [50, 2])
@@ -282,6 +301,24 @@ def test_a_state_of_any_moment_leaves_exactly_what_was_not_given(
         expected = [100 + id for id in range(COUNT)] if given > COUNT else list(range(given, COUNT))
         assert take(world, other) == expected
         other.close()
+
+
+def test_a_state_is_that_of_the_latest_iteration(world: World | None) -> None:
+    class Latest(Numbers):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            self.epoch += 1
+            epoch = self.epoch
+            for number in range(COUNT):
+                self.at = number + 1 if epoch == self.epoch else self.at
+                yield torch.tensor([number])
+
+    prefetcher = DevicePrefetcher(Latest(), "cpu")
+    first, second = iter(prefetcher), iter(prefetcher)
+    take(world, first, 2)
+    take(world, second, 3)
+    take(world, first)
+    assert prefetcher.state_dict()["at"] == 3
+    prefetcher.close()
 
 
 def test_a_state_that_cannot_be_had_is_an_error_in_its_place(device: World) -> None:

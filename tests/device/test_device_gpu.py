@@ -118,9 +118,9 @@ def test_the_sanitizer_finds_nothing() -> None:
     from stallfree.device.ahead import LoaderThread
     from torch.cuda._sanitizer import cuda_sanitizer
     run = LoaderThread._run
-    def watched(self, source):  # it watches the thread that imports torch, and no other
+    def watched(self):  # it watches the thread that imports torch, and no other
         with cuda_sanitizer.dispatch:
-            run(self, source)
+            run(self)
     LoaderThread._run = watched
     batches = [{"x": torch.full((300_000,), i % 100, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(200)]
     for _ in range(2):

@@ -99,6 +99,7 @@ def test_epochs_are_complete_until_it_is_closed_and_one_that_is_broken_off_leave
         memory = []
         for _ in range(20):  # batches that nobody takes are freed in the process that loads
             next(iter(batches))
+            assert len(batches) == 20
             memory.append(psutil.Process(batches.pid).num_fds())
         assert max(memory[5:]) <= max(memory[:5]) + 8
         iteration = iter(batches)
