@@ -18,7 +18,7 @@ import torch.utils.data as tud
 from fakes import World
 
 import stallfree as sf
-from children import PATIENCE, Child
+from children import Child, until
 from stallfree.device.ahead import Items, LoaderThread
 from stallfree.device.prefetcher import DevicePrefetcher
 
@@ -114,41 +114,26 @@ def test_close_ends_the_epoch_and_may_be_called_again(world: World | None) -> No
     prefetcher.close()
 
 
-def test_the_loader_is_released_before_the_end_is_delivered(
-    world: World | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("end", [50, 2])
+def test_the_loader_is_released_before_the_end_is_delivered_and_the_thread_ends_with_the_iteration(
+    world: World | None, end: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its release may end workers, which must not happen in a thread that nothing waits for."""
 
     class Loader:
         def __iter__(self) -> Iterator[torch.Tensor]:
-            source = (batch for batch in batches(1))
+            source = (batch for batch in batches(20))
             self.source = weakref.ref(source)
             return source
 
     released, put, loader = list[bool](), Items.put, Loader()
     monkeypatch.setattr(Items, "put", lambda items, item: (released.append(loader.source() is None), put(items, item)))
     prefetcher = DevicePrefetcher(loader, "cpu")
-    assert take(world, prefetcher) == [0]
-    prefetcher.close()
-    assert released == [False, True]
-
-
-@pytest.mark.parametrize("end", [50, 2])
-def test_a_generator_is_closed_and_the_thread_ends_with_the_iteration(world: World | None, end: int) -> None:
-    closed = threading.Event()
-
-    class Loader:
-        def __iter__(self) -> Iterator[torch.Tensor]:
-            try:
-                yield from batches(20)
-            finally:
-                closed.set()
-
-    prefetcher = DevicePrefetcher(Loader(), "cpu")
     gone = weakref.ref(prefetcher)
     take(world, prefetcher, end)
     del prefetcher  # nothing closes it
-    assert closed.wait(PATIENCE)
+    until(lambda: not prefetching(), "the thread has ended")
+    assert released[-1]
     gc.collect()
     assert gone() is None
 
