@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import types
 import warnings
-from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from fakes import World
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import stallfree as sf
+from loader_data import Pair, Point
 from stallfree.device import process
 from stallfree.device.prefetcher import DevicePrefetcher
 
@@ -53,22 +54,16 @@ class Output(OrderedDict[str, Any]):
 class Named(list[Any]):
     """A list with a name."""
 
-    name = ""
-
-
-class Point(NamedTuple):
-    x: torch.Tensor
-    y: Any
-
-
-Pair = namedtuple("Pair", "left right")
+    def __init__(self, *values: Any) -> None:
+        super().__init__(values)
+        self.name = "its name"
 
 
 @dataclasses.dataclass
 class Graph:
     nodes: torch.Tensor
     name: str
-    edges: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    edges: dict[str, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -94,28 +89,16 @@ class Box:
         self.content, self.device = content, device
 
     def to(self, device: torch.device) -> Box:
-        return Box(self.content.clone(), str(device))
+        return type(self)(self.content.clone(), str(device))
 
 
-class Dictionary:
-    """Like `TensorDict`: its `.to()` has `non_blocking`, and its memory can be kept."""
+class Dictionary(Box):
+    """Like `TensorDict`: its memory can be kept."""
 
-    def __init__(
-        self, content: dict[str, torch.Tensor], device: str = "here", streams: list[Any] | None = None
-    ) -> None:
-        self.content, self.device, self.streams = content, device, [] if streams is None else streams
-
-    def to(self, device: torch.device) -> Dictionary:
-        return Dictionary({key: value.clone() for key, value in self.content.items()}, str(device), self.streams)
+    streams: ClassVar[list[Any]] = []
 
     def record_stream(self, stream: Any) -> None:
         self.streams.append(stream)
-
-
-def named() -> Named:
-    made = Named([numbers(3), 1])
-    made.name = "its name"
-    return made
 
 
 CONTAINERS: dict[str, Callable[[], Any]] = {
@@ -129,8 +112,8 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "encoding": lambda: Encoding({"ids": numbers(2, 3), "mask": numbers(2, 3)}, ["a", "b"]),
     "output": lambda: Output(logits=numbers(2, 3), loss=numbers(1)),
     "read-only": lambda: types.MappingProxyType({"x": numbers(3)}),
-    "list of its own": named,
-    "named tuple": lambda: Point(numbers(3), Pair(numbers(2), "right")),
+    "list of its own": lambda: Named(numbers(3), 1),
+    "named tuple": lambda: Pair(numbers(3), Point(numbers(2), 1.5)),
     "what sort gives": lambda: [torch.sort(numbers(5)), torch.Size([2, 3])],
     "dataclass": lambda: Graph(numbers(3), "its name", {"a": numbers(2, 2)}),
     "frozen dataclass": lambda: Frozen(numbers(3)),
@@ -141,46 +124,39 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
 }
 
 
-def parts(value: Any) -> dict[Any, Any] | None:
-    """Return the contents of a container, attributes included; None for other objects."""
+def flat(value: Any) -> list[Any]:
+    """Return the types and keys of all containers in a value, attributes included, and what they hold."""
+    if isinstance(value, torch.Tensor) and value.is_nested:
+        return flat(list(value.unbind()))
     if isinstance(value, torch.Tensor | type | str):
-        return None
-    found: dict[Any, Any] = {}
+        return [value]
+    parts: dict[Any, Any] = {}
     if isinstance(value, Mapping):
-        found |= {("key", key): value[key] for key in value}
+        parts |= {("key", key): value[key] for key in value}
     elif isinstance(value, list | tuple):
-        found |= dict(enumerate(value))
+        parts |= dict(enumerate(value))
     if not isinstance(value, Mapping) or isinstance(value, Encoding | Output):
         names = [*getattr(value, "__dict__", {}), *getattr(type(value), "__slots__", ())]
-        found |= {name: getattr(value, name) for name in names if not name.startswith("__")}
-    return found or None
+        parts |= {name: getattr(value, name) for name in names if not name.startswith("__")}
+    if not parts:
+        return [value]
+    return [type(value), *parts, *(leaf for part in parts.values() for leaf in flat(part))]
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in flat(value) if isinstance(leaf, torch.Tensor)]
 
 
 def same(found: Any, given: Any) -> None:
     """Fail unless both have the same types at all levels, and the same values."""
-    assert type(found) is type(given)
-    if isinstance(given, torch.Tensor):
-        assert (found.dtype, found.layout, found.requires_grad) == (given.dtype, given.layout, False)
-        if given.is_nested:
-            return same(found.unbind(), given.unbind())
-        assert found.shape == given.shape
-        assert found.to_dense().eq(given.to_dense()).all()
-        return None
-    inner = parts(given)
-    if inner is None:
-        assert found == given
-        return None
-    others = parts(found) or {}
-    assert list(others) == list(inner)
-    for key, value in inner.items():
-        same(others[key], value)
-    return None
-
-
-def tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for part in (parts(value) or {}).values() for tensor in tensors(part)]
+    for mine, theirs in zip(flat(found), flat(given), strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(mine, torch.Tensor):
+            assert (mine.dtype, mine.layout, mine.shape) == (theirs.dtype, theirs.layout, theirs.shape)
+            assert not mine.requires_grad
+            assert mine.to_dense().eq(theirs.to_dense()).all()
+        else:
+            assert mine == theirs
 
 
 def send(batch: Any, world: World | None = None, **options: Any) -> Any:
@@ -239,8 +215,7 @@ TENSORS = {
 def test_a_tensor_arrives_with_its_values_and_with_its_strides_if_it_has_no_gaps(kind: str) -> None:
     given = TENSORS[kind]
     found = send([numbers(3), given, numbers(5)])[1]
-    assert torch.equal(found, given)
-    assert (found.dtype, found.shape) == (given.dtype, given.shape)
+    same(found, given)
     assert not found.is_conj()
     assert not found.is_neg()
     assert found.stride() == (given.stride() if "channels" in kind else given.contiguous().stride())
@@ -250,7 +225,7 @@ def test_small_tensors_go_in_one_copy_and_pinned_ones_are_not_staged(monkeypatch
     world, large = World(), numbers(100, 100)
     send({"a": numbers(3), "b": [numbers(5), torch.tensor(1)], "large": large}, world)
     assert len(world.copies) == 2
-    monkeypatch.setattr(world.backend, "stage", None)
+    monkeypatch.setattr(world, "stage", None)
     with world.installed():
         assert torch.equal(send([world.lend(large)], world)[0], large)
 
@@ -276,7 +251,7 @@ SELF_SENT: dict[str, Callable[[], Any]] = {
     "sparse rows": lambda: numbers(4, 4).to_sparse_csr(),
     "marked": lambda: numbers(4).as_subclass(Marked),
     "box": lambda: Box(numbers(4)),
-    "dictionary": lambda: Dictionary({"x": numbers(4)}),
+    "dictionary": lambda: Dictionary(numbers(4)),
     "nested": lambda: torch.nested.nested_tensor([numbers(2), numbers(3)]),
 }
 
@@ -284,7 +259,7 @@ SELF_SENT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("kind", SELF_SENT)
 def test_what_cannot_be_pinned_goes_by_itself_with_one_warning_if_that_is_slow(kind: str) -> None:
     world = World()
-    world.backend.device = torch.device("cpu", 0)  # which tensors of the host are not on
+    world.device = torch.device("cpu", 0)  # which tensors of the host are not on
     with world.installed(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batches = [{"odd": SELF_SENT[kind](), "x": numbers(3) + number} for number in range(4)]
@@ -301,7 +276,7 @@ def test_what_cannot_be_pinned_goes_by_itself_with_one_warning_if_that_is_slow(k
         assert torch.equal(batch["x"], numbers(3) + number % 4)
         odd = batch["odd"]
         assert type(odd) is type(batches[0]["odd"])
-        if isinstance(odd, Box | Dictionary):
+        if isinstance(odd, Box):
             assert odd.device == "cpu:0"
         if isinstance(odd, Dictionary):
             assert world.main in odd.streams

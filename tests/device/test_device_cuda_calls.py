@@ -1,13 +1,13 @@
 """The calls of CUDA by the prefetchers, by a fake of torch's functions. See `test_device_gpu.py` for a GPU's own."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -30,48 +30,43 @@ class Driver:
     def __init__(self) -> None:
         self.registered: dict[int, tuple[int, int, int]] = {}
         self._owner = os.getpid()
-        self.thread = threading.local()  # the device and the last error of each thread
+        self._thread = threading.local()  # the device and the last error of each thread
 
-    def cudart(self) -> Driver:
+    def cudart(self) -> "Driver":
         """Raises like any other call of CUDA in a forked child."""
         if os.getpid() != self._owner:
             raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
         return self
 
+    @property
+    def current(self) -> int:
+        """The device of this thread."""
+        return getattr(self._thread, "device", 0)
+
     @contextmanager
-    def device(self, device: torch.device) -> Any:
-        before, self.thread.device = getattr(self.thread, "device", 0), device.index
+    def device(self, device: torch.device) -> Iterator[None]:
+        before, self._thread.device = self.current, device.index
         yield
-        self.thread.device = before
+        self._thread.device = before
 
-    def _result(self, code: int) -> np.int64:
-        if code:
-            self.thread.error = code
-        return np.int64(code)
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> np.int64:
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
         if address in self.registered:
-            return self._result(REGISTERED_ALREADY)
-        self.registered[address] = size, flags, getattr(self.thread, "device", 0)
-        return self._result(0)
+            self._thread.error = REGISTERED_ALREADY
+            return REGISTERED_ALREADY
+        self.registered[address] = size, flags, self.current
+        return 0
 
-    def cudaHostUnregister(self, address: int) -> np.int64:
-        return self._result(0 if self.registered.pop(address, None) else NOT_REGISTERED)
+    def cudaHostUnregister(self, address: int) -> int:
+        if self.registered.pop(address, None):
+            return 0
+        self._thread.error = NOT_REGISTERED
+        return NOT_REGISTERED
 
     def launch(self, *_: Any, **__: Any) -> None:
         """A kernel launch: torch then checks the last error of the thread, which clears it."""
-        error, self.thread.error = getattr(self.thread, "error", 0), 0
+        error, self._thread.error = getattr(self._thread, "error", 0), 0
         if error:
             raise RuntimeError(f"CUDA error: {error}")
-
-
-class Event:
-    """A recorded event."""
-
-    waits = 0
-
-    def synchronize(self) -> None:
-        self.waits += 1
 
 
 @pytest.fixture
@@ -87,11 +82,8 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 def in_thread(function: Callable[[], Any]) -> Any:
     """Return the result in a thread that has chosen no device."""
-    results: list[Any] = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    thread.join()
-    return results[0]
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(function).result()
 
 
 def test_memory_is_pinned_for_all_devices_in_the_context_of_the_prefetchers_own(driver: Driver) -> None:
@@ -99,7 +91,7 @@ def test_memory_is_pinned_for_all_devices_in_the_context_of_the_prefetchers_own(
     undo = in_thread(lambda: sf.DevicePrefetcher([], "cuda:1").pin(memory))
     portable = 1
     assert driver.registered == {memory.ctypes.data: (memory.nbytes, portable, 1)}
-    assert getattr(driver.thread, "device", 0) == 0
+    assert driver.current == 0
     in_thread(undo)
     assert not driver.registered
     with pytest.raises(sf.InputError, match="there are 2 GPUs here, counted from 0"):
@@ -118,14 +110,14 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
 
 
 def test_a_forked_child_leaves_the_device_alone(driver: Driver) -> None:
-    prefetcher, event, memory = sf.DevicePrefetcher([], "cuda:0"), Event(), np.zeros(4096, np.uint8)
+    prefetcher, event, memory = sf.DevicePrefetcher([], "cuda:0"), Mock(), np.zeros(4096, np.uint8)
     prefetcher._buffers.append(BatchBuffer(event, event))
     undo = prefetcher.pin(memory)
     assert Child(undo).wait() == 0
     assert Child(lambda: prefetcher.pin(np.zeros(4096, np.uint8))()).wait() == 0
     assert driver.registered
     undo()
-    assert event.waits == 1, "memory was unpinned under a copy"
+    assert event.synchronize.call_count == 1, "memory was unpinned under a copy"
     assert not driver.registered
 
 

@@ -1,13 +1,15 @@
-"""Epochs of a prefetcher: their ends, errors, states, remaining resources, several at once, and copies of it."""
+"""Epochs of a prefetcher: their batches, ends, errors and states, several at once, and copies of the prefetcher."""
 
 import copy
 import gc
 import pickle
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -16,7 +18,8 @@ import torch.utils.data as tud
 from fakes import World
 
 import stallfree as sf
-from children import Child
+from children import Child, until
+from stallfree.device.ahead import Items, LoaderThread
 from stallfree.device.prefetcher import DevicePrefetcher
 
 COUNT = 8
@@ -28,8 +31,10 @@ class Numbers:
     Its state is its epoch and its position in it.
     """
 
+    made = 0  # states of earlier positions
+
     def __init__(self, count: int = COUNT, errors: dict[int, BaseException] | None = None) -> None:
-        self.count, self.errors, self.epoch, self.at, self.closed = count, errors or {}, 0, 0, 0
+        self.count, self.errors, self.epoch, self.at = count, errors or {}, 0, 0
 
     def __len__(self) -> int:
         return self.count
@@ -46,7 +51,7 @@ class Numbers:
             raise self.errors[self.at - 1]
         return torch.tensor([100 * self.epoch + self.at - 1])
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> Any:
         return {"epoch": self.epoch, "at": self.at}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
@@ -55,8 +60,6 @@ class Numbers:
 
 class Positioned(Numbers):
     """A loader that can return its state at an earlier position."""
-
-    made = 0
 
     @property
     def position(self) -> tuple[int, int]:
@@ -89,25 +92,11 @@ def take(world: World | None, iterator: Iterable[Any], count: int = 50) -> list[
     return outcomes
 
 
-def prefetching() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if "prefetch" in thread.name]
+def prefetching() -> int:
+    return sum(thread.name == "stallfree-prefetch" for thread in threading.enumerate())
 
 
 # -- epochs -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("count", "depth"), [(0, 2), (1, 1), (2, 5), (9, 1), (9, 2)])
-def test_every_epoch_gives_every_batch_in_order_by_one_stream(device: World, count: int, depth: int) -> None:
-    prefetcher = DevicePrefetcher(batches(count), "cuda", depth)
-    for _ in range(3):
-        assert take(device, prefetcher) == list(range(count))
-    kept = [(batch, device.synchronize())[0] for batch in prefetcher]
-    assert len(prefetcher) == count
-    assert len(prefetching()) <= 1, "an ended iteration leaves no thread"
-    prefetcher.close()
-    assert [int(batch[0]) for batch in kept] == list(range(count))
-    assert len(device.streams) == 2
-    assert len(set(device.copies)) <= 1
 
 
 def test_close_ends_the_epoch_and_may_be_called_again(world: World | None) -> None:
@@ -126,23 +115,34 @@ def test_close_ends_the_epoch_and_may_be_called_again(world: World | None) -> No
 
 
 @pytest.mark.parametrize("end", [50, 2])
-def test_a_generator_is_closed_and_the_thread_ends_with_the_iteration(world: World | None, end: int) -> None:
-    closed = threading.Event()
+def test_the_loader_is_released_before_the_end_is_delivered_and_the_thread_ends_with_the_iteration(
+    world: World | None, end: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its release may end workers, which must not happen in a thread that nothing waits for."""
 
     class Loader:
         def __iter__(self) -> Iterator[torch.Tensor]:
-            try:
-                yield from batches(20)
-            finally:
-                closed.set()
+            source = (batch for batch in batches(20))
+            self.source = weakref.ref(source)
+            return source
 
-    prefetcher = DevicePrefetcher(Loader(), "cpu")
+    released, put, loader = list[bool](), Items.put, Loader()
+    monkeypatch.setattr(Items, "put", lambda items, item: (released.append(loader.source() is None), put(items, item)))
+    prefetcher = DevicePrefetcher(loader, "cpu")
     gone = weakref.ref(prefetcher)
     take(world, prefetcher, end)
     del prefetcher  # nothing closes it
-    assert closed.wait(60)
+    until(lambda: not prefetching(), "the thread has ended")
+    assert released[-1]
     gc.collect()
     assert gone() is None
+
+
+def test_on_a_cpu_batches_pass_as_they_are_and_the_transform_runs_in_the_training_loop() -> None:
+    given = [{"x": torch.tensor([number])} for number in range(4)]
+    assert all(found is batch for found, batch in zip(DevicePrefetcher(given, "cpu"), given, strict=True))
+    where = DevicePrefetcher([1, 2], "cpu", transform_on_device=lambda _: threading.get_ident())
+    assert list(where) == [threading.get_ident()] * 2
 
 
 def test_where_there_are_no_streams_batches_are_sent_when_they_are_asked_for() -> None:
@@ -203,32 +203,45 @@ def test_an_error_that_is_let_go_of_holds_nothing(device: World, where: str) -> 
         gone = first_error()
         prefetcher.close()
         assert gone() is None
-        assert device.in_use("device") == 0
+        assert not device.in_use("device")
     finally:
         gc.enable()
 
 
-def test_a_state_that_cannot_be_had_is_an_error_in_its_place(device: World) -> None:
-    class NoState(Numbers):
-        def state_dict(self) -> Any:
-            return self.at if self.at != 3 else {}["no state"]
+def test_ctrl_c_at_any_point_of_the_wait(world: World | None) -> None:
+    """The loop may continue, and ends."""
+    main, interrupts = threading.get_ident(), [0]
 
-    outcomes = take(device, DevicePrefetcher(NoState(4), "cuda"))
-    assert outcomes[:2] + outcomes[3:] == [0, 1, 3]
-    assert isinstance(outcomes[2], KeyError)
-    stateless = DevicePrefetcher(DevicePrefetcher(iter([]), "cpu"), "cpu")
-    with pytest.raises(sf.errors.InputError, match=r"a list_iterator, has no state_dict\(\)"):
-        stateless.state_dict()
+    def interrupt(_: int, frame: FrameType | None) -> None:
+        while frame is not None:
+            if frame.f_code is LoaderThread.take.__code__:
+                interrupts[0] += 1
+                raise KeyboardInterrupt
+            frame = frame.f_back
+
+    def interrupted() -> Iterator[torch.Tensor]:
+        for batch in batches(6):
+            signal.pthread_kill(main, signal.SIGINT)
+            yield batch
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        for _ in range(20):
+            outcomes = take(world, DevicePrefetcher(interrupted(), "cpu"))
+            found = [number for number in outcomes if isinstance(number, int)]
+            assert found == sorted(set(found))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert interrupts[0]
 
 
 def test_a_device_that_cannot_be_used_any_more_is_an_error(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device.backend, "bind", lambda: list(device.no_such_device))  # type: ignore[attr-defined]
+    monkeypatch.setattr(device, "bind", lambda: list(device.no_such_device))  # type: ignore[attr-defined]
     with pytest.raises(AttributeError, match="no_such_device"):
         next(iter(DevicePrefetcher(batches(3), "cuda")))
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"depth": True}, "depth=True: give"),
     ({"depth": 0}, "depth=0: give"),
     ({"transform_on_device": 3}, "transform_on_device=3: give"),
     ({"loader": 3}, "the loader is a int, which cannot be iterated: give"),
@@ -259,44 +272,64 @@ def test_a_state_of_any_moment_leaves_exactly_what_was_not_given(
     world: World | None, loader: type[Numbers], make: Callable[..., Any], close: bool
 ) -> None:
     for given in range(COUNT + 2):
-        prefetcher = make(loader(), "cpu", 2)
+        prefetcher = make(source := loader(), "cpu", 2)
         iterator = iter(prefetcher)
         assert take(world, iterator, given) == list(range(min(COUNT, given)))
         if close:
             prefetcher.close()
+        assert source.made == 0, "a loader that knows its past makes a state only when it is asked for"
         state = prefetcher.state_dict()
         prefetcher.close()
         other = make(loader(), "cpu", 3)
         other.load_state_dict(state)
+        assert other.state_dict() == state
         expected = [100 + id for id in range(COUNT)] if given > COUNT else list(range(given, COUNT))
         assert take(world, other) == expected
         other.close()
 
 
-def test_a_loader_that_knows_its_past_makes_a_state_only_when_it_is_asked_for(device: World) -> None:
-    loader = Positioned()
-    prefetcher = DevicePrefetcher(loader, "cuda")
-    iterator = iter(prefetcher)
-    take(device, iterator, 5)
-    assert loader.made == 0
-    assert prefetcher.state_dict() == {"epoch": 0, "at": 5}
-    assert loader.made == 1
-    prefetcher.load_state_dict({"epoch": 3, "at": 6})
-    assert prefetcher.state_dict() == {"epoch": 3, "at": 6}
-    assert take(device, prefetcher) == [306, 307]
+def test_a_state_is_that_of_the_latest_iteration(world: World | None) -> None:
+    class Latest(Numbers):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            self.epoch += 1
+            epoch = self.epoch
+            for number in range(COUNT):
+                self.at = number + 1 if epoch == self.epoch else self.at
+                yield torch.tensor([number])
+
+    prefetcher = DevicePrefetcher(Latest(), "cpu")
+    first, second = iter(prefetcher), iter(prefetcher)
+    take(world, first, 2)
+    take(world, second, 3)
+    take(world, first)
+    assert prefetcher.state_dict()["at"] == 3
+    prefetcher.close()
+
+
+def test_a_state_that_cannot_be_had_is_an_error_in_its_place(device: World) -> None:
+    class NoState(Numbers):
+        def state_dict(self) -> Any:
+            return self.at if self.at != 3 else {}["no state"]
+
+    outcomes = take(device, DevicePrefetcher(NoState(4), "cuda"))
+    assert outcomes[:2] + outcomes[3:] == [0, 1, 3]
+    assert isinstance(outcomes[2], KeyError)
+    stateless = DevicePrefetcher(DevicePrefetcher(iter([]), "cpu"), "cpu")
+    with pytest.raises(sf.errors.InputError, match=r"a list_iterator, has no state_dict\(\)"):
+        stateless.state_dict()
 
 
 # -- several iterations, temporary loaders, copies ---------------------------------------------------------------------
 
 DATA, BATCH = list(range(12)), 4
-Make = Callable[[], Any]
+EXPECTED = [DATA[:4], DATA[4:8], DATA[8:]]
 
 
 def plain(**options: Any) -> tud.DataLoader[Any]:
     return tud.DataLoader(DATA, BATCH, **options)  # type: ignore[arg-type]
 
 
-LOADERS: dict[str, Make] = {
+LOADERS: dict[str, Callable[[], Any]] = {
     "list": lambda: sf.DevicePrefetcher([batch.clone() for batch in torch.tensor(DATA).split(BATCH)], "cpu"),
     "torch, a worker": lambda: sf.DevicePrefetcher(plain(num_workers=1), "cpu"),
     "stallfree": lambda: sf.DataLoader(DATA, BATCH, device="cpu"),
@@ -322,11 +355,12 @@ USES: dict[str, Callable[[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_iterations_do_not_end_each_other(name: str) -> None:
+def test_iterations_do_not_end_each_other_and_a_temporary_loader_lives_as_long_as_its_iterator(name: str) -> None:
     loader = LOADERS[name]()
-    for use in USES.values():
+    for use in [late] if "worker" in name else USES.values():  # the start of a worker takes long
         assert use(loader) == use(plain())
     getattr(loader, "close", int)()
+    assert [batch.tolist() for batch in iter(LOADERS[name]()) if gc.collect() >= 0] == EXPECTED
 
 
 @pytest.mark.parametrize("use", USES)
@@ -379,23 +413,12 @@ def test_a_child_forked_in_the_middle_of_an_iteration_begins_its_own() -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_temporary_loader_lives_as_long_as_its_iterator(name: str) -> None:
-    expected = [DATA[:4], DATA[4:8], DATA[8:]]
-    assert [batch.tolist() for batch in LOADERS[name]()] == expected
-    assert [batch.tolist() for batch in iter(LOADERS[name]()) if gc.collect() >= 0] == expected
-
-
-COPIES = [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))]
-
-
-@pytest.mark.parametrize("copied", COPIES, ids=["copy", "deepcopy", "pickle"])
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda loader: pickle.loads(pickle.dumps(loader))])
 def test_a_prefetcher_can_be_copied_as_torchs_loader(copied: Callable[[Any], Any]) -> None:
-    for taken in (0, 1, 3):
-        loader = sf.DevicePrefetcher(plain(), "cpu", 3, transform_on_device=torch.neg)
-        iterator = iter(loader)
-        list(islice(iterator, taken))
-        other = copied(loader)
-        assert (other.depth, other.device) == (loader.depth, loader.device)
-        assert [batch.tolist() for batch in other] == [batch.neg().tolist() for batch in plain()]
-        assert len(list(iterator)) == 3 - taken, "and it is independent of its copy"
+    loader = sf.DevicePrefetcher(plain(), "cpu", 3, transform_on_device=torch.neg)
+    iterator = iter(loader)
+    next(iterator)
+    other = copied(loader)
+    assert (other.depth, other.device) == (loader.depth, loader.device)
+    assert [batch.neg().tolist() for batch in other] == EXPECTED
+    assert len(list(iterator)) == 2, "and it is independent of its copy"

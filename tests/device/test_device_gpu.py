@@ -11,14 +11,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from process_tools import PATIENCE, gone, wait_for
 
 import stallfree as sf
+from children import PATIENCE, gone, until
+from loader_data import Made
 
 pytestmark = [
     pytest.mark.gpu,
@@ -48,23 +50,19 @@ class Stamps:
     With `growing`, the large leaf is larger after each hundred batches.
     """
 
-    def __init__(self, count: int, *, pinned: bool = False, growing: bool = False) -> None:
+    def __init__(self, count: int, growing: bool = False) -> None:
         self.count, self.growing = count, growing
-        size = LARGE * (1 + count // 100 if growing else 1)
-        self._large = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(1 if not pinned else 8)]
+        self._large = torch.empty(self._size(count), dtype=torch.uint8)
 
-    def __len__(self) -> int:
-        return self.count
+    def _size(self, number: int) -> int:
+        return LARGE * (1 + number // 100 if self.growing else 1)
 
     def __iter__(self) -> Iterator[Any]:
         for number in range(self.count):
-            large = self._large[number % len(self._large)]
-            large = large[: LARGE * (1 + number // 100 if self.growing else 1)]
-            large.fill_(number % 251)
             yield {
                 "number": torch.full((64,), number),
                 "pair": (torch.full((16, 8), float(number)), torch.tensor(number % 7, dtype=torch.int8)),
-                "large": large,
+                "large": self._large[: self._size(number)].fill_(number % 251),
             }
 
 
@@ -120,9 +118,9 @@ def test_the_sanitizer_finds_nothing() -> None:
     from stallfree.device.ahead import LoaderThread
     from torch.cuda._sanitizer import cuda_sanitizer
     run = LoaderThread._run
-    def watched(self, source):  # it watches the thread that imports torch, and no other
+    def watched(self):  # it watches the thread that imports torch, and no other
         with cuda_sanitizer.dispatch:
-            run(self, source)
+            run(self)
     LoaderThread._run = watched
     batches = [{"x": torch.full((300_000,), i % 100, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(200)]
     for _ in range(2):
@@ -159,42 +157,24 @@ def test_copies_and_steps_overlap_in_a_trace() -> None:
     assert beside >= 15
 
 
-def make_stamps() -> Stamps:
-    """The loader of a separate process."""
-    return Stamps(300, growing=True)
-
-
-def count_wrong(batches: Iterable[Any]) -> int:
-    """Return the number of wrong values in two epochs of its batches."""
-    bad = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(2):
-        numbers = []
-        for number, batch in enumerate(batches):
-            torch.cuda._sleep(20_000)
-            bad += wrong(batch, number)
-            numbers.append(number)
-        assert numbers == list(range(300))
-    return int(bad.item())
-
-
 @pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])
 def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, segments: str) -> None:
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", segments)
-    with sf.ProcessPrefetcher(make_stamps, "cuda") as batches:
-        assert count_wrong(batches) == 0
+    bad = torch.zeros((), dtype=torch.int64, device="cuda")
+    with sf.ProcessPrefetcher(partial(Stamps, 300, growing=True), "cuda") as batches:
+        for _ in range(2):
+            count = 0
+            for number, batch in enumerate(batches):
+                torch.cuda._sleep(20_000)
+                bad += wrong(batch, number)
+                count += 1
+            assert count == 300
+        assert bad.item() == 0
 
 
-class Pictures(torch.utils.data.Dataset[Any]):
-    """Pictures filled with their number, and that number. The pictures of a batch have a copy of their own."""
-
-    def __init__(self, count: int = SAMPLES) -> None:
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
-        return torch.full((3, 64, 64), id % 251, dtype=torch.uint8), id
+def picture(id: int) -> tuple[torch.Tensor, int]:
+    """A picture filled with its number, and that number. The pictures of a batch have a copy of their own."""
+    return torch.full((3, 64, 64), id % 251, dtype=torch.uint8), id
 
 
 def ids_of(batches: Iterable[Any], end: int | None = None) -> list[list[int]]:
@@ -215,7 +195,7 @@ def test_workers_are_forked_after_the_gpu_was_used_and_their_slots_are_pinned(pe
     assert torch.ones(8, device="cuda").sum().item() == 8
     before = torch.cuda.memory_allocated()
     options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
-    with sf.DataLoader(Pictures(), BATCH, num_workers=2, device="cuda", **options) as loader:
+    with sf.DataLoader(Made(SAMPLES, picture), BATCH, num_workers=2, device="cuda", **options) as loader:
         for end in [1, 3, 5] * 3:
             assert ids_of(loader, end) == IN_ORDER[:end]
         assert ids_of(loader) == IN_ORDER
@@ -244,7 +224,7 @@ def test_a_graph_is_captured_while_batches_are_copied() -> None:
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         captures.set()
         doubled = static * 2
-        wait_for(lambda: len(asked) > 5, "batches 1 to 4 to be copied")
+        until(lambda: len(asked) > 5, "batches 1 to 4 are copied")
         total = doubled.sum()
     sums = []
     for batch in itertools.chain([first], iteration):
@@ -254,22 +234,18 @@ def test_a_graph_is_captured_while_batches_are_copied() -> None:
     assert torch.stack(sums).tolist() == [2.0 * LARGE * number for number in range(12)]
 
 
-def make_loader() -> Any:
-    """The loader of a separate process."""
-    return sf.DataLoader(Pictures(9600), BATCH, num_workers=2, multiprocessing_context="fork")
-
-
 def test_the_process_that_loads_is_killed() -> None:
-    with sf.ProcessPrefetcher(make_loader, "cuda") as prefetcher:
+    options: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
+    with sf.ProcessPrefetcher(partial(sf.DataLoader, Made(9600, picture), BATCH, **options), "cuda") as prefetcher:
         iteration = iter(prefetcher)
         assert ids_of(iteration, 3) == IN_ORDER[:3]
         workers = psutil.Process(prefetcher.pid).children()
         os.kill(prefetcher.pid, signal.SIGKILL)
-        wait_for(lambda: gone(prefetcher.pid), "the process to die")
+        until(lambda: gone(prefetcher.pid), "the process has died")
         begun = time.monotonic()
         with pytest.raises(sf.ProducerError, match="has ended by signal 9"):
             deque(iteration, 0)
         assert time.monotonic() - begun < 10
-        wait_for(lambda: all(gone(worker.pid) for worker in workers), "its workers to end")
+        until(lambda: all(gone(worker.pid) for worker in workers), "its workers have ended")
         assert len(workers) == 2
     assert torch.ones(8, device="cuda").sum().item() == 8

@@ -4,33 +4,29 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import World
+from fakes import TIME, World
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stallfree as sf
+from loader_data import Made
 from stallfree.analysis.simulate import read_events
 from stallfree.device.prefetcher import DevicePrefetcher
 from stallfree.loader.epochs import Epochs
 from stallfree.loader.ring import Ring
 
-SAMPLES, BATCH = 40, 4
-SIDE = 40
+SAMPLES, BATCH, SIDE = 40, 4, 40
+IN_ORDER = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
 
 
-class Pictures:
-    """Pictures filled with their number, and their labels."""
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, id: int) -> tuple[torch.Tensor, int]:
-        return torch.full((SIDE, SIDE), id, dtype=torch.uint8), id
+def picture(id: int) -> tuple[torch.Tensor, int]:
+    return torch.full((SIDE, SIDE), id, dtype=torch.uint8), id
 
 
 @pytest.fixture
@@ -53,20 +49,19 @@ def world() -> Iterator[World]:
             thread.join()
     gc.collect()
     made.check()
-    assert made.in_use("device") == 0
-    assert sum(made.registrations) == 0
+    assert not made.in_use("device", "registered")
 
 
-def loader_of(dataset: Any = None, **options: Any) -> Any:
+def loader_of(**options: Any) -> Any:
     options = {"batch_size": BATCH, "seed": 3, "device": "cuda", "shuffle": True, "num_workers": 1} | options
-    return sf.DataLoader(dataset or Pictures(), **options)
+    return sf.DataLoader(Made(SAMPLES, picture), **options)
 
 
-def labels(world: World, batches: Iterator[Any], end: int | None = None, step: float = 0.02) -> list[list[int]]:
+def labels(world: World, batches: Iterator[Any], end: int | None = None) -> list[list[int]]:
     """A training loop that compares each picture with its label."""
     found: list[list[int]] = []
     for pictures, label in batches:
-        world.use(pictures, seconds=step)
+        world.use(pictures, seconds=0.02)
         world.synchronize()
         assert world.on_device(pictures)
         assert torch.equal(pictures, label[:, None, None].to(torch.uint8).expand(-1, SIDE, SIDE))
@@ -76,35 +71,27 @@ def labels(world: World, batches: Iterator[Any], end: int | None = None, step: f
     return found
 
 
-@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, True)])
+@pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
-    world: World, monkeypatch: pytest.MonkeyPatch, workers: int, persistent: bool
+    world: World, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
-    sizes, plain = list[int](), world.backend.stage
+    sizes, plain = list[int](), world.stage
 
     def stage(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         sizes.extend(source.nbytes for source in sources)
         plain(targets, sources)
 
-    monkeypatch.setattr(world.backend, "stage", stage)
+    monkeypatch.setattr(world, "stage", stage)
     host = loader_of(device=None, num_workers=0)
-    with loader_of(num_workers=workers, persistent_workers=persistent) as loader:
-        pinned = []
-        for _ in range(2):
-            assert labels(world, iter(loader)) == [label.tolist() for _, label in host]
-            pinned.append(world.registrations.count(1))
+    with loader_of(num_workers=workers, persistent_workers=workers > 0) as loader:
+        pins = []
+        for end in (1, 3, None, None):  # some are broken off
+            assert labels(world, iter(loader), end) == [label.tolist() for _, label in islice(host, end)]
+            pins.append(world.pins)
         assert loader.device == torch.device("cpu")
     if workers:
         assert set(sizes) == {BATCH * 8}
-        assert pinned[0] > 0
-        assert pinned[1] == pinned[0]
-
-
-def test_an_epoch_that_is_broken_off_is_followed_by_another(world: World) -> None:
-    with loader_of(shuffle=False) as loader:
-        every = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]
-        for end in (1, 3, None):
-            assert labels(world, iter(loader), end) == every[:end]
+        assert pins[-1] == pins[-2] > 0
 
 
 def test_the_wait_that_counts_is_that_of_the_training_loop(
@@ -119,91 +106,36 @@ def test_the_wait_that_counts_is_that_of_the_training_loop(
         assert len(waits) == SAMPLES // BATCH + 1
         assert all(seconds >= 0 for seconds in waits)
         assert loader.stats().wait_seconds == 0
-    steps = [event for event in read_events(tmp_path / "log") if event.what == "compute"]
-    assert steps == []
+    assert not [event for event in read_events(tmp_path / "log") if event.what == "compute"]
 
 
 def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world: World) -> None:
     """Slots are pinned, and waits are those of the training loop."""
-    with loader_of(device=None, persistent_workers=True) as loader:
+    with loader_of(device=None, persistent_workers=True, shuffle=False) as loader:
         prefetcher = sf.DevicePrefetcher(loader, "cuda")
-        for _ in range(2):
-            assert sum(1 for _ in prefetcher) == SAMPLES // BATCH
-        pool = loader._epochs.kept
-        assert pool is not None
-        assert pool.ring.slots._pinned
+        assert labels(world, iter(prefetcher)) == IN_ORDER
+        assert world.in_use("registered")
         prefetcher.close()
-        assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(SAMPLES))
+        assert [label.tolist() for _, label in loader] == IN_ORDER
         assert loader.stats().wait_seconds > 0
 
 
 # -- the pace, in virtual time -----------------------------------------------------------------------------------------
 
 SECONDS = st.integers(1, 100).map(lambda number: number / 1000)
+AHEAD = 2  # batches that a worker is ahead of the consumer
 
 
-class Loaders:
-    """Several loaders, each `load` seconds per batch, and `ahead` batches ahead of the consumer."""
-
-    def __init__(self, world: World, workers: int, load: float, batches: int, ahead: int = 2) -> None:
-        self.world, self.workers, self.load, self.batches, self.ahead = world, workers, load, batches, ahead
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        world, room = self.world, self.workers * self.ahead
-        done = [world.here.time] * self.workers
-        taken: list[float] = []
-        for number in range(self.batches):
-            at = number % self.workers
-            begin = max(done[at], taken[number - room] if number >= room else 0.0)
-            done[at] = begin + self.load
-            world.sleep_until(done[at])
-            taken.append(world.here.time)
-            yield torch.tensor(float(number))
-
-
-def train(world: World, batches: Iterator[torch.Tensor], step: float) -> list[float]:
-    """Run steps that are waited for, as by `loss.item()`; returns their end times."""
-    times = []
-    for number, batch in enumerate(batches):
-        world.use(batch, torch.tensor(float(number)), step)
-        world.synchronize()
-        times.append(world.here.time)
-    return times
-
-
-def without_prefetch(world: World, loader: Loaders) -> Iterator[torch.Tensor]:
-    """The usual loop: copy to the device in the training stream, and wait."""
-    for batch in loader:
-        pinned, sent = world.backend.empty_pinned(4).view(torch.float32), world.backend.empty(4).view(torch.float32)
-        world.backend.stage([pinned[0]], [batch])
-        world.backend.copy(sent, pinned)
-        world.synchronize()
-        yield sent[0]
-
-
-def rate(times: list[float], workers: int) -> float:
-    """Return batches per second in the second half, over whole rounds of the loaders."""
-    count = len(times) // (2 * workers) * workers
-    return count / (times[-1] - times[-1 - count])
-
-
-def rates(workers: int, load: float, copy: float, step: float, depth: int = 2, rounds: int = 12) -> tuple[float, float]:
-    """Return the rates with and without a prefetcher."""
-    found = []
-    for prefetch in (True, False):
-        world = World(copy_seconds=copy)
-        loader = Loaders(world, workers, load, workers * rounds)
-        with world.installed():
-            if prefetch:
-                prefetcher = DevicePrefetcher(loader, "cuda", depth)
-                times = train(world, iter(prefetcher), step)
-                prefetcher.close()
-                assert world.main.name not in world.copies
-            else:
-                times = train(world, without_prefetch(world, loader), step)
-        world.check()
-        found.append(rate(times, workers))
-    return found[0], found[1]
+def loaded(world: World, workers: int, load: float, batches: int) -> Iterator[torch.Tensor]:
+    """A loader with workers, each of which takes `load` seconds per batch."""
+    done = [world.here.clock[TIME]] * workers
+    taken: list[float] = []
+    for number in range(batches):
+        at = number % workers
+        done[at] = max(done[at], taken[number - workers * AHEAD] if number >= workers * AHEAD else 0.0) + load
+        world.meet({TIME: done[at]})
+        taken.append(world.here.clock[TIME])
+        yield torch.tensor(float(number))
 
 
 @given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]))
@@ -211,16 +143,24 @@ def rates(workers: int, load: float, copy: float, step: float, depth: int = 2, r
 def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
     workers: int, load: float, copy: float, step: float, depth: int
 ) -> None:
-    ours, without = rates(workers, load, copy, step, depth)
-    assert ours == pytest.approx(min(workers / load, 1 / max(copy, step)), rel=0.02)
-    assert without == pytest.approx(min(workers / load, 1 / (copy + step)), rel=0.02)
+    world, times = World(copy_seconds=copy), list[float]()
+    with world.installed():
+        prefetcher = DevicePrefetcher(loaded(world, workers, load, 12 * workers), "cuda", depth)
+        for number, batch in enumerate(prefetcher):
+            world.use(batch, torch.tensor(float(number)), step)
+            world.synchronize()  # as by `loss.item()`
+            times.append(world.here.clock[TIME])
+        prefetcher.close()
+    world.check()
+    assert world.main not in world.copies
+    rate = 6 * workers / (times[-1] - times[-1 - 6 * workers])  # of the second half
+    assert rate == pytest.approx(min(workers / load, 1 / max(copy, step)), rel=0.02)
 
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop_waits_for_it(waits: bool) -> None:
     """Steps take three times as long as copies: without a limit, the host would run ever further ahead."""
     world, depth = World(copy_seconds=0.01), 2
-    reserved = []
     with world.installed():
         prefetcher = DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth)
         for _ in range(5):
@@ -228,10 +168,9 @@ def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop
                 world.use(batch, torch.full((256,), float(number)), 0.03)
                 if waits:
                     world.synchronize()
-            reserved.append(world.reserved)
         prefetcher.close()
     world.check()
-    assert max(reserved) <= (depth + 2) * 1024  # one of them may still be referred to when the next is sent
+    assert world.reserved <= (depth + 2) * 1024  # one of them may still be referred to when the next is sent
 
 
 def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None:

@@ -1,15 +1,16 @@
-"""Stands in for Ray: each actor is a forked process with a pipe, so jobs and lost actors need no cluster."""
+"""Stands in for Ray: each actor is a forked process with a thread per call, so jobs and lost actors need no cluster."""
 
 import os
 import pickle
 import signal
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from importlib.machinery import ModuleSpec
 from multiprocessing import get_context
+from multiprocessing.managers import BaseManager
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
@@ -30,83 +31,54 @@ def put(value: Any) -> Reference:
 
 
 class Handle:
-    """An actor: a process that calls its method `run` in threads."""
+    """An actor: a process that calls its method `run`."""
 
     living: ClassVar[list["Handle"]] = []
 
-    def __init__(self, made: type, threads: int, arguments: list[Any]) -> None:
-        context = get_context("fork")
-        self._pipe, theirs = context.Pipe()
-        self.process = context.Process(target=self._serve, args=(theirs, made, threads, arguments), daemon=True)
-        self.process.start()
-        theirs.close()
-        self._calls: dict[int, tuple[Reference, Reference]] = {}
-        self._lock, self._dead = threading.Lock(), False
-        Handle.living.append(self)
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+    def __init__(self, made: type, threads: int, *arguments: Any) -> None:
+        class Manager(BaseManager):
+            """The process. It has a thread for each thread that calls it."""
+
+        Manager.register("actor", made, exposed=["run"])
+        self._manager: Any = Manager(ctx=get_context("fork"))
+        self._manager.start(os.environ.update, ({"RAY_JOB_ID": "fake"},))
+        self.process = self._manager._process
+        self._actor = self._manager.actor(
+            *(each.result() if isinstance(each, Reference) else each for each in arguments)
+        )
+        self._pool = ThreadPoolExecutor(threads)
         self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
         self.__ray_terminate__ = SimpleNamespace(remote=self.end)
-
-    def _serve(self, pipe: Any, made: type, threads: int, arguments: list[Any]) -> None:
-        os.environ["RAY_JOB_ID"] = "fake"
-        self._pipe.close()
-        for other in Handle.living:  # which would keep the ends of others open
-            other._pipe.close()
-        actor, lock = made(*arguments), threading.Lock()
-
-        def answer(number: int, argument: Any) -> None:
-            result = actor.run(argument)
-            with lock:
-                pipe.send((number, result))
-
-        with suppress(EOFError), ThreadPoolExecutor(threads) as pool:
-            while True:
-                pool.submit(answer, *pipe.recv())
-        os._exit(0)
+        Handle.living.append(self)
 
     def _run(self, argument: Any) -> tuple[Reference, Reference]:
         head, memory = Reference(), Reference()
-        with self._lock:
-            self._calls[id(head)] = head, memory
-            with suppress(OSError):
-                self._pipe.send((id(head), argument))
-            dead = self._dead
-        if dead:
-            head.set_exception(RuntimeError("the actor is dead"))
-        return head, memory
 
-    def _read(self) -> None:
-        with suppress(EOFError, OSError):
-            while True:
-                number, (head, memory) = self._pipe.recv()
-                futures = self._calls.pop(number)
-                futures[1].set_result(memory)
-                futures[0].set_result(head)
-        with self._lock:
-            self._dead, lost = True, list(self._calls.values())
-        for first, _ in lost:
-            first.set_exception(RuntimeError("the actor died"))
+        def call() -> None:
+            try:
+                result, batch = self._actor.run(argument)
+            except Exception as error:  # the process has died
+                head.set_exception(error)
+            else:
+                memory.set_result(batch)
+                head.set_result(result)
+
+        self._pool.submit(call)
+        return head, memory
 
     def end(self) -> None:
         with suppress(ProcessLookupError):
-            os.kill(self.process.pid or 0, signal.SIGKILL)
+            os.kill(self.process.pid, signal.SIGKILL)
         self.process.join()
-        if threading.current_thread() is not self._reader:
-            self._reader.join()
-        self._pipe.close()
+        self._pool.shutdown(wait=False)
+        self._manager.shutdown()
         Handle.living.remove(self)
 
 
 def remote(made: type) -> Any:
-    def options(max_concurrency: int, **_: Any) -> Any:
-        def start(*given: Any) -> Handle:
-            arguments = [each.result() if isinstance(each, Reference) else each for each in given]
-            return Handle(made, max_concurrency, arguments)
-
-        return SimpleNamespace(remote=start)
-
-    return SimpleNamespace(options=options)
+    return SimpleNamespace(
+        options=lambda max_concurrency, **_: SimpleNamespace(remote=partial(Handle, made, max_concurrency))
+    )
 
 
 class Pickler(pickle.Pickler):

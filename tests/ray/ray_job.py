@@ -13,7 +13,8 @@ import torch
 from torch.utils.data import get_worker_info
 
 import stallfree as sf
-from loader_data import Made
+from loader_data import Made, labels_of, picture
+from torch_batches import digest
 
 SAMPLES = 96
 
@@ -39,33 +40,23 @@ def dies(id: int) -> torch.Tensor:
     return torch.tensor(id)
 
 
-def picture(id: int) -> tuple[torch.Tensor, int]:
-    return torch.full((16, 16), id, dtype=torch.uint8), id
-
-
 def loader(dataset: Any, workers: int = 2, **options: Any) -> sf.DataLoader:
     arguments: dict[str, Any] = {"batch_size": 8, "shuffle": True, "seed": 5, "persistent_workers": True, **options}
     return sf.DataLoader(dataset, workers=sf.RayWorkers(workers), **arguments)
-
-
-def leaves(batch: Any) -> list[Any]:
-    return [
-        leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf for leaf in torch.utils._pytree.tree_leaves(batch)
-    ]
 
 
 def equal() -> None:
     """Batches, early ends and errors are those of local workers; a sample of each node's cache is a hit."""
     dataset = Made(SAMPLES, noisy)
     with sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=5, num_workers=1) as plain:
-        expected = [[leaves(batch) for batch in plain] for _ in range(3)]
+        expected = [[digest(batch) for batch in plain] for _ in range(3)]
     with loader(dataset) as remote:
-        assert [leaves(batch) for batch in remote] == expected[0]
+        assert [digest(batch) for batch in remote] == expected[0]
         for number, batch in enumerate(remote):
-            assert leaves(batch) == expected[1][number]
+            assert digest(batch) == expected[1][number]
             if number == 3:
                 break
-        assert [leaves(batch) for batch in remote] == expected[2]
+        assert [digest(batch) for batch in remote] == expected[2]
         assert remote.stats().workers_replaced == 0
     with loader(Made(16, fails), shuffle=False, on_error="skip") as remote:
         flags = [flag for batch in remote for flag in batch.tolist()]
@@ -76,7 +67,7 @@ def equal() -> None:
     with sf.CachedDataset(Made(SAMPLES, picture), capacity="8MiB") as cached, loader(cached) as remote:
         for epoch in range(2):
             hits = remote.stats().hits
-            assert sorted(int(label) for batch in remote for label in batch[1]) == list(range(SAMPLES))
+            assert sorted(labels_of(list(remote))) == list(range(SAMPLES))
             assert not epoch or remote.stats().hits - hits == SAMPLES
 
 
@@ -87,13 +78,13 @@ def pickles() -> None:
     def locks(_: object, held: Any) -> None:
         held.acquire()
 
-    for wrong, name in (
-        ({"collate_fn": partial(locks, held=lock)}, "collate_fn"),
-        ({"worker_init_fn": partial(locks, held=lock)}, "worker_init_fn"),
-        ({"dataset": Made(16, partial(locks, held=lock))}, "the data set"),
+    wrong = partial(locks, held=lock)
+    for name, dataset, options in (
+        ("collate_fn", Made(16, noisy), {"collate_fn": wrong}),
+        ("worker_init_fn", Made(16, noisy), {"worker_init_fn": wrong}),
+        ("the data set", Made(16, wrong), {}),
     ):
-        arguments: dict[str, Any] = {"dataset": Made(16, noisy), **wrong}
-        with loader(**arguments) as remote:
+        with loader(dataset, **options) as remote:
             with pytest.raises(sf.InputError, match=f"^{name} cannot be sent to Ray workers: ") as caught:
                 next(iter(remote))
             assert caught.value.page == "not-picklable"
@@ -111,17 +102,17 @@ def kills() -> None:
     """Epochs until the file `over` exists in the current folder, while processes and nodes are killed."""
     dataset = Made(40 * 64, slow)
     with sf.DataLoader(dataset, batch_size=64, shuffle=True, seed=5, num_workers=1) as plain:
-        sums = [[(float(values.double().sum()), ids.tolist()) for values, ids in plain] for _ in range(3)]
+        expected = [[digest(batch) for batch in plain] for _ in range(3)]
     epoch, longest = 0, 0.0
     with loader(dataset, 4, batch_size=64) as remote:
         while not os.path.exists("over"):
             remote.set_epoch(epoch % 3)
             begun, got = time.monotonic(), []
-            for values, ids in remote:
+            for batch in remote:
                 longest = max(longest, time.monotonic() - begun)
-                got.append((float(values.double().sum()), ids.tolist()))
+                got.append(digest(batch))
                 begun = time.monotonic()
-            assert got == sums[epoch % 3]
+            assert got == expected[epoch % 3]
             epoch += 1
             if epoch == 1:
                 print("begun", flush=True)

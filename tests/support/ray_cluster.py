@@ -1,6 +1,7 @@
 """A Ray cluster of several nodes on this machine, in a process of its own: tests, and what they fork, import no Ray.
 
-As a program, it runs the cluster: it reads commands from its standard input, and answers each with one line of JSON.
+As a program, it runs the cluster: at each line of its standard input it replaces a node, and answers with a line of
+JSON.
 """
 
 import contextlib
@@ -18,14 +19,14 @@ STORE = 200 << 20
 
 
 class RayCluster:
-    """A cluster with a head and `nodes` - 1 other nodes, each with `cpus` CPUs."""
+    """A cluster with a head and `nodes` - 1 other nodes, each with four CPUs."""
 
-    def __init__(self, folder: Path, nodes: int = 3, cpus: int = 4) -> None:
+    def __init__(self, folder: Path, nodes: int = 3) -> None:
         environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_DISABLE_IMPORT_WARNING": "1"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # inherited by the workers
         self._log = (folder / "cluster.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, __file__, str(folder), str(nodes), str(cpus)],
+            [sys.executable, __file__, str(nodes)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -44,12 +45,12 @@ class RayCluster:
                 return json.loads(line)  # type: ignore[no-any-return]
         raise RuntimeError(f"the cluster ended: {Path(self._log.name).read_text()[-3000:]}")
 
-    def do(self, command: str) -> dict[str, Any]:
-        """`add` or `kill` a node that is not the head; or `head`: kill the head and start another one."""
+    def replace_node(self) -> None:
+        """Kill a node that is not the head, and add another one."""
         assert self._process.stdin is not None
-        self._process.stdin.write(command + "\n")
+        self._process.stdin.write("\n")
         self._process.stdin.flush()
-        return self._answer()
+        self._answer()
 
     def workers(self) -> list[psutil.Process]:
         """The processes of the actors of stallfree."""
@@ -77,35 +78,23 @@ class RayCluster:
         self._log.close()
 
 
-def main(folder: str, nodes: int, cpus: int) -> None:
+def main(nodes: int) -> None:
     from ray.cluster_utils import Cluster
 
-    sizes = {"num_cpus": cpus, "object_store_memory": STORE}
-
-    def head(**more: Any) -> Any:
-        return Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False, **more})
-
-    cluster = head()
+    sizes = {"num_cpus": 4, "object_store_memory": STORE}
+    cluster = Cluster(initialize_head=True, head_node_args={**sizes, "include_dashboard": False})
     for _ in range(nodes - 1):
         cluster.add_node(**sizes)
-    port = int(cluster.address.rsplit(":", 1)[1])
-    print(json.dumps({"address": cluster.address, "pid": os.getpid()}), flush=True)
-    for line in sys.stdin:
-        command = line.strip()
-        if command == "add":
-            cluster.add_node(**sizes)
-        elif command == "kill":
-            cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
-        elif command == "head":
-            cluster.shutdown()
-            cluster = head(gcs_server_port=port)
-            for _ in range(nodes - 1):
-                cluster.add_node(**sizes)
-        print(json.dumps({"nodes": 1 + len(cluster.worker_nodes), "address": cluster.address}), flush=True)
+    answer = json.dumps({"address": cluster.address, "pid": os.getpid()})
+    print(answer, flush=True)
+    for _ in sys.stdin:
+        cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+        cluster.add_node(**sizes)
+        print(answer, flush=True)
     cluster.shutdown()
 
 
 if __name__ == "__main__":
     if os.fork():
         os._exit(0)  # Ray's processes are no descendants of the test's, in which no test may leave any
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    main(int(sys.argv[1]))

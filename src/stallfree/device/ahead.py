@@ -115,13 +115,13 @@ class LoaderThread:
     def __init__(
         self, source: Iterator[Any], snapshot: TakeSnapshot | None, lock: threading.Lock, copier: Copier | None
     ) -> None:
-        self._snapshot, self._lock, self.copier = snapshot, lock, copier
+        self._source, self._snapshot, self._lock, self.copier = source, snapshot, lock, copier
         self._items = Items()
         self._waiting = False  # whether the training loop waits for an item; False before it marks one as taken
         self.stopped = False
         self._wakes: SimpleQueue[None] = SimpleQueue()  # wakes the thread; finalisers may put
         self._draws, self._overlaps = States(), False  # whether the loader was seen to draw nothing
-        self._thread = threading.Thread(target=self._run, args=(source,), name="stallfree-prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="stallfree-prefetch", daemon=True)
         _alive.add(self)
         self._thread.start()
 
@@ -162,23 +162,23 @@ class LoaderThread:
 
     # -- the thread ---------------------------------------------------------------------------------------------------
 
-    def _run(self, source: Iterator[Any]) -> None:
-        """Drops `source` before it delivers the end, so that the loader can be reused."""
+    def _run(self) -> None:
+        """Drops the source before it delivers the end, so that the loader can be reused, and is waited for at exit."""
         copier = self.copier
         try:
             if copier is None:
-                self._take_all(source)
+                self._take_all()
             else:
                 copier.backend.bind()
                 with copier.backend.using(copier.stream):
-                    self._take_all(source)
+                    self._take_all()
                 copier.drop_copied(wait=True)
         except BaseException as error:
             self._items.put(Item(error=error))
-        del source
+        del self._source
         self._items.put(Item(end=True))
 
-    def _take_all(self, source: Iterator[Any]) -> None:
+    def _take_all(self) -> None:
         with before_drawing(self._let_draw), contextlib.suppress(_Stopped):
             for number in itertools.count():
                 self._wait_until(self._has_capacity)
@@ -189,7 +189,7 @@ class LoaderThread:
                     self._let_loop_wait()
                 if watched:
                     self._draws.moved()
-                item = self._next(source)
+                item = self._next()
                 if item.end:
                     break
                 self._overlaps = self._overlaps or (watched and not self._draws.moved())
@@ -199,13 +199,13 @@ class LoaderThread:
     def _has_capacity(self) -> bool:
         return self._items.all_taken if self.copier is None else self._items.has_capacity(len(self.copier.buffers))
 
-    def _next(self, source: Iterator[Any]) -> Item:
+    def _next(self) -> Item:
         """Return the next item of the loader, whose batch is sent to the device."""
         item = batch = None
         try:
             try:
                 with self._lock:
-                    batch = next(source)
+                    batch = next(self._source)
             except StopIteration:
                 return Item(end=True)
             except _Stopped:

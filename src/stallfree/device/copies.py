@@ -163,15 +163,12 @@ class BatchBuffer:
         copied: event reached when the copies from `pinned` and from the tensors in `held` are done.
         used: event reached when the previous batch in this buffer is not needed any more.
         pinned: pinned host memory, for tensors that are not pinned themselves.
-        views, layout: tensors over `pinned` for the last batch, and the layout that they were made for.
         held: objects that copies may still read.
     """
 
     copied: Event
     used: Event
     pinned: torch.Tensor | None = None
-    views: list[torch.Tensor] = field(default_factory=list)
-    layout: list[Any] | None = None
     held: Any = None
 
 
@@ -257,15 +254,10 @@ class Copier:
     def _send_staged(self, sent: Sent, groups: list[Group]) -> None:
         """Copy the groups through the pinned memory of the buffer."""
         buffer, leaves = sent.buffer, [leaf for group in groups for _, leaf in group]
-        layout = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]
-        if buffer.pinned is None or buffer.layout != layout:
-            sizes = list(map(_padded_bytes, leaves))
-            if buffer.pinned is None or buffer.pinned.numel() < sum(sizes):
-                buffer.pinned = self.backend.empty_pinned(sum(sizes) + sum(sizes) // 8)
-            starts = [sum(sizes[:number]) for number in range(len(sizes))]
-            buffer.views = [_view(buffer.pinned, *each) for each in zip(starts, leaves, strict=True)]
-            buffer.layout = layout
-        self.backend.stage(buffer.views, leaves)
+        size = sum(map(_padded_bytes, leaves))
+        if buffer.pinned is None or buffer.pinned.numel() < size:
+            buffer.pinned = self.backend.empty_pinned(size + size // 8)
+        self.backend.stage(_over(buffer.pinned, leaves), leaves)
         start = 0
         for group in groups:
             target = self._allocate(group, sent)
@@ -274,12 +266,11 @@ class Copier:
 
     def _allocate(self, group: Group, sent: Sent) -> torch.Tensor:
         """Allocate device memory for a group and make its leaves over it; returns the memory."""
-        memory = self.backend.empty(sum(_padded_bytes(leaf) for _, leaf in group))
+        leaves = [leaf for _, leaf in group]
+        memory = self.backend.empty(sum(map(_padded_bytes, leaves)))
         sent.memory.append(memory)
-        start = 0
-        for at, leaf in group:
-            sent.leaves[at] = _view(memory, start, leaf)
-            start += _padded_bytes(leaf)
+        for (at, _), tensor in zip(group, _over(memory, leaves), strict=True):
+            sent.leaves[at] = tensor
         return memory
 
     def _send_itself(self, at: int, leaf: Any, sent: Sent) -> None:
@@ -369,12 +360,16 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Any:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def _view(memory: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `like` over `memory` from byte `start` on, a multiple of 256; `memory` begins its storage.
+def _over(memory: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors like `leaves` over `memory`, which begins its storage, one after the other.
 
-    It is not a view for autograd: changes of another tensor over the same memory do not raise its version counter.
+    They are not views for autograd: changes of one do not raise the version counters of the others.
     """
-    # `.data` is a new tensor with its own version counter, and cheaper than `torch.empty`
-    empty = _empty(like.dtype, memory.device).data
-    view: torch.Tensor = empty.set_(memory.untyped_storage(), start // like.dtype.itemsize, like.shape, _stride(like))
-    return view
+    tensors: list[torch.Tensor] = []
+    storage, start = memory.untyped_storage(), 0
+    for leaf in leaves:
+        # `.data` is a new tensor with its own version counter, and cheaper than `torch.empty`
+        tensor = _empty(leaf.dtype, memory.device).data
+        tensors.append(tensor.set_(storage, start // leaf.dtype.itemsize, leaf.shape, _stride(leaf)))
+        start += _padded_bytes(leaf)
+    return tensors

@@ -163,18 +163,12 @@ class TierContract:
             thread.join(_SECONDS)
         assert errors == []
 
-    def test_a_forked_child(self, tier: Tier) -> None:
+    @pytest.mark.parametrize("method", ["fork", "forkserver"])
+    def test_another_process(self, tier: Tier, method: str) -> None:
+        """Forked children inherit a tier; it is sent to other processes."""
         put(tier, [1])
-        child = multiprocessing.get_context("fork").Process(target=self._in_child, args=(tier,))
-        child.start()
-        child.join(_SECONDS)
-        assert child.exitcode == 0
-        self.check(tier, [1, 4])
-
-    def test_another_process(self, tier: Tier) -> None:
-        """A tier is sent to new processes."""
-        put(tier, [1])
-        child = multiprocessing.get_context("forkserver").Process(target=self._in_child, args=(tier,))
+        context: Any = multiprocessing.get_context(method)
+        child = context.Process(target=self._in_child, args=(tier,))
         child.start()
         child.join(_SECONDS)
         assert child.exitcode == 0
