@@ -27,11 +27,11 @@ from stallfree.pipeline.classify import (
     spread,
     warn_of_doubt,
 )
-from stallfree.pipeline.codec import encode, record_size
+from stallfree.pipeline.codec import encode, pickled, record_size
 from stallfree.pipeline.compose import Compose, Source, Transform, drew, mark_of
 from stallfree.pipeline.objects import random_name
 from stallfree.pipeline.randomness import States, find_generators
-from stallfree.pipeline.values import pickled, private
+from stallfree.pipeline.values import private
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 
