@@ -1,11 +1,7 @@
 """Entries that draw: in some branches only, rarely, in roundabout ways, from every kind of generator, or by clocks."""
 
-import collections
 import operator
-import os
 import random as pyrandom
-import secrets
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -75,13 +71,9 @@ of_steps(
     random_entry(),
     python_random=lambda x: x + pyrandom.random(),
     numpy_legacy=lambda x: x + np.random.normal(0, 1, 64),
-    generator_made_inside=lambda x: x + np.random.default_rng().normal(),
     bound_method_of_a_generator=np.random.default_rng(2).normal,
     permutation_of_numpy=np.random.permutation,
     clock_time=lambda x: np.append(x.astype(np.float64), time.time()),
-    clock_seeds_a_generator=lambda x: x + np.random.default_rng(time.time_ns()).normal(),
-    os_urandom=lambda x: (x, os.urandom(8)),
-    secrets_token=lambda x: (x, secrets.token_hex(8)),
     through_eval=lambda x: x + eval("np.random.default_rng().normal()"),
     through_getattr=lambda x: x + getattr(np.random, "default" + "_rng")().normal(),
     numpy_shuffle=lambda x: np.random.shuffle(x) or x,
@@ -95,13 +87,6 @@ of_steps(
 )
 
 
-@of_step(random_entry(tensors))
-def torch_generator_seeded_by_entropy(x: Any) -> Any:
-    generator = torch.Generator()
-    generator.seed()
-    return x + torch.rand((), generator=generator)
-
-
 # -- roundabout ways -------------------------------------------------------------------------------------------------
 
 
@@ -110,25 +95,14 @@ def hidden(x: Any) -> Any:
 
 
 @random_entry()
-def through_a_helper_with_hidden_generator() -> Any:
-    def outer(x: Any) -> Any:
-        return hidden(x * 2)
-
-    return lambda x: outer(x)
-
-
-@random_entry()
 def through_a_subclass() -> Any:
     class Base:
-        def amount(self) -> float:
-            return 0.0
-
         def __call__(self, x: Any) -> Any:
-            return x + self.amount()
+            return self.change(x)
 
     class Child(Base):
-        def amount(self) -> float:
-            return float(np.random.default_rng().normal())
+        def change(self, x: Any) -> Any:
+            return hidden(x)
 
     return Child()
 
@@ -153,17 +127,6 @@ def rare_with_generator_made_inside(x: Any) -> Any:
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
-@random_entry(local=True)  # forked processes may use the same addresses
-def address_of_an_object() -> Any:
-    kept: collections.deque[Any] = collections.deque(maxlen=4096)
-
-    def augment(x: Any) -> Any:
-        kept.append(object())
-        return x.astype(np.float64) + id(kept[-1]) % 2**40
-
-    return augment
-
-
 class Counted:
     calls = 0
 
@@ -182,16 +145,6 @@ random_entry(local=True)(
 
 
 @random_entry(local=True)
-def counter_of_a_function_attribute() -> Any:
-    def step(x: Any) -> Any:
-        step.calls += 1  # type: ignore[attr-defined]
-        return x + step.calls  # type: ignore[attr-defined]
-
-    step.calls = 0  # type: ignore[attr-defined]
-    return step
-
-
-@random_entry(local=True)
 def mixed_with_earlier_samples() -> Any:
     class MixUp:
         def __init__(self) -> None:
@@ -205,18 +158,6 @@ def mixed_with_earlier_samples() -> Any:
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
-
-
-@random_entry()
-def drawn_in_a_thread_with_hidden_generator() -> Any:
-    def augment(x: Any) -> Any:
-        out: list[float] = []
-        thread = threading.Thread(target=lambda: out.append(np.random.default_rng().normal()))
-        thread.start()
-        thread.join()
-        return x + out[0]
-
-    return augment
 
 
 @of_step(random_entry(draws=lambda id: id % 6 == 5))
