@@ -14,7 +14,6 @@ import torch.nn.functional as F
 import zoo
 from standins import V1, foreign, torchvision_compose
 from torch import nn
-from torch.utils.data import ConcatDataset
 from zoo import COUNT, images, labelled, many, named, of_step, of_steps, random_entry, rows, tensors
 from zoo_steady import with_keys
 
@@ -50,19 +49,6 @@ of_steps(
 )
 of_steps(random_entry(many, draws=lambda id: id == 200), one_sample_of_many=lambda x: noisy(x) if x[0] == 200 else x)
 of_steps(random_entry(many, base=zoo.unchanged), rare_numpy=lambda x: noisy(x) if np.random.rand() < 0.01 else x)
-
-
-@random_entry(named, draws=lambda id: id % 4 == 1)
-def in_an_exception_handler() -> Any:
-    known = {id: 1.0 for id in range(COUNT) if id % 4 != 1}
-
-    def scale(sample: Any) -> Any:
-        try:
-            return sample["x"] * known[sample["id"]]
-        except KeyError:
-            return sample["x"] * np.random.random()
-
-    return scale
 
 
 # -- kinds of generators ---------------------------------------------------------------------------------------------
@@ -189,12 +175,8 @@ random_entry(None, base=zoo.unchanged)(
     lambda: Stored(lambda id, x: x + np.float32(pyrandom.random()) if pyrandom.random() < 0.01 else x, many()),
     "data_set_with_rare_draws",
 )
-random_entry(None, draws=lambda id: id >= COUNT // 2)(
-    lambda: ConcatDataset(
-        [fr.Rows(rows()[: COUNT // 2]), Stored(lambda id, x: x + np.random.normal(), rows()[: COUNT // 2])]
-    ),
-    "data_set_of_two_parts",
-)
+
+
 random_entry(None, draws=lambda id: id == 5)(
     lambda: Stored(lambda id, x: (x, time.time() if id == 5 else 0.0)), "data_set_with_the_clock"
 )
@@ -258,12 +240,6 @@ def erased(self: Any, x: Any) -> Any:
 random_entry(tensors, prefix="scaled")(
     lambda: torchvision_compose(foreign("Normalize", V1, __call__=scaled), foreign("Erasing", V1, __call__=erased)),
     "torchvision_normalise_then_undeclared_erasing",
-)
-random_entry(tensors, prefix="scaled")(
-    lambda: torchvision_compose(
-        foreign("Normalize", V1, __call__=scaled), foreign("RandomErasing", V1, __call__=erased)
-    ),
-    "torchvision_normalise_then_erase",
 )
 
 

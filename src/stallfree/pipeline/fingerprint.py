@@ -29,7 +29,7 @@ from stallfree.errors import CodecError, StallfreeError, no_fingerprint
 from stallfree.pipeline import objects
 from stallfree.pipeline.codec import array_of, encode
 from stallfree.pipeline.compose import DREW, Array, mark_of
-from stallfree.pipeline.objects import attribute, comes_from, library_version
+from stallfree.pipeline.objects import attribute, comes_from, describe, library_version
 from stallfree.pipeline.values import private
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
@@ -81,7 +81,7 @@ def fingerprint(*objects: Any) -> str:
     except (RecursionError, ValueError):
         what = " and ".join(type(thing).__qualname__ for thing in objects)
         unknown.append(f"the {what}, which is nested too deeply or contains itself,")
-        return _digest([*map(_name, objects)], {}).hex()
+        return _digest([describe(type(thing)) for thing in objects], {}).hex()
 
 
 _unknown: ContextVar[list[str]] = ContextVar("unknown")
@@ -184,12 +184,8 @@ class _Walker(pickle.Pickler):
         except Exception:  # it cannot be copied, or code of the user's raised it
             unknown = _unknown.get()
             label = "" if unknown else objects.label_of(thing, (*self.root, *self.pending))
-            unknown.append(f"{label or 'an object'} of type {_name(thing)}")
-            return "unknown", _name(thing)
-
-
-def _name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+            unknown.append(f"{label or 'an object'} of type {describe(type(thing))}")
+            return "unknown", describe(type(thing))
 
 
 @functools.singledispatch
