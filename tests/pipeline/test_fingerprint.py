@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -316,18 +315,6 @@ def test_what_has_no_fingerprint_is_named(thing: Any, name: str) -> None:
     with tolerant() as unknown:
         assert fingerprint(thing) == fingerprint(thing)
     assert re.search(name, unknown[0])
-
-
-def test_a_file_system_of_ones_own_is_the_same_in_every_process() -> None:
-    class Drive(LocalFileSystem):  # type: ignore[misc]
-        rate = 10
-
-    before, made = fingerprint(Drive), fingerprint(Drive())
-    Drive._pid = 1
-    Drive(skip_instance_cache=True)
-    assert (fingerprint(Drive), fingerprint(Drive())) == (before, made)
-    Drive.rate = 20
-    assert fingerprint(Drive) != before
 
 
 # --- long lists and large arrays ------------------------------------------------------------------------------------

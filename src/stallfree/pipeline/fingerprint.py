@@ -34,8 +34,6 @@ from stallfree.pipeline.values import private
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
 """State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
-_OF_PROCESS = frozenset({"_pid", "_cache", "_latest", "_lock"})
-"""Class attributes of fsspec's file systems that differ between processes."""
 _SILENT = ("threading", "_thread", "multiprocessing", "logging", "loguru", "structlog", "rich", "tqdm", "weakref")
 """Libraries whose objects do not influence samples if the code names them: locks, loggers, progress bars."""
 _LARGE = 1 << 30
@@ -277,11 +275,10 @@ def _definition(thing: Any, walker: _Walker) -> Any:
     if isinstance(thing, FunctionType):
         values = _named(objects.named_values(thing))
         return thing.__code__, thing.__defaults__, thing.__kwdefaults__, _state(vars(thing), FunctionType), values
-    ignored = {DREW, *(_OF_PROCESS if comes_from(type(thing), "fsspec") else ())}
     members = {
         name: member
         for name, member in sorted(vars(thing).items())
-        if name not in ignored
+        if name != DREW
         and not inspect.ismemberdescriptor(member)
         and not inspect.isgetsetdescriptor(member)
         and (callable(member) or not (name.startswith("__") and name.endswith("__")))
@@ -367,10 +364,7 @@ def _file_of(array: Any) -> str | None:
     if root is None or base is None or root.filename is None:
         return None
     place = array.__array_interface__["data"][0] - root.__array_interface__["data"][0] + root.offset
-    try:
-        status = os.stat(root.filename)
-    except OSError:  # removed
-        return f"{root.filename} {place} {array.strides}"
+    status = os.stat(root.filename)
     return f"{root.filename} {status.st_size} {status.st_mtime_ns} {place} {array.strides}"
 
 
