@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -27,7 +26,7 @@ from torch.utils.data import ConcatDataset
 
 from stallfree import Compose, InputError, OnItem, mark_deterministic, mark_random
 from stallfree.ipc.process import call_in_child
-from stallfree.pipeline.fingerprint import fingerprint, same
+from stallfree.pipeline.fingerprint import fingerprint, same, tolerant
 
 
 class Scale:
@@ -231,9 +230,8 @@ def test_equal_parts_count_alike_whether_shared_or_not() -> None:
 
 def test_cycles() -> None:
     def ring(value: int) -> Any:
-        loop: list[Any] = [value]
-        scale = Scale(value, loop)
-        loop += [loop, {scale, "x"}]
+        scale = Scale(value, [value])
+        scale.offset += [scale, {scale, "x"}]
         return scale
 
     assert fingerprint(ring(1)) == fingerprint(ring(1)) != fingerprint(ring(2))
@@ -295,6 +293,10 @@ def test_steps_of_libraries() -> None:
     assert [*map(fingerprint, pickle.loads(pickle.dumps(steps)))] == before
 
 
+itself: list[Any] = []
+itself.append(itself)
+
+
 @pytest.mark.parametrize(
     ("thing", "name"),
     [
@@ -303,31 +305,16 @@ def test_steps_of_libraries() -> None:
         ({"a": [sys.stdout.buffer]}, "BufferedWriter|FileIO|BytesIO"),
         ((n for n in range(3)), "generator"),
         (torch.eye(2).to_sparse(), "Tensor"),
+        (functools.reduce(lambda inner, _: [inner], range(5000), []), "list, which is nested too deeply"),  # type: ignore[arg-type, return-value]
+        (itself, "list, which .* contains itself"),
     ],
 )
-def test_what_has_no_state_is_named(thing: Any, name: str) -> None:
-    with pytest.raises(InputError, match=rf"(?s){name}.*fingerprint\(\)"):
+def test_what_has_no_fingerprint_is_named(thing: Any, name: str) -> None:
+    with pytest.raises(InputError, match=rf"(?s)({name}).*fingerprint\(\)"):
         fingerprint(thing)
-
-
-def test_too_deep_is_an_error() -> None:
-    deep: list[Any] = []
-    for _ in range(5000):
-        deep = [deep]
-    with pytest.raises(InputError, match="too deeply"):
-        fingerprint(deep)
-
-
-def test_a_file_system_of_ones_own_is_the_same_in_every_process() -> None:
-    class Drive(LocalFileSystem):  # type: ignore[misc]
-        rate = 10
-
-    before, made = fingerprint(Drive), fingerprint(Drive())
-    Drive._pid = 1
-    Drive(skip_instance_cache=True)
-    assert (fingerprint(Drive), fingerprint(Drive())) == (before, made)
-    Drive.rate = 20
-    assert fingerprint(Drive) != before
+    with tolerant() as unknown:
+        assert fingerprint(thing) == fingerprint(thing)
+    assert re.search(name, unknown[0])
 
 
 # --- long lists and large arrays ------------------------------------------------------------------------------------

@@ -17,25 +17,16 @@ def make(): return np.random.default_rng(1)
 RANDOM = r"""
 --- default_rng
 def f(x): return x + np.random.default_rng().normal()
---- rand
-def f(x): return x + np.random.rand() + torch.rand(())
 --- in place
 def f(x): return x.clone().normal_()
---- effect_spread
-def f(x): return x.effect_spread(3)
 --- Random
 class R:
     def __call__(self, x): return random.Random().sample(x, 1)
 f = R()
---- token_bytes
-import secrets
-def f(x): return secrets.token_bytes(3)
 --- uuid4
 def f(x):
     from uuid import uuid4 as u
     return u()
---- f
-from numpy.random import rand as f
 --- RNG
 RNG = make()
 def f(x): return RNG.normal()
@@ -58,9 +49,6 @@ class M(torch.nn.Module):
         self.r = make()
     def forward(self, x): return self.r.normal()
 f = M()
---- helper
-def inner(x): return make().normal()
-def f(x): return inner(x)
 --- method
 class C:
     def step(self, x): return make()
@@ -100,18 +88,11 @@ def f(x): return cv2.randn(x, 0, 1)
 STEADY = r"""
 --- other functions
 def f(x): return torch.nn.functional.interpolate(x, 3).numpy().copy(), len(sys.modules), threading.current_thread().name
---- a text
-def f(x): return x.replace('random', 'shuffle')
 --- named alike
 class C:
     random_state = 0
     def random_crop(self, x): return x
     def __call__(self, x): return self.random_crop(x, self.random_state)
-f = C()
---- a flag
-class C:
-    def __init__(self): self.shuffle = self.random = False
-    def __getitem__(self, i): return i if self.shuffle or self.random else -i
 f = C()
 --- a flag of args
 args = types.SimpleNamespace(shuffle=False, choice=1)
@@ -150,9 +131,6 @@ class C:
     def __init__(self): self.rng = make()
     def __call__(self, x): return x
 f = C()
---- unused
-RNG = make()
-def f(x): return np.clip(x, 0, 1)
 --- annotated
 def f(x, rng: np.random.Generator | None = None): return x
 --- a clock

@@ -89,19 +89,11 @@ def test_all_generators_are_given_back(seed: int, ids: list[int]) -> None:
         for id in ids:
             randomness.seed(seed, 0, id)
             draw_globals(0), owner(0)
+            inside = global_states()
+            with randomness:  # blocks nest
+                randomness.seed(seed, 1, id)
+            assert same(inside, global_states())
     assert same(before, (global_states(), owner.states()))
-
-
-def test_blocks_nest() -> None:
-    randomness = Randomness(draw_globals)
-    before = global_states()
-    with randomness:
-        randomness.seed(0, 0, 1)
-        inside = global_states()
-        with randomness:
-            randomness.seed(0, 0, 2)
-        assert same(inside, global_states())
-    assert same(before, global_states())
 
 
 def test_generators_of_one_sample_draw_different_numbers() -> None:

@@ -18,8 +18,6 @@ def transform(v): return v + <1|2>
 ---
 def transform(v, *, by=<1|2>): return v * by
 ---
-def transform(v): return [x + <1|2> for x in v]
----
 def transform(v):
     def inner(): return <1|2>
     return v * inner()
@@ -34,10 +32,6 @@ transform.by = <1|2>
 def make(by):
     return lambda v: v * by
 transform = make(<1|2>)
----
-def even(n): return n == 0 or odd(n - 1)
-def odd(n): return n != <0|1> and even(n - 1)
-transform = even
 ---
 BY = <1|2>
 def transform(v): return v * BY
@@ -74,17 +68,8 @@ def twice(f):
 def transform(v): return v * <2|3>
 ---
 class T:
-    def __call__(self, v): return v + <1|2>
-transform = T()
----
-class T:
     def f(self): return <1|2>
     def __call__(self, v): return v + self.f()
-transform = T()
----
-class T:
-    BY = <1|2>
-    def __call__(self, v): return v * self.BY
 transform = T()
 ---
 class T:
@@ -102,6 +87,11 @@ class T:
     @staticmethod
     def f(): return <1|2>
     def __call__(self, v): return v * self.f()
+transform = T()
+---
+class T:
+    BY = <1|2>
+    def __call__(self, v): return v * self.BY
 transform = T()
 ---
 class T:
@@ -136,11 +126,6 @@ class T(metaclass=M):
     def __call__(self, v): return v * type(self).by
 transform = T()
 ---
-class Of:
-    @staticmethod
-    def f(): return <1|2>
-def transform(v): return v * Of.f()
----
 import collections
 OF = collections.defaultdict(lambda: <1|2>)
 def transform(v): return OF[v]
@@ -150,26 +135,11 @@ def transform(v): return v * toolsP.BY
 # file: toolsP.py
 BY = <1|2>
 ---
-from toolsP import BY
-def transform(v): return v * BY
-# file: toolsP.py
-BY = <1|2>
----
 from toolsP import f
 def transform(v): return f(v)
 # file: toolsP.py
 BY = <1|2>
 def f(v): return v * BY
----
-import pkgP.sub
-def transform(v): return pkgP.sub.f(v)
-# file: pkgP/sub.py
-def f(v): return v * <1|2>
----
-from pkgP import sub
-def transform(v): return v * sub.BY
-# file: pkgP/sub.py
-BY = <1|2>
 ---
 import pkgP.sub
 def transform(v): return pkgP.sub.OF.f(v)
@@ -187,31 +157,8 @@ def f(v): return v * pkgP.of.it.BY
 BY = <1|2>
 ---
 def transform(v):
-    from toolsP import f
-    return f(v)
-# file: toolsP.py
-def f(v): return v * <1|2>
----
-def transform(v):
     import pkgP.sub
     return v * pkgP.sub.BY
-# file: pkgP/sub.py
-BY = <1|2>
----
-class T:
-    def __call__(self, v):
-        from pkgP.sub import BY
-        return v * BY
-transform = T()
-# file: pkgP/sub.py
-BY = <1|2>
----
-from pkgP.it import f as transform
-# file: pkgP/__init__.py
-# file: pkgP/it.py
-def f(v):
-    from .sub import BY
-    return v * BY
 # file: pkgP/sub.py
 BY = <1|2>
 ---
@@ -294,10 +241,8 @@ def prints(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
     ]
     (folders[2] / "sources.json").write_text(json.dumps(first))
     code = f"{PROGRAM}\nprint(json.dumps(prints('.', json.loads(Path('sources.json').read_text()), True)))"
-    environment = os.environ | {
-        "PYTHONHASHSEED": "7",
-        "PYTHONPATH": str(Path(sys.modules["stallfree"].__file__ or "").parents[1]),
-    }
+    library = Path(sys.modules["stallfree"].__file__ or "").parents[1]
+    environment = os.environ | {"PYTHONHASHSEED": "7", "PYTHONPATH": str(library)}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=folders[2], env=environment, capture_output=True, text=True, check=True
     )

@@ -1,11 +1,7 @@
 """Entries that draw: in some branches only, rarely, in roundabout ways, from every kind of generator, or by clocks."""
 
-import collections
 import operator
-import os
 import random as pyrandom
-import secrets
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +14,6 @@ import torch.nn.functional as F
 import zoo
 from standins import V1, foreign, torchvision_compose
 from torch import nn
-from torch.utils.data import ConcatDataset
 from zoo import COUNT, images, labelled, many, named, of_step, of_steps, random_entry, rows, tensors
 from zoo_steady import with_keys
 
@@ -56,32 +51,15 @@ of_steps(random_entry(many, draws=lambda id: id == 200), one_sample_of_many=lamb
 of_steps(random_entry(many, base=zoo.unchanged), rare_numpy=lambda x: noisy(x) if np.random.rand() < 0.01 else x)
 
 
-@random_entry(named, draws=lambda id: id % 4 == 1)
-def in_an_exception_handler() -> Any:
-    known = {id: 1.0 for id in range(COUNT) if id % 4 != 1}
-
-    def scale(sample: Any) -> Any:
-        try:
-            return sample["x"] * known[sample["id"]]
-        except KeyError:
-            return sample["x"] * np.random.random()
-
-    return scale
-
-
 # -- kinds of generators ---------------------------------------------------------------------------------------------
 
 of_steps(
     random_entry(),
     python_random=lambda x: x + pyrandom.random(),
     numpy_legacy=lambda x: x + np.random.normal(0, 1, 64),
-    generator_made_inside=lambda x: x + np.random.default_rng().normal(),
     bound_method_of_a_generator=np.random.default_rng(2).normal,
     permutation_of_numpy=np.random.permutation,
     clock_time=lambda x: np.append(x.astype(np.float64), time.time()),
-    clock_seeds_a_generator=lambda x: x + np.random.default_rng(time.time_ns()).normal(),
-    os_urandom=lambda x: (x, os.urandom(8)),
-    secrets_token=lambda x: (x, secrets.token_hex(8)),
     through_eval=lambda x: x + eval("np.random.default_rng().normal()"),
     through_getattr=lambda x: x + getattr(np.random, "default" + "_rng")().normal(),
     numpy_shuffle=lambda x: np.random.shuffle(x) or x,
@@ -95,13 +73,6 @@ of_steps(
 )
 
 
-@of_step(random_entry(tensors))
-def torch_generator_seeded_by_entropy(x: Any) -> Any:
-    generator = torch.Generator()
-    generator.seed()
-    return x + torch.rand((), generator=generator)
-
-
 # -- roundabout ways -------------------------------------------------------------------------------------------------
 
 
@@ -110,25 +81,14 @@ def hidden(x: Any) -> Any:
 
 
 @random_entry()
-def through_a_helper_with_hidden_generator() -> Any:
-    def outer(x: Any) -> Any:
-        return hidden(x * 2)
-
-    return lambda x: outer(x)
-
-
-@random_entry()
 def through_a_subclass() -> Any:
     class Base:
-        def amount(self) -> float:
-            return 0.0
-
         def __call__(self, x: Any) -> Any:
-            return x + self.amount()
+            return self.change(x)
 
     class Child(Base):
-        def amount(self) -> float:
-            return float(np.random.default_rng().normal())
+        def change(self, x: Any) -> Any:
+            return hidden(x)
 
     return Child()
 
@@ -153,17 +113,6 @@ def rare_with_generator_made_inside(x: Any) -> Any:
 # -- state -----------------------------------------------------------------------------------------------------------
 
 
-@random_entry(local=True)  # forked processes may use the same addresses
-def address_of_an_object() -> Any:
-    kept: collections.deque[Any] = collections.deque(maxlen=4096)
-
-    def augment(x: Any) -> Any:
-        kept.append(object())
-        return x.astype(np.float64) + id(kept[-1]) % 2**40
-
-    return augment
-
-
 class Counted:
     calls = 0
 
@@ -182,16 +131,6 @@ random_entry(local=True)(
 
 
 @random_entry(local=True)
-def counter_of_a_function_attribute() -> Any:
-    def step(x: Any) -> Any:
-        step.calls += 1  # type: ignore[attr-defined]
-        return x + step.calls  # type: ignore[attr-defined]
-
-    step.calls = 0  # type: ignore[attr-defined]
-    return step
-
-
-@random_entry(local=True)
 def mixed_with_earlier_samples() -> Any:
     class MixUp:
         def __init__(self) -> None:
@@ -205,18 +144,6 @@ def mixed_with_earlier_samples() -> Any:
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
-
-
-@random_entry()
-def drawn_in_a_thread_with_hidden_generator() -> Any:
-    def augment(x: Any) -> Any:
-        out: list[float] = []
-        thread = threading.Thread(target=lambda: out.append(np.random.default_rng().normal()))
-        thread.start()
-        thread.join()
-        return x + out[0]
-
-    return augment
 
 
 @of_step(random_entry(draws=lambda id: id % 6 == 5))
@@ -248,12 +175,8 @@ random_entry(None, base=zoo.unchanged)(
     lambda: Stored(lambda id, x: x + np.float32(pyrandom.random()) if pyrandom.random() < 0.01 else x, many()),
     "data_set_with_rare_draws",
 )
-random_entry(None, draws=lambda id: id >= COUNT // 2)(
-    lambda: ConcatDataset(
-        [fr.Rows(rows()[: COUNT // 2]), Stored(lambda id, x: x + np.random.normal(), rows()[: COUNT // 2])]
-    ),
-    "data_set_of_two_parts",
-)
+
+
 random_entry(None, draws=lambda id: id == 5)(
     lambda: Stored(lambda id, x: (x, time.time() if id == 5 else 0.0)), "data_set_with_the_clock"
 )
@@ -317,12 +240,6 @@ def erased(self: Any, x: Any) -> Any:
 random_entry(tensors, prefix="scaled")(
     lambda: torchvision_compose(foreign("Normalize", V1, __call__=scaled), foreign("Erasing", V1, __call__=erased)),
     "torchvision_normalise_then_undeclared_erasing",
-)
-random_entry(tensors, prefix="scaled")(
-    lambda: torchvision_compose(
-        foreign("Normalize", V1, __call__=scaled), foreign("RandomErasing", V1, __call__=erased)
-    ),
-    "torchvision_normalise_then_erase",
 )
 
 

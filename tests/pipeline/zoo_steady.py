@@ -64,15 +64,8 @@ def network_in_eval_mode() -> Any:
 
 @steady_entry(labelled)
 def label_to_index() -> Any:
-    class Encode:
-        def __init__(self) -> None:
-            self.classes = {label: place for place, label in enumerate(range(9, -1, -1))}
-
-        def __call__(self, sample: Any) -> Any:
-            x, label = sample
-            return torch.as_tensor(x), self.classes[label]
-
-    return Encode()
+    places = {label: 9 - label for label in range(10)}
+    return lambda sample: (torch.as_tensor(sample[0]), places[sample[1]])
 
 
 # -- text and files --------------------------------------------------------------------------------------------------
@@ -92,17 +85,10 @@ def regular_expressions() -> Any:
 
 @steady_entry(texts)
 def file_by_path() -> Any:
-    class Count:
-        def __init__(self) -> None:
-            self.folder = tempfile.TemporaryDirectory()
-            self.file = f"{self.folder.name}/words.txt"
-            pathlib.Path(self.file).write_text("the\nquick\nfox\n")
-
-        def __call__(self, text: str) -> Any:
-            known = pathlib.Path(self.file).read_text().split()
-            return sum([word in known for word in text.split()])
-
-    return Count()
+    folder = tempfile.TemporaryDirectory()
+    file = pathlib.Path(folder.name, "words.txt")
+    file.write_text("the\nquick\nfox\n")
+    return lambda text, folder=folder: sum([word in file.read_text().split() for word in text.split()])
 
 
 # -- seeded, or random by name only ----------------------------------------------------------------------------------
@@ -185,42 +171,27 @@ def collects_statistics() -> Any:
 
 @steady_entry()
 def buffer_of_its_own() -> Any:
-    class Scale:
-        def __init__(self) -> None:
-            self.out = np.empty(64, np.float32)
-
-        def __call__(self, x: Any) -> Any:
-            np.multiply(x, 3, out=self.out)
-            return self.out.copy()
-
-    return Scale()
+    out = np.empty(64, np.float32)
+    return lambda x: np.multiply(x, 3, out=out).copy()
 
 
-@steady_entry()
-def changes_its_input() -> Any:
-    def scale(x: Any) -> Any:
-        x *= 2
-        return x
-
-    def scale_again(x: Any) -> Any:
-        x *= 2
-        return x
-
-    return [scale, scale_again]
+@of_step(steady_entry())
+def changes_its_input(x: Any) -> Any:
+    x *= 2
+    return x
 
 
 @either_entry()
 def measures_its_own_time() -> Any:
-    class Timed:
-        seconds = 0.0
+    seconds: list[float] = []
 
-        def __call__(self, x: Any) -> Any:
-            began = time.perf_counter()
-            out = np.sort(x)
-            self.seconds += time.perf_counter() - began
-            return out
+    def timed(x: Any) -> Any:
+        began = time.perf_counter()
+        out = np.sort(x)
+        seconds.append(time.perf_counter() - began)
+        return out
 
-    return Timed()
+    return timed
 
 
 # -- data sets and libraries -----------------------------------------------------------------------------------------

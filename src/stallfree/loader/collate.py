@@ -128,7 +128,7 @@ class BatchBuffer:
 
     def _make_rows(self) -> None:
         self._rows = [
-            column.view(codec.leaf_dtypes(leaf.kind, leaf.dtype)[0]).reshape(self._count, *leaf.shape)
+            column.view(leaf.dtype).reshape(self._count, *leaf.shape)
             for leaf, column in zip(self._structure.leaves, self._columns, strict=False)
             if leaf.kind in ("array", "tensor") and leaf.nbytes
         ]

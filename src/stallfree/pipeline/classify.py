@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from types import FunctionType
 from typing import Any, Self
 
 from stallfree.errors import StallfreeWarning, text_of
@@ -51,8 +50,6 @@ def known(transform: Any) -> tuple[bool, str] | None:
         return known(transform.func)
     if type(transform).__name__ == "Lambda" and comes_from(type(transform), "torchvision.transforms"):
         return known(transform.lambd)
-    if compose.is_monai_compose(transform) and len(transform.transforms) == 1:
-        return known(transform.transforms[0])
     parts = flatten(transform)
     if parts and parts[0] is not transform:
         return _known_of_all(parts)
@@ -71,9 +68,6 @@ def _known_of_all(transforms: Iterable[Any]) -> tuple[bool, str] | None:
 
 def _torchvision(transform: Any) -> bool | None:
     """Random are classes of these names and what is derived from them; deterministic are all its others."""
-    if isinstance(transform, FunctionType):
-        functional = (transform.__module__ or "").startswith("torchvision.transforms.")
-        return transform.__name__.startswith("gaussian_noise") if functional else None
     bases = [base.__name__ for base in type(transform).__mro__ if comes_from(base, "torchvision.transforms")]
     if any(name.startswith("Random") or name in _TORCHVISION_RANDOM for name in bases):
         return True

@@ -33,6 +33,7 @@ Types match exactly: a subclass of a type above is not that type, because a cach
 """
 
 import ast
+import io
 import json
 import math
 import pickle
@@ -60,14 +61,13 @@ MAGIC = 0x5AFE0D01
 _HEAD = struct.Struct("=IIII")
 _DEPTH = 100  # deeper nesting is treated as a value that contains itself
 _MALFORMED = (
-    *(ValueError, TypeError, LookupError, OverflowError, RecursionError, MemoryError, SyntaxError, RuntimeError),
-    *(BufferError, struct.error),
+    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError, SyntaxError),
+    *(RuntimeError, BufferError, struct.error),
 )
 """What parsing and reading raise for a record that is damaged or forged."""
-_LARGEST, _LONGEST = 1 << 62, 1000  # bytes of a leaf, and characters of a dtype
-_SHORT, _MEDIUM = 1024, 65536  # bytes of keys: 4,096 short ones are remembered, 64 medium ones, and no long ones
-_MANY_LINES = 64
-"""Lines of a key from which a structure is not remembered by them."""
+_LONGEST = 1000  # characters of a dtype
+_SHORT, _FEW = 8192, 64
+"""Bytes of a key, and its lines, up to which the structure is remembered while no value has it."""
 _MANY = 8
 """Items from which a container of leaves is made from a slice of them, and in a record for processes of this job, of
 plain values, is one pickle."""
@@ -103,27 +103,25 @@ class Leaf(NamedTuple):
     """
 
     kind: str
-    dtype: str  # the name of a torch dtype, or a NumPy dtype as text; "" for other kinds
+    name: str  # of a torch dtype, or a NumPy dtype as text; "" for other kinds
     shape: tuple[int, ...]
+    dtype: np.dtype[Any]  # of the data, as NumPy sees it
     nbytes: int  # bytes of the data; -1 if variable
     read: _Reader
 
 
-class _Plain(NamedTuple):
-    """A kind of leaves without a dtype."""
-
-    pack: Callable[[Any], bytes]
-    read: _Reader
-    dtype: np.dtype[Any] | None  # of the data of numbers; None if their length is variable
+_Plain = tuple[Callable[[Any], bytes], Leaf]
+"""A kind of leaves without a dtype: what makes the bytes of a value, and the leaf."""
 
 
-def _number(code: str) -> _Plain:
+def _number(kind: str, code: str) -> _Plain:
     form = struct.Struct(f"={code}")
-    return _Plain(form.pack, lambda buffer, start, nbytes: form.unpack_from(buffer, start)[0], np.dtype(code))
+    dtype = np.dtype(code)
+    return form.pack, Leaf(kind, "", (), dtype, dtype.itemsize, lambda buffer, at, n: form.unpack_from(buffer, at)[0])
 
 
-def _text(pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any]) -> _Plain:
-    return _Plain(pack, lambda buffer, start, nbytes: unpack(buffer[start : start + nbytes].tobytes()), None)
+def _text(kind: str, pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any]) -> _Plain:
+    return pack, Leaf(kind, "", (), U8, -1, lambda buffer, at, n: unpack(buffer[at : at + n].tobytes()))
 
 
 _utf8 = partial(str.encode, encoding="utf-8", errors="surrogatepass")
@@ -136,18 +134,16 @@ def _unpickled(data: bytes) -> Any:
         raise CodecError(f"a pickled leaf cannot be loaded: {error}") from error
 
 
-_PLAIN = {
-    "int": _number("q"),
-    "float": _number("d"),
-    "bool": _number("?"),
-    "bytes": _text(bytes, bytes),
-    "str": _text(_utf8, lambda data: data.decode("utf-8", "surrogatepass")),
-    "npstr": _text(_utf8, lambda data: np.str_(data.decode("utf-8", "surrogatepass"))),
-    "npbytes": _text(bytes, np.bytes_),
-    "pickle": _text(values.pickled, _unpickled),
+_PLAIN: dict[type, _Plain] = {
+    int: _number("int", "q"),
+    float: _number("float", "d"),
+    bool: _number("bool", "?"),
+    bytes: _text("bytes", bytes, bytes),
+    str: _text("str", _utf8, lambda data: data.decode("utf-8", "surrogatepass")),
+    np.str_: _text("npstr", _utf8, lambda data: np.str_(data.decode("utf-8", "surrogatepass"))),
+    np.bytes_: _text("npbytes", bytes, np.bytes_),
 }
-_TYPES = {kind.__name__: kind for kind in (int, float, bool, bytes, str)} | {"npstr": np.str_, "npbytes": np.bytes_}
-_PACKS: dict[type, tuple[str, Callable[[Any], bytes]]] = {_TYPES[kind]: (kind, _PLAIN[kind].pack) for kind in _TYPES}
+_PLAIN_LEAVES = {leaf.kind: leaf for _, leaf in (*_PLAIN.values(), _text("pickle", bytes, _unpickled))}
 
 
 def _leaf_line(kind: str, shape: tuple[int, ...], dtype: str) -> str:
@@ -156,21 +152,32 @@ def _leaf_line(kind: str, shape: tuple[int, ...], dtype: str) -> str:
 
 @lru_cache(4096)
 def _leaf_of(line: str) -> Leaf:
-    kind, *details = line.split(" ", 2)
-    if kind in _PLAIN and not details:
-        plain = _PLAIN[kind]
-        return Leaf(kind, "", (), plain.dtype.itemsize if plain.dtype else -1, plain.read)
-    dims, text = details
+    if line in _PLAIN_LEAVES:
+        return _PLAIN_LEAVES[line]
+    kind, dims, name = line.split(" ", 2)
     shape = tuple([int(part) for part in dims.split(",")]) if dims else ()
     if ",".join(map(str, shape)) != dims or min(shape, default=0) < 0:
         raise ValueError(f"{dims!r} is no shape")
-    if kind not in ("tensor", "array", "scalar") or (kind == "scalar" and shape):
+    seen_as = TORCH_DTYPES[name] if kind == "tensor" else None
+    dtype = dtype_of(TORCH_NAMES[CARRIERS.get(seen_as, seen_as)] if seen_as else name)
+    if not seen_as and dtype_text(dtype) != name:
+        raise ValueError(f"{name!r} is no dtype that is stored")
+    read = _reader(kind, shape, dtype, seen_as)
+    return Leaf(kind, name, shape, dtype, math.prod(shape) * dtype.itemsize, read)
+
+
+def _reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: torch.dtype | None) -> _Reader:
+    ndarray = np.ndarray
+    if kind == "array":
+        return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start)
+    if kind == "scalar" and not shape:
+        return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start).copy()[()]
+    if seen_as is None:
         raise ValueError(f"a leaf of unknown kind {kind!r}")
-    dtype, seen_as = leaf_dtypes(kind, text)
-    if math.prod([dim for dim in shape if dim]) * dtype.itemsize > _LARGEST:
-        raise ValueError(f"a leaf of the shape {shape} is too large")
-    read = _array_reader(kind, shape, dtype, seen_as)
-    return Leaf(kind, text, shape, math.prod(shape) * dtype.itemsize, read)
+    from_numpy = torch.from_numpy if dtype != np.complex128 else values.aligned_tensor
+    if seen_as in CARRIERS:
+        return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start)).view(seen_as)
+    return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start))
 
 
 @lru_cache(4096)
@@ -188,30 +195,6 @@ def dtype_of(text: str) -> np.dtype[Any]:
     if len(text) > _LONGEST:
         raise ValueError("the dtype is too long")
     return np.dtype(text) if text[:1] != "[" else np.lib.format.descr_to_dtype(ast.literal_eval(text))
-
-
-def leaf_dtypes(kind: str, text: str) -> tuple[np.dtype[Any], torch.dtype | None]:
-    """Return the NumPy dtype of a leaf's data, and the torch dtype to view it as if NumPy lacks that dtype."""
-    if kind == "tensor":
-        torch_dtype = TORCH_DTYPES[text]
-        carrier = CARRIERS.get(torch_dtype)
-        return np.dtype(TORCH_NAMES[carrier] if carrier else text), torch_dtype if carrier else None
-    dtype = dtype_of(text)
-    if dtype_text(dtype) != text:
-        raise ValueError(f"{text!r} is no dtype that is stored")
-    return dtype, None
-
-
-def _array_reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: torch.dtype | None) -> _Reader:
-    ndarray = np.ndarray
-    from_numpy = torch.from_numpy if dtype != np.complex128 else values.aligned_tensor
-    if kind == "array":
-        return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start)
-    if kind == "scalar":
-        return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start).copy()[()]
-    if seen_as is None:
-        return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start))
-    return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start)).view(seen_as)
 
 
 # --- structures -----------------------------------------------------------------------------------------------------
@@ -264,11 +247,8 @@ class Structure:
         lines = self.key.split(b"\n")
         at = [number for number, line in enumerate(lines) if line[1:2] not in (b"", b" ")]
         for number, leaf in zip(at, self.leaves, strict=True):
-            lines[number] = _leaf_line(leaf.kind, (count, *leaf.shape[1:]), leaf.dtype).encode()
+            lines[number] = _leaf_line(leaf.kind, (count, *leaf.shape[1:]), leaf.name).encode()
         return structure_of(b"\n".join(lines))
-
-    def __repr__(self) -> str:
-        return f"Structure({self.key!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return structure_of, (self.key,)
@@ -279,9 +259,7 @@ _alive: weakref.WeakValueDictionary[bytes, Structure] = weakref.WeakValueDiction
 
 def structure_of(key: bytes) -> Structure:
     """Return the structure that a key describes. Raises CodecError if the key is malformed."""
-    if len(key) <= _SHORT:
-        return _structure_of_short(key)
-    return _structure_of_medium(key) if len(key) <= _MEDIUM else _intern(key)
+    return (_remembered if len(key) <= _SHORT else _intern)(key)
 
 
 def _intern(key: bytes) -> Structure:
@@ -289,7 +267,7 @@ def _intern(key: bytes) -> Structure:
     return structure if structure is not None else _alive.setdefault(key, Structure(key))
 
 
-_structure_of_short, _structure_of_medium = lru_cache(4096)(_intern), lru_cache(64)(_intern)
+_remembered = lru_cache(1024)(_intern)
 
 
 def _lay_out(nbytes: Sequence[int], start: int = 0) -> tuple[tuple[int, ...], int]:
@@ -356,48 +334,37 @@ def _named_of(described: tuple[str, str, tuple[str, ...]], *values: Any) -> Any:
 
 
 def _permuted(order: Sequence[int], value: Any) -> Any:
-    if not isinstance(value, (torch.Tensor, np.ndarray)):
-        raise CodecError("a record holds permuted dimensions of what has none")
     return value.permute(*order) if isinstance(value, torch.Tensor) else value.transpose(order)
 
 
 def _image_of(mode: str, pixels: Any, info: Any) -> Any:
-    """Return the image, with memory of its own. Raises `CodecError` for what no image was made of."""
+    """Return the image, with memory of its own."""
     from PIL import Image
 
-    shape = np.shape(pixels)
-    if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or not isinstance(info, dict):
-        raise CodecError("a record holds an image without pixels")
-    if (shape[2] if len(shape) == 3 else 1) != BANDS[mode] or len(shape) != (2 if BANDS[mode] == 1 else 3):
-        raise CodecError(f"a record holds an image of mode {mode} with pixels of shape {shape}")
-    image = Image.frombytes(mode, (shape[1], shape[0]), np.ascontiguousarray(pixels).data)
-    image.info = info
+    height, width = pixels.shape[:2]
+    image = Image.frombytes(mode, (width, height), np.ascontiguousarray(pixels).data)
+    image.info = dict(info)
     return image
 
 
-def _named_tuple(module: str, qualname: str, fields: tuple[str, ...]) -> type:
-    """Return the named tuple class of that name, if it is imported and has these fields.
+def _named_tuple(module: str, name: str, fields: tuple[str, ...]) -> type:
+    """Return the named tuple class of that name at the top level of a module, if it is imported and has these fields.
 
-    The name may come from a forged record. Therefore nothing is imported, and names are looked up only in the
-    dictionaries of modules and classes: no descriptor and no `__getattr__` runs.
+    The name may come from a forged record. Therefore nothing is imported, and only the dictionary of the module is
+    read: no `__getattr__` runs, nor what a lazy module does when it is looked at.
     """
     owner: Any = sys.modules.get(module)
-    names = _DICT_OF_MODULE(owner) if issubclass(type(owner), ModuleType) else {}
-    for name in qualname.split("."):
-        owner = names.get(name)
-        names = _DICT_OF_CLASS(owner) if issubclass(type(owner), type) else {}
-    if names and tuple in (bases := _MRO(owner)):
-        known = next((body["_fields"] for base in bases if "_fields" in (body := _DICT_OF_CLASS(base))), None)
-        if type(known) is tuple and known == fields:
-            return owner  # type: ignore[no-any-return]
+    found: Any = _DICT_OF_MODULE(owner).get(name) if issubclass(type(owner), ModuleType) else None
+    if issubclass(type(found), type) and tuple in _MRO(found) and getattr(found, "_fields", None) == fields:
+        return found  # type: ignore[no-any-return]
     raise MissingClassError(
-        f"a record holds a named tuple {module}.{qualname} with the fields {', '.join(map(str, fields))}, whose class "
+        f"a record holds a named tuple {module}.{name} with the fields {', '.join(map(str, fields))}, whose class "
         f"is not here: import {module} where the data set is defined, or remove the cache if the class has changed",
         module,
     )
 
 
-_DICT_OF_MODULE, _DICT_OF_CLASS = (vars(kind)["__dict__"].__get__ for kind in (ModuleType, type))
+_DICT_OF_MODULE = vars(ModuleType)["__dict__"].__get__
 _MRO: Callable[[Any], tuple[type, ...]] = vars(type)["__mro__"].__get__
 
 _NODES: dict[str, Any] = {
@@ -460,7 +427,7 @@ def _encode(value: Any, mode: int) -> tuple[Structure, list[Bytes]]:
             place = next((keystr(path) for path, part in pairs if part is bad), "")
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
         raise value_unstorable(f"sample{place}: {name}: {problem.reason}") from problem.__cause__
-    return (_structure_of_lines if len(lines) <= _MANY_LINES else _parsed)(tuple(lines)), arrays
+    return (_structure_of_lines if len(lines) <= _FEW else _parsed)(tuple(lines)), arrays
 
 
 def _parsed(lines: tuple[_Line, ...]) -> Structure:
@@ -473,68 +440,64 @@ _structure_of_lines = lru_cache(4096)(_parsed)
 
 def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode: int) -> None:
     """Append the lines of `value` to `lines`, and the bytes of its leaves to `arrays`."""
-    kind = type(value)
-    if kind is torch.Tensor:
-        array = array_of(value)
-        if array is not None:
-            return _add_array("tensor", array, TORCH_NAMES[value.dtype], lines, arrays, mode)
-        what = f"{value.layout}{', nested' * value.is_nested}, {value.dtype}, on {value.device}"
-        reason = f"is {what}{', and requires grad' * value.requires_grad}; make it dense, on the CPU and detached"
-        return _add_pickle(value, reason, lines, arrays, mode)
-    packs = _PACKS.get(kind)
-    if packs is not None:
-        name, pack = packs
+    kind, children = type(value), value
+    plain = _PLAIN.get(kind)
+    if plain is not None:
+        pack, leaf = plain
         try:
             data = pack(value)
         except struct.error:
             return _add_pickle(value, "is beyond 64 bits; make it a text", lines, arrays, mode)
-        lines.append(name)
+        lines.append(leaf.kind)
         return arrays.append(np.frombuffer(data, U8) if data else _EMPTY)
-    if kind is np.ndarray:
+    if kind is torch.Tensor:
+        array = array_of(value)
+        if array is not None:
+            return _add_array("tensor", array, TORCH_NAMES[value.dtype], lines, arrays, mode)
+        line = f"is {value.layout}{', nested' * value.is_nested}, {value.dtype}, on {value.device}"
+        line += f"{', and requires grad' * value.requires_grad}; make it dense, on the CPU and detached"
+    elif kind is np.ndarray:
         text = dtype_text(value.dtype)
         if text:
             return _add_array("array", value, text, lines, arrays, mode)
-        reason = f"has the dtype {value.dtype!r}, which has no portable description; convert it"
-        return _add_pickle(value, reason, lines, arrays, mode)
-    if value is None:
+        line = f"has the dtype {value.dtype!r}, which has no portable description; convert it"
+    elif value is None:
         return lines.append("-")
-    if depth >= _DEPTH:
+    elif depth >= _DEPTH:
         raise _Unstorable(value, f"is nested more than {_DEPTH} levels deep, or contains itself")
-    children = value
-    if kind is tuple:
+    elif kind is tuple:
         line = f"t {len(value)}"
     elif kind is list:
         line = f"l {len(value)}"
     elif kind is dict or kind is OrderedDict:
         line, children = _dict_line(kind, tuple(value), tuple(map(type, value))), value.values()
-    elif issubclass(kind, tuple) and hasattr(kind, "_fields"):
-        line = _OTHER if getattr(value, "__dict__", None) else _named_tuple_line(kind)
+    elif issubclass(kind, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
+        line = _named_tuple_line(kind)
     elif values.is_image(value):
         line, children = f"p {value.mode}", (np.asarray(value), value.info)
     elif issubclass(kind, np.generic) and (text := dtype_text(value.dtype)) and kind is dtype_of(text).type:
         return _add_array("scalar", np.array(value), text, lines, arrays, mode)
     else:  # also a subclass of a scalar, and one of two types of the same width
         line = _OTHER
-    if line[1] != " ":
+    if line[1] != " ":  # it is a reason
         return _add_pickle(value, line, lines, arrays, mode)
     if mode == _OWN and kind in (tuple, list, dict) and len(value) > _MANY and _SIMPLE.issuperset(map(type, children)):
         lines.append("pickle")
         return arrays.append(np.frombuffer(pickle.dumps(value, 5), U8))
     lines.append(line)
-    depth += 1
     for child in children:
-        _walk(child, lines, arrays, depth, mode)
+        _walk(child, lines, arrays, depth + 1, mode)
 
 
 def array_of(tensor: torch.Tensor) -> Any:
     """Return the elements of a tensor as an array; None if it is not dense, on the CPU and detached."""
-    carrier = CARRIERS.get(tensor.dtype)
     if tensor.requires_grad or tensor.dtype not in TORCH_NAMES:
         return None
+    carrier = CARRIERS.get(tensor.dtype)
     try:
-        return tensor.numpy() if carrier is None else tensor.resolve_conj().resolve_neg().view(carrier).numpy()
+        return tensor.numpy() if carrier is None else tensor.resolve_conj().view(carrier).numpy()
     except (TypeError, RuntimeError):
-        lazy = tensor.device.type == "cpu" and (tensor.is_conj() or tensor.is_neg())
+        lazy = tensor.is_conj() or tensor.is_neg()
         return array_of(tensor.resolve_conj().resolve_neg()) if lazy else None
 
 
@@ -552,7 +515,7 @@ def _add_pickle(value: Any, reason: str, lines: list[_Line], arrays: list[Bytes]
     if mode == _REFUSE:
         raise _Unstorable(value, f"{reason}, or pass allow_pickle=True")
     try:
-        data = values.pickled(value)
+        data = pickled(value)
     except Exception as error:
         raise _Unstorable(value, f"{reason}. It cannot be pickled either: {error}") from error
     lines.append("pickle")
@@ -572,12 +535,10 @@ def _dict_line(kind: type, keys: tuple[Any, ...], types: tuple[type, ...]) -> st
 def _named_tuple_line(kind: type) -> str:
     """Return the line of a named tuple, or why it has none."""
     described = kind.__module__, kind.__qualname__, kind._fields  # type: ignore[attr-defined]
-    try:
+    with suppress(CodecError):
         if _named_tuple(*described) is kind:
             return f"n {json.dumps(described)}"
-    except CodecError:
-        return "is not found under its name; define the named tuple at the top level of a module"
-    return "another class has its name in its module"
+    return "is not found under its name; define the named tuple at the top level of a module"
 
 
 # --- records --------------------------------------------------------------------------------------------------------
@@ -610,12 +571,10 @@ def open_record(structure: Structure, out: Bytes, nbytes: Sequence[int] | None =
     """Write the head of a record of leaves of these sizes, of a fixed structure by default, at the start of `out`.
 
     Return the part of `out` (1-D uint8, writable) for each leaf's data, so that the record is composed in place. Bytes
-    between leaves keep the contents of `out`. Raises CodecError if `out` is too small, or the sizes do not fit.
+    between leaves keep the contents of `out`.
     """
     sizes = structure.nbytes if nbytes is None else nbytes
-    starts, end = _layout(structure, sizes)
-    if end > out.size or len(sizes) != len(structure.leaves) or -1 in sizes:
-        raise CodecError(f"a record of {end} bytes and {len(structure.leaves)} leaves, not {out.size} and {sizes}")
+    starts, _ = _layout(structure, sizes)
     used = structure.head.size
     out[:used] = structure.head
     if not structure.fixed:
@@ -693,8 +652,6 @@ def stack_build(structure: Structure, columns: Sequence[Bytes], count: int) -> l
     The columns are C-contiguous. Tensors and arrays are views of them, so they should belong to the caller only. The
     tensors of one column are views of one tensor: to keep a few of many, clone them.
     """
-    if not structure.fixed or len(columns) != len(structure.leaves):
-        raise CodecError("stack_build needs a fixed structure and one column per leaf")
     lists = [_rows(leaf, column, count) for leaf, column in zip(structure.leaves, columns, strict=True)]
     if len(lists) == 1 and b"\n" not in structure.key:  # the value is a leaf
         return list(lists[0])
@@ -704,17 +661,44 @@ def stack_build(structure: Structure, columns: Sequence[Bytes], count: int) -> l
 
 def _rows(leaf: Leaf, column: Bytes, count: int) -> Sequence[Any]:
     """Return the value of a leaf in each row of its column."""
-    kind, text, shape, nbytes, _ = leaf
-    if column.shape != (count, nbytes) or column.dtype != U8:
-        raise CodecError(f"a column of {column.dtype}{column.shape} was given, uint8{(count, nbytes)} expected")
-    if kind in _PLAIN:
-        numbers: list[Any] = column.view(_PLAIN[kind].dtype).ravel().tolist()  # type: ignore[arg-type]
-        return numbers
-    dtype, seen_as = leaf_dtypes(kind, text)
-    typed = column.view(dtype).reshape(count, *shape)
-    if kind == "tensor":
+    typed: Any = column.view(leaf.dtype).reshape(count, *leaf.shape)
+    if leaf.kind == "tensor":
         stacked = values.aligned_tensor(typed)
-        return (stacked.view(seen_as) if seen_as else stacked).unbind(0)
-    if kind == "array" and not shape:
+        dtype = TORCH_DTYPES[leaf.name]
+        return (stacked if stacked.dtype == dtype else stacked.view(dtype)).unbind(0)
+    if leaf.kind == "array" and not leaf.shape:
         return [typed[row, ...] for row in range(count)]
-    return list(typed)
+    return list(typed) if leaf.name else typed.tolist()
+
+
+# --- pickles --------------------------------------------------------------------------------------------------------
+
+
+def pickled(value: Any) -> bytes:
+    """Return `value` as a pickle, for `pickle.loads`. Equal values of this process have equal pickles.
+
+    Torch's own pickles of tensors hold their whole storage, cannot be loaded for some dtypes, and cut gradients.
+    Raises `TypeError` for a tensor with a gradient history.
+    """
+    file = io.BytesIO()
+    _Pickler(file, 5).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        if value.requires_grad and not value.is_leaf:
+            raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
+        if type(value) is not torch.Tensor or vars(value) or array_of(value.detach()) is None:
+            return NotImplemented
+        structure, arrays = encode_own(value.detach())
+        record = np.zeros(record_size(structure, arrays), U8)
+        write_record(structure, arrays, record)
+        return _unpickled_tensor, (record, value.requires_grad)
+
+
+def _unpickled_tensor(record: Bytes, requires_grad: bool) -> torch.Tensor:
+    tensor: torch.Tensor = read_own_record(record, copy=False)
+    return tensor.requires_grad_(requires_grad)

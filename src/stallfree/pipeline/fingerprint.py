@@ -11,7 +11,6 @@ import inspect
 import logging
 import os
 import pickle
-import reprlib
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -26,17 +25,15 @@ import numpy.lib.recfunctions
 import torch
 import xxhash
 
-from stallfree.errors import CodecError, InputError, StallfreeError
+from stallfree.errors import CodecError, StallfreeError, no_fingerprint
 from stallfree.pipeline import objects
 from stallfree.pipeline.codec import array_of, encode
 from stallfree.pipeline.compose import DREW, Array, mark_of
-from stallfree.pipeline.objects import attribute, comes_from, library_version
+from stallfree.pipeline.objects import attribute, comes_from, describe, library_version
 from stallfree.pipeline.values import private
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
 """State of albumentations that it stores while it runs, that concerns only its generators, or of any order."""
-_OF_PROCESS = frozenset({"_pid", "_cache", "_latest", "_lock"})
-"""Class attributes of fsspec's file systems that differ between processes."""
 _SILENT = ("threading", "_thread", "multiprocessing", "logging", "loguru", "structlog", "rich", "tqdm", "weakref")
 """Libraries whose objects do not influence samples if the code names them: locks, loggers, progress bars."""
 _LARGE = 1 << 30
@@ -63,30 +60,29 @@ def fingerprint(*objects: Any) -> str:
     with its `pipeline` if it is a source.
 
     Raises `InputError`, which names the object, for an object without inspectable state, such as a lock or an open
-    file. Within `tolerant`, only the type of such an object is hashed.
+    file, and for containers that contain themselves. Within `tolerant`, only the type of such an object is hashed.
     """
+    unknown = _unknown.get(None)
+    if unknown is None:
+        with tolerant() as unknown:
+            text = fingerprint(*objects)
+        if unknown:
+            raise no_fingerprint(
+                f"{unknown[0]} cannot be fingerprinted: give it, or the transform that holds it, a method "
+                "fingerprint() that returns a text which changes when its parameters change"
+            )
+        return text
     try:
         return _digest(objects, {}).hex()
-    except RecursionError as error:
-        unknown = _unknown.get()
-        what = f"the {' and '.join(type(thing).__qualname__ for thing in objects)}"
-        if unknown is None:
-            raise NoFingerprintError(
-                f"{what} cannot be fingerprinted, as it is nested too deeply: give it a method fingerprint()"
-            ) from error
-        unknown.append(f"{what}, which is nested too deeply,")
-        return _digest([*map(_name, objects)], {}).hex()
+    except StallfreeError:  # of an object's own method
+        raise
+    except (RecursionError, ValueError):
+        what = " and ".join(type(thing).__qualname__ for thing in objects)
+        unknown.append(f"the {what}, which is nested too deeply or contains itself,")
+        return _digest([describe(type(thing)) for thing in objects], {}).hex()
 
 
-class NoFingerprintError(InputError):
-    """Raised for an object without a fingerprint."""
-
-    page = "no-fingerprint"
-
-
-_unknown: ContextVar[list[str] | None] = ContextVar("unknown", default=None)
-_inside: ContextVar[frozenset[int]] = ContextVar("inside", default=frozenset())
-"""Objects whose left out attributes are being hashed."""
+_unknown: ContextVar[list[str]] = ContextVar("unknown")
 
 
 @contextmanager
@@ -107,7 +103,7 @@ def same(a: Any, b: Any) -> bool | None:
         if structure is other and all(map(np.array_equal, arrays, others)):
             return True
     with tolerant() as unknown:
-        equal = _digest((private(a),), {}) == _digest((private(b),), {})
+        equal = fingerprint(private(a)) == fingerprint(private(b))
     return None if unknown else equal
 
 
@@ -129,88 +125,77 @@ def differing_parts(there: str, wanted: str) -> str:
     )
 
 
-def _digest(things: Any, numbers: dict[int, tuple[int, object]], *, fast: bool = True) -> bytes:
-    """Return the digest of `things`, which may refer to objects of `numbers`, and does not add to them."""
+def _digest(things: Any, numbers: dict[int, tuple[int, object]]) -> bytes:
+    """Return the digest of `things`, which may refer to objects of `numbers`, and does not add to them.
+
+    Raises `ValueError` for containers that contain themselves, and `RecursionError`.
+    """
     known, hashed = len(numbers), xxhash.xxh3_128()
-    walker = _Walker(types.SimpleNamespace(write=hashed.update), 4)
-    walker.root, walker.numbers, walker.fast = things, numbers, fast  # not fast, shared values count otherwise
+    walker = _Walker(things, numbers, hashed.update)
     try:
         walker.dump(things)
         for definition in walker.pending:
             walker.dump(walker.form_of(_definition, definition))
         return hashed.digest()
-    except ValueError as error:  # a container contains itself
-        if not fast or isinstance(error, StallfreeError):
-            raise
     finally:
         while len(numbers) > known:
             numbers.popitem()
-    return _digest(things, numbers, fast=False)
 
 
 class _Walker(pickle.Pickler):
-    """Pickles what objects consist of."""
+    """Pickles what objects consist of.
 
-    root: Any
-    """What is pickled."""
-    numbers: dict[int, tuple[int, object]]
-    """Objects with attributes, by identity, with their number; kept alive so that ids stay unique."""
+    Args:
+        root: what is pickled.
+        numbers: objects with attributes, by identity, with their number; kept alive so that ids stay unique.
+        write: gets the bytes.
+    """
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
+    def __init__(self, root: Any, numbers: dict[int, tuple[int, object]], write: Callable[[bytes], Any]) -> None:
+        super().__init__(types.SimpleNamespace(write=write), 4)
+        self.root, self.numbers = root, numbers
+        self.fast = True  # else it would matter whether two equal values are one object
         self.pending: list[Any] = []
         """The user's functions and classes, which follow after the objects that refer to them."""
-        self._numbered: dict[type, bool] = {}
-        """Whether instances of a type are numbered."""
 
     def persistent_id(self, thing: Any) -> Any:
         """Return None for a plain value, else a tuple in its place."""
         kind = type(thing)
         if kind in _PLAIN:
             return None
-        if kind not in self._numbered:
-            self._numbered[kind] = kind.__dictoffset__ != 0 and not issubclass(kind, _VALUES)
-        if self._numbered[kind]:
+        numbered = kind.__dictoffset__ != 0 and not issubclass(kind, _VALUES)
+        if numbered:
             if id(thing) in self.numbers:
                 return "again", self.numbers[id(thing)][0]
             self.numbers[id(thing)] = len(self.numbers), thing
         form = self.form_of(_form, thing)
-        if callable(thing) or (self._numbered[kind] and hasattr(kind, "__getitem__")):
+        if callable(thing) or (numbered and hasattr(kind, "__getitem__")):
             return kind.__name__, form, mark_of(thing)
         return kind.__name__, form
 
     def form_of(self, form: Callable[[Any, Any], Any], thing: Any) -> Any:
-        """Return `form(thing, self)`, or `"unknown"` and a type within `tolerant`. Else raise `NoFingerprintError`."""
+        """Return `form(thing, self)`; for an object without a fingerprint, `"unknown"` and its type."""
         try:
             return form(thing, self)
         except (RecursionError, StallfreeError):
             raise
-        except Exception as error:  # it cannot be copied, or code of the user's raised it
-            kind, unknown = _name(thing), _unknown.get()
+        except Exception:  # it cannot be copied, or code of the user's raised it
+            unknown = _unknown.get()
             label = "" if unknown else objects.label_of(thing, (*self.root, *self.pending))
-            if unknown is None:
-                what = f"{reprlib.repr(thing)} of type {kind}"
-                raise NoFingerprintError(
-                    f"{f'{label} ({what})' if label else what} cannot be fingerprinted ({type(error).__name__}: "
-                    f"{error}). Give it, or the transform that holds it, a method fingerprint() that returns a text "
-                    "which changes when its parameters change"
-                ) from error
-            unknown.append(f"{label or 'an object'} of type {kind}")
-            return "unknown", kind
-
-
-def _name(thing: object) -> str:
-    return f"{type(thing).__module__}.{type(thing).__qualname__}"
+            unknown.append(f"{label or 'an object'} of type {describe(type(thing))}")
+            return "unknown", describe(type(thing))
 
 
 @functools.singledispatch
 def _form(thing: Any, walker: _Walker) -> Any:
     """Return what stands for `thing`: by default its class and state, as `copy` and `pickle` see it."""
     own = attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
-    required = inspect.signature(own).parameters.values() if inspect.ismethod(own) else [None]
-    if all(part is not None and (part.default is not part.empty or "VAR" in part.kind.name) for part in required):
+    if inspect.ismethod(own) and not any(
+        part.default is part.empty and "VAR" not in part.kind.name
+        for part in inspect.signature(own).parameters.values()
+    ):
         pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
-        return own(), pipeline if callable(pipeline) else None  # type: ignore[misc]
+        return own(), pipeline if callable(pipeline) else None
     if isinstance(attribute(thing, "__wrapped__"), FunctionType):
         return thing.__wrapped__
     reducer = copyreg.dispatch_table.get(type(thing))
@@ -218,7 +203,7 @@ def _form(thing: Any, walker: _Walker) -> Any:
     if isinstance(reduced, str):
         return type(thing), reduced
     make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
-    hidden = _left_out(thing, state) if _pickles_itself(type(thing)) else []  # type: ignore[arg-type]
+    hidden = _left_out(thing, state, walker) if _pickles_itself(type(thing)) else []  # type: ignore[arg-type]
     if isinstance(state, tuple) and len(state) == 2:
         state = tuple(_state(part, type(thing)) for part in state)
     form = type(thing), make, arguments, _state(state, type(thing)), items and list(items), pairs and dict(pairs)
@@ -233,23 +218,17 @@ def _pickles_itself(cls: type) -> bool:
     return own and library_version(objects.module_of(cls)) is None
 
 
-def _left_out(thing: Any, state: Any) -> list[tuple[str, str]]:
-    """Return fingerprints of the attributes that a class leaves out of its pickles, such as large tables.
+def _left_out(thing: Any, state: Any, walker: _Walker) -> list[tuple[str, bytes]]:
+    """Return digests of the attributes that a class leaves out of its pickles, such as large tables.
 
     Those without a fingerprint, such as locks and open files, do not count.
     """
-    attributes, hidden = attribute(thing, "__dict__"), list[tuple[str, str]]()
-    if type(attributes) is not dict or id(thing) in _inside.get():
-        return hidden
-    inside, strict = _inside.set(_inside.get() | {id(thing)}), _unknown.set(None)
-    try:
-        for name in sorted(attributes):
-            if type(state) is not dict or name not in state:
-                with suppress(Exception):  # such as a lock, or an object whose own code fails
-                    hidden.append((name, fingerprint(attributes[name])))
-    finally:
-        _unknown.reset(strict)
-        _inside.reset(inside)
+    attributes, hidden = attribute(thing, "__dict__"), []
+    for name in sorted(attributes) if type(attributes) is dict else ():
+        if type(state) is not dict or name not in state:
+            with tolerant() as unknown, suppress(Exception):  # such as an object whose own code fails
+                digest = _digest((attributes[name],), walker.numbers)
+                hidden += [(name, digest)] * (not unknown)
     return hidden
 
 
@@ -296,11 +275,10 @@ def _definition(thing: Any, walker: _Walker) -> Any:
     if isinstance(thing, FunctionType):
         values = _named(objects.named_values(thing))
         return thing.__code__, thing.__defaults__, thing.__kwdefaults__, _state(vars(thing), FunctionType), values
-    ignored = {DREW, *(_OF_PROCESS if comes_from(type(thing), "fsspec") else ())}
     members = {
         name: member
         for name, member in sorted(vars(thing).items())
-        if name not in ignored
+        if name != DREW
         and not inspect.ismemberdescriptor(member)
         and not inspect.isgetsetdescriptor(member)
         and (callable(member) or not (name.startswith("__") and name.endswith("__")))
@@ -386,10 +364,7 @@ def _file_of(array: Any) -> str | None:
     if root is None or base is None or root.filename is None:
         return None
     place = array.__array_interface__["data"][0] - root.__array_interface__["data"][0] + root.offset
-    try:
-        status = os.stat(root.filename)
-    except OSError:  # removed
-        return f"{root.filename} {place} {array.strides}"
+    status = os.stat(root.filename)
     return f"{root.filename} {status.st_size} {status.st_mtime_ns} {place} {array.strides}"
 
 

@@ -324,7 +324,7 @@ class _Walk:
 
     def __init__(self, root: Any, *, everything: bool = False) -> None:
         self._everything = everything
-        self._kind = root if isinstance(root, (FunctionType, type)) else type(root)
+        self._kind = type(root)
         self._todo: deque[tuple[Any, str]] = deque([(root, describe(root))])
         self._seen: dict[int, Any] = {}  # keeps objects alive, so that no identity is reused meanwhile
         self._classes: set[tuple[type, bool, frozenset[str]]] = set()
@@ -351,7 +351,7 @@ class _Walk:
             return self._function(thing)
         if isinstance(thing, type):
             self.attributes += ((thing, name, value, False) for name, value in _class_values(thing).items())
-            return self._class(thing, made=not (isinstance(self._kind, type) and issubclass(self._kind, thing)))
+            return self._class(thing, made=not issubclass(self._kind, thing))
         if isinstance(thing, functools.partial):
             self._add((thing.func, thing.args, thing.keywords), label)
         elif isinstance(thing, (MethodType, BuiltinFunctionType)):

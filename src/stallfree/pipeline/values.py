@@ -1,8 +1,6 @@
-"""Values of samples, which are nested containers of tensors and arrays: copies, pickles, and sizes."""
+"""Values of samples, which are nested containers of tensors and arrays: copies and sizes."""
 
 import copy
-import io
-import pickle
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -108,49 +106,7 @@ def payload_bytes(record: Any) -> int:
         return 0
 
 
-# --- pickles and bytes -----------------------------------------------------------------------------------------------
-
-
-def pickled(value: Any) -> bytes:
-    """Return `value` as a pickle, for `pickle.loads`. Equal values of this process have equal pickles.
-
-    Torch's own pickles of tensors hold their whole storage, cannot be loaded for some dtypes, and cut gradients.
-    Raises `TypeError` for a tensor with a gradient history.
-    """
-    file = io.BytesIO()
-    _Pickler(file, 5).dump(value)
-    return file.getvalue()
-
-
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        if value.requires_grad and not value.is_leaf:
-            raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
-        if value.layout is torch.jagged and hasattr(value, "_ragged_idx"):  # torch's pickles of equal ones differ
-            jagged: Any = value.detach()
-            parts = jagged.values(), jagged.offsets(), jagged.lengths(), value._ragged_idx
-            return _unpickled_jagged, (*parts, value.requires_grad)
-        plain = value.layout is torch.strided and not value.is_nested and value.device.type == "cpu"
-        if type(value) is not torch.Tensor or not plain or value.dtype not in TORCH_NAMES or vars(value):
-            return NotImplemented
-        tensor = value.detach().resolve_conj().resolve_neg()
-        array, order = in_order(tensor.view(CARRIERS.get(tensor.dtype, tensor.dtype)).numpy())
-        data = array.reshape(-1).view(U8)
-        return _unpickled, (data, TORCH_NAMES[value.dtype], array.shape, order, value.requires_grad)
-
-
-def _unpickled_jagged(values: Any, offsets: Any, lengths: Any, ragged: int, requires_grad: bool) -> torch.Tensor:
-    tensor = torch.nested.nested_tensor_from_jagged(values, offsets, lengths, ragged)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _unpickled(
-    data: npt.NDArray[np.uint8], name: str, shape: tuple[int, ...], order: tuple[int, ...], requires_grad: bool
-) -> torch.Tensor:
-    tensor = aligned_tensor(data.view(_CARRIED.get(name, name)).reshape(shape)).view(TORCH_DTYPES[name])
-    return (tensor.permute(order) if order else tensor).requires_grad_(requires_grad)
+# --- arrays ---------------------------------------------------------------------------------------------------------
 
 
 def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
