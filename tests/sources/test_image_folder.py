@@ -83,11 +83,8 @@ def test_urls(image_root: Path, tmp_path: Path) -> None:
 def test_http_url(image_root: Path, serve: Callable[[Path], str]) -> None:
     pytest.importorskip("aiohttp")
     (image_root / "dog").rename(image_root / "big dog")
-    shutil.copytree(image_root / "big dog", image_root / "dog")
     url = serve(image_root)
-    folder = ImageFolder(url)
-    assert folder.classes == ["big dog", "cat", "dog"]
-    check_same(folder, ImageFolder(image_root), url, escape=" ")
+    check_same(ImageFolder(url), ImageFolder(image_root), url, escape=" ")
 
 
 def check_same(remote: ImageFolder, local: ImageFolder, url: str, escape: str = "") -> None:
@@ -97,27 +94,19 @@ def check_same(remote: ImageFolder, local: ImageFolder, url: str, escape: str = 
     assert remote.where(0) == f"{url}/{first}".replace(" ", "%20" if escape else " ")
 
 
-def test_fingerprint_changes_with_the_files(image_root: Path) -> None:
-    first = ImageFolder(image_root).fingerprint()
-    assert ImageFolder(f"{image_root}/", output="pil").fingerprint() == first
-    (image_root / "dog/c.jpg").write_bytes(encode(picture(7)))
-    assert ImageFolder(image_root).fingerprint() != first
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("root", "message"),
     [
-        (lambda root: root / "missing", "cannot be listed"),
-        (lambda root: root / "readme.jpg", "cannot be listed"),
-        (lambda root: root / "dog", "has no folders: pictures are expected"),
-        (lambda root: f"memory://{root}", "cannot be listed|has no folders"),
-        (lambda root: 3, "give a str or a pathlib.Path"),
+        ("missing", "cannot be listed"),
+        ("dog", "has no folders: pictures are expected"),
+        ("memory://nowhere", "cannot be listed|has no folders"),
+        (3, "give a str or a pathlib.Path"),
     ],
-    ids=["missing", "file", "flat", "url", "number"],
 )
-def test_bad_roots(image_root: Path, make: Callable[[Path], Any], message: str) -> None:
+def test_bad_roots(image_root: Path, root: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(image_root)
     with pytest.raises(InputError, match=message):
-        ImageFolder(make(image_root))
+        ImageFolder(root)
 
 
 def test_classes_without_pictures(image_root: Path) -> None:

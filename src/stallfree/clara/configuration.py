@@ -1,6 +1,5 @@
 """Clara's training configuration: JSON with placeholders, the arguments of an `image_pipeline`, and transforms."""
 
-import difflib
 import inspect
 import json
 import math
@@ -175,33 +174,12 @@ def parse(pipeline: Component, training: bool) -> dict[str, Any]:
             if (value or None) != _FIXED.get(name):
                 raise wrong(f"{where}: {name}", value, f"{_FIXED.get(name)!r}; leave the argument out")
         else:
-            near = difflib.get_close_matches(name, known, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)}"
-            raise clara_configuration(f"{where} has no argument {name!r}: {advice}")
+            raise clara_configuration(f"{where} has no argument {name!r}: use {', '.join(known)}")
     size, axes = args["output_crop_size"], args.get("output_data_dims")
     if axes not in (None, len(size)):
         raise wrong(f"{where}: output_crop_size", size, f"{axes} numbers, as output_data_dims={axes}")
     defaults = {name: default for name, (default, _, _) in known.items()}
     return {**defaults, "shuffle": training, "replace_percent": 0.1 if training else 0.0, **args, **own}
-
-
-def advice_on(args: Mapping[str, Any], where: str) -> list[str]:
-    """Return recommendations of Clara's manual for a cache whose settings work but waste time or memory."""
-    if not args["cached"]:
-        return []
-    advice, objects, batch = [], args["num_cache_objects"], args["output_batch_size"]
-    if left := objects % batch:
-        better = f"{objects - left} or {objects - left + batch}" if objects > left else batch
-        advice.append(
-            f"{where}: num_cache_objects={objects} is not divisible by output_batch_size={batch}, so the last batch of "
-            f"each epoch has only {left}: set num_cache_objects to {better}"
-        )
-    if args["prefetch_size"]:
-        advice.append(
-            f"{where}: prefetch_size={args['prefetch_size']} with a cache: those batches take memory beside the cache, "
-            "though its samples are at hand anyway: set prefetch_size to 0"
-        )
-    return advice
 
 
 # -- transforms -------------------------------------------------------------------------------------------------------
