@@ -53,15 +53,10 @@ def numbers(batches: Iterable[Any]) -> list[int]:
 def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path, tmp_path: Path) -> None:
     volumes, cached = kind.startswith("Seg"), kind.endswith("WithCache")
     transforms = [*(LOAD if volumes else LOAD_IMAGE), NOISE]
+    cache = {"num_cache_objects": 2, "replace_percent": None} if cached else {}
     parts = {
         "train": section(kind, transforms, num_workers=workers),
-        "validate": section(
-            kind,
-            transforms[:-1],
-            num_workers=workers,
-            data_list_key="validation",
-            **({"num_cache_objects": 2, "replace_percent": None} if cached else {}),
-        ),
+        "validate": section(kind, transforms[:-1], num_workers=workers, data_list_key="validation", **cache),
     }
     with open_(tmp_path, data, list_="list.json" if volumes else "numbers.json", **parts) as pipelines:
         train, validate = pipelines.train, pipelines.validate

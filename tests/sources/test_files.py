@@ -116,13 +116,6 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         FileDataset(["s3://bucket/a"]).fetch(0)
 
 
-def test_missing_file_names_id_and_path(dataset: FileDataset, folder: Path) -> None:
-    (folder / "3.bin").unlink()
-    with pytest.raises(FileNotFoundError) as caught:
-        dataset[-2]
-    assert caught.value.__notes__ == [f"stallfree: fetching sample 3 ({folder / '3.bin'})"]
-
-
 def test_what_is_no_regular_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe"):

@@ -183,19 +183,13 @@ def test_damage_is_treated_as_by_the_decoder_of_whole_pictures(engine: str) -> N
     assert refused < 15
 
 
-@pytest.mark.parametrize(
-    ("step", "value", "message"),
-    [
-        (sf.DecodeRandomResizedCrop(8), photograph(), "needs the bytes of an encoded image.*RandomResizedCrop"),
-        (RandomResizedCrop(8), JPEG, "needs an image as uint8.*DecodeImage"),
-        (RandomResizedCrop(8), photograph().astype(np.float32), r"float32, shape \(120, 170, 3\)"),
-        (RandomResizedCrop(8), photograph()[..., 0], "needs an image"),
-        (RandomResizedCrop(8), np.zeros((0, 5, 3), np.uint8), "needs an image"),
-    ],
-)
-def test_called_with_something_else(step: Any, value: Any, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        step(value)
+def test_called_with_something_else() -> None:
+    for step in (sf.DecodeRandomResizedCrop(8), sf.vision.DecodeResizeCenterCrop(8)):
+        with pytest.raises(InputError, match=r"needs the bytes of an encoded image.*RandomResizedCrop"):
+            step(photograph())  # type: ignore[arg-type]
+    for value in (JPEG, photograph().astype(np.float32), photograph()[..., 0], np.zeros((0, 5, 3), np.uint8)):
+        with pytest.raises(InputError, match=r"got a .*shape .*needs an image as uint8.*DecodeImage"):
+            RandomResizedCrop(8)(value)
 
 
 @pytest.mark.parametrize(
@@ -206,6 +200,8 @@ def test_called_with_something_else(step: Any, value: Any, message: str) -> None
 def test_arguments_that_cannot_be(wrong: dict[str, Any]) -> None:
     with pytest.raises(InputError, match=f"{next(iter(wrong))}="):
         sf.DecodeRandomResizedCrop(**({"size": 8} | wrong))
+    with pytest.raises(InputError, match="at least the longer side"):
+        sf.vision.DecodeResizeCenterCrop(8, 7)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -222,10 +218,6 @@ def test_the_central_crop_is_that_of_the_resized_image(kind: str, engine: str) -
     assert abs(2 * left + width - pixels.shape[1]) <= 1
     expected = crops.resized(pixels[top : top + height, left : left + width], (48, 40), layout)
     assert distance(step(data), expected).max() <= 1
-    with pytest.raises(InputError, match="needs the bytes of an encoded image"):
-        step(pixels)
-    with pytest.raises(InputError, match="at least the longer side"):
-        sf.vision.DecodeResizeCenterCrop(8, 7)
 
 
 def test_a_folder_of_pictures_leaves_its_decoding_out(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.sources import mapped
-from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder
+from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder, Unpacked
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -34,7 +34,7 @@ _MOST_ITEMS = 4096
 _LIBRARIES = ("torchvision.datasets", "datasets.")
 """Their data sets are cut without being asked for."""
 
-_Cut = tuple[list[str], dict[tuple[int, tuple[Any, ...]], list[Any]], FlatPlan | None]
+_Cut = tuple[list[str], Unpacked, FlatPlan | None]
 """The arguments of a `CutSource` after the data set."""
 
 

@@ -41,6 +41,9 @@ _thread = threading.local()
 
 at_fork(after_in_child=lambda: vars(_thread).clear())
 
+Unpacked = dict[tuple[int, tuple[Any, ...]], list[Any]]
+"""The keys of outputs that are unpacked, by the number of the transform and the parts."""
+
 # --- recording ------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +279,7 @@ class CutSource(BaseSource):
     Args:
         dataset: the data set.
         names: the dotted attributes that hold a transform.
-        unpacked: keys of outputs that are unpacked, by the number of the transform and the parts.
+        unpacked: keys of outputs.
         plan: of all samples, for flat records.
 
     Attributes:
@@ -287,11 +290,7 @@ class CutSource(BaseSource):
     threads = False
 
     def __init__(
-        self,
-        dataset: Any,
-        names: Sequence[str],
-        unpacked: dict[tuple[int, tuple[Any, ...]], list[Any]] | None = None,
-        plan: FlatPlan | None = None,
+        self, dataset: Any, names: Sequence[str], unpacked: Unpacked | None = None, plan: FlatPlan | None = None
     ) -> None:
         self.dataset, self.names = dataset, list(names)
         self.watched = [(dataset, name, value_at(dataset, name)) for name in names]

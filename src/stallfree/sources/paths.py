@@ -98,8 +98,8 @@ class LabelList:
         values = np.array(labels) if kinds in ({int}, {float}) else None
         self._plain = values is not None and values.dtype == (np.int64 if int in kinds else np.float64)
         self.values: Any = values if self._plain else labels
-        if self._plain:
-            self.values.flags.writeable = False
+        if values is not None:
+            values.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.values)
