@@ -160,7 +160,8 @@ class StandIn:
 
     def refuse(self, use: str) -> NoReturn:
         """Raise `InputError`: `use` needs what does not exist yet."""
-        vars(self)["recorder"].refuse(self.number, use)
+        recorder: Recorder = vars(self)["recorder"]  # none in a copy that is not finished
+        recorder.refuse(self.number, use)
 
     def __getattr__(self, name: str) -> Any:
         self.refuse(f"the attribute {name!r} of {self._what} was read")

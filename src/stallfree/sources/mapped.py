@@ -102,10 +102,10 @@ def value_at(dataset: Any, name: str) -> Any:
     Raises `AttributeError`, `LookupError` or `ValueError` if there is none.
     """
     for part in name.split("."):
-        if isinstance(dataset, (list, tuple, dict)):
-            dataset = dataset[part if isinstance(dataset, dict) else int(part)]
+        if isinstance(dataset, dict):
+            dataset = dataset[part]
         else:
-            dataset = getattr(dataset, part)
+            dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
     return dataset
 
 
