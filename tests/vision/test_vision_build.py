@@ -31,24 +31,16 @@ def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 @contextmanager
-def run_hook(build: ModuleType, target: str = "wheel") -> Iterator[tuple[dict[str, Any], list[str]]]:
+def run_hook(build: Any, target: str = "wheel") -> Iterator[tuple[dict[str, Any], list[str]]]:
     """What a build of `target` is told by the hook, and what the user is told."""
-
-    class Hook(build.NativeBuildHook):  # type: ignore[name-defined, misc]
-        target_name = target
-        app = SimpleNamespace(display_warning=lambda text: said.append(text))
-
-        def __init__(self) -> None:
-            pass
-
     said: list[str] = []
     data: dict[str, Any] = {"force_include": {}}
-    hook = Hook()
-    hook.initialize("standard", data)
+    hook = SimpleNamespace(target_name=target, app=SimpleNamespace(display_warning=said.append), _scratch=None)
+    build.NativeBuildHook.initialize(hook, "standard", data)
     try:
         yield data, said
     finally:
-        hook.finalize("standard", data, "")
+        build.NativeBuildHook.finalize(hook, "standard", data, "")
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])

@@ -110,8 +110,8 @@ def test_without_a_device_the_loop_or_a_prefetcher_sends_the_pictures(loader: An
 
 
 def test_single_samples_and_copies() -> None:
-    file, step = encode(photograph(30, 40)), on_device()
-    sample = step(file)
+    step = on_device()
+    sample = step(encode(photograph(30, 40)))
     (alone,) = torch.utils.data.DataLoader([sample], batch_size=None)  # type: ignore[arg-type]
     batch = pickle.loads(pickle.dumps(default_collate([sample])))
     results = [each.to("cpu") for each in (sample, pickle.loads(pickle.dumps(sample)), alone)] + [batch.to("cpu")[0]]

@@ -60,7 +60,7 @@ class FileTable:
         if not trusted:
             with contextlib.suppress(Exception):  # it is not there any more
                 trusted = _head(stamp(), id, key) == head
-            self.verified.array[id] = mark
+            self.verified.array[id] = mark if trusted else 0
         if not trusted:
             self.cache.count_changed(1)
             self._drop(id)
@@ -73,11 +73,10 @@ class FileTable:
         if cache.resident(ids).all() and cache.policy.evicts:
             with contextlib.suppress(TimeoutError):
                 cache.evict_one(ids)
-        free = [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]
-        if free:
-            head = _head(stamp, free[0], key)
-            cache.put_many(free, [(head, data)])
-            self.verified.array[free[0]] = _mark(head)
+        for id in [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]:
+            head = _head(stamp, id, key)
+            cache.put_many([id], [(head, data)])
+            self.verified.array[id] = _mark(head)
 
     def drop(self, key: bytes) -> None:
         """Drop the content of a file. This counts neither as a hit nor as a miss."""
