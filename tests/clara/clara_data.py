@@ -89,7 +89,3 @@ class Own:
         assert isinstance(sample[self.fields], str)
         array = np.asarray(nibabel.load(sample[self.fields]).dataobj, np.float32)
         return {**sample, self.fields: array[None]}
-
-
-class NoTransform:
-    """Its instances cannot be called."""

@@ -53,15 +53,10 @@ def numbers(batches: Iterable[Any]) -> list[int]:
 def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path, tmp_path: Path) -> None:
     volumes, cached = kind.startswith("Seg"), kind.endswith("WithCache")
     transforms = [*(LOAD if volumes else LOAD_IMAGE), NOISE]
+    cache = {"num_cache_objects": 2, "replace_percent": None} if cached else {}
     parts = {
         "train": section(kind, transforms, num_workers=workers),
-        "validate": section(
-            kind,
-            transforms[:-1],
-            num_workers=workers,
-            data_list_key="validation",
-            **({"num_cache_objects": 2, "replace_percent": None} if cached else {}),
-        ),
+        "validate": section(kind, transforms[:-1], num_workers=workers, data_list_key="validation", **cache),
     }
     with open_(tmp_path, data, list_="list.json" if volumes else "numbers.json", **parts) as pipelines:
         train, validate = pipelines.train, pipelines.validate
@@ -86,21 +81,15 @@ def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path
         del batch
 
 
-def test_a_missing_section_is_none(data: Path, tmp_path: Path) -> None:
-    with open_(tmp_path, data, validate=section("SegmentationImagePipeline", LOAD)) as pipelines:
-        assert pipelines.train is None
-        assert numbers(pipelines.validate) == list(range(8))
-        assert len(pipelines.validate) == 4
-    pipelines.close()  # twice does no harm
-
-
-def test_arguments_that_clara_has_too(data: Path, tmp_path: Path) -> None:
+def test_one_section_with_arguments_that_clara_has_too(data: Path, tmp_path: Path) -> None:
     same = {"output_data_format": "channels_first", "output_data_dims": 3, "output_image_channels": 1, "repeat": True}
     same |= {"duplicate_count": 1, "batched_by_transforms": False, "output_label_format": [1, 1], "num_workers": 2}
     part = section("SegmentationImagePipeline", LOAD, output_crop_size=[-1, 5, -1], prefetch_size=5, **same)
-    with open_(tmp_path, data, train=part) as pipelines:
-        assert pipelines.train.loader.prefetch_factor == 3
-        assert sorted(numbers(pipelines.train)) == list(range(8))
+    with open_(tmp_path, data, validate=part) as pipelines:
+        assert pipelines.train is None
+        assert pipelines.validate.loader.prefetch_factor == 3
+        assert numbers(pipelines.validate) == list(range(8))
+        pipelines.close()  # twice does no harm
 
 
 def test_urls_and_absolute_paths_with_a_transform_of_the_users_own(tmp_path: Path, data: Path) -> None:
@@ -155,11 +144,9 @@ def test_the_window_moves_and_augmentation_is_fresh(data: Path, tmp_path: Path) 
 
 def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) -> None:
     """Transforms of Clara, and of MONAI under their own names."""
-    args = {"keys": BOTH, "spatial_size": [6, 6, 6], "mode": "edge"}
+    pad = {"name": "SpatialPadd", "args": {"keys": BOTH, "spatial_size": [6, 6, 6], "mode": "edge"}}
     crop = {"name": "CropFixedSizeCenter", "args": {"fields": BOTH, "size": list(SHAPE)}}
-    part = section(
-        "SegmentationImagePipelineWithCache", [*LOAD, {"name": "SpatialPadd", "args": args}, crop, NOISE, crop]
-    )
+    part = section("SegmentationImagePipelineWithCache", [*LOAD, pad, crop, NOISE, crop])
     with open_(tmp_path, data, train=part) as pipelines:
         settle(pipelines)
         dataset = pipelines.train.dataset
@@ -201,37 +188,15 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
         assert sf.split(dataset.source.pipeline).random.transforms[0].rand_gaussian_noise.std == 1.5
 
 
-# -- warnings ----------------------------------------------------------------------------------------------------------
-
-ADVICE = [
-    ("train", {"num_cache_objects": 5}, r"objects=5 is not divisible by output_batch_size=2.*has only 1.*to 4 or 6"),
-    ("validate", {"num_cache_objects": 1}, r"num_cache_objects=1 is not divisible.*set num_cache_objects to 2"),
-    ("train", {"prefetch_size": 3}, r"prefetch_size=3 with a cache.*set prefetch_size to 0"),
-]
-
-
-@pytest.mark.parametrize(("name", "changes", "message"), ADVICE)
-def test_warnings_of_the_manual(name: str, changes: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
-    part = {name: section("SegmentationImagePipelineWithCache", LOAD, **changes)}
-    with pytest.warns(sf.StallfreeWarning, match=message) as caught, open_(tmp_path, data, **part):
-        pass
-    ours = [one for one in caught if one.category is not DeprecationWarning]  # of forking, from Python 3.12 on
-    assert len(ours) == 1
-    assert str(ours[0].message).startswith(f"{name}.image_pipeline")
-    assert ours[0].filename == __file__
-
-
 # -- files that cannot be read -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["SegmentationImagePipeline", "SegmentationImagePipelineWithCache"])
-def test_a_bad_file_stops_training_with_its_path(kind: str, tmp_path: Path) -> None:
+def test_a_bad_file_stops_training_with_its_path(tmp_path: Path) -> None:
     make_data(tmp_path)
     path = tmp_path / "labels/6.nii"
     path.write_bytes(path.read_bytes()[:-40])
-    with open_(tmp_path, tmp_path, train=section(kind, LOAD, shuffle=False)) as pipelines:
-        if kind.endswith("WithCache"):
-            settle(pipelines)
+    with open_(tmp_path, tmp_path, train=section("SegmentationImagePipelineWithCache", LOAD)) as pipelines:
+        settle(pipelines)
         with pytest.raises(Exception) as caught:  # noqa: PT011 (MONAI's error depends on the file)
             numbers(itertools.chain.from_iterable(itertools.repeat(pipelines.train)))
         assert any(str(path) in note for note in caught.value.__notes__)

@@ -75,19 +75,16 @@ def test_urls(image_root: Path, tmp_path: Path) -> None:
     check_same(ImageFolder("memory:///stallfree-folder/"), local, "memory:///stallfree-folder")
     memory.rm("/stallfree-folder", recursive=True)
     archive = shutil.make_archive(str(tmp_path / "archive"), "zip", tmp_path, "pictures")
-    folder = ImageFolder(f"zip://pictures::{archive}")
-    assert folder.where(0) == f"zip://pictures/cat/1.JPG::{archive}"
+    folder = ImageFolder(f"zip://pictures::file://{archive}")
+    assert folder.where(0) == f"zip://pictures/cat/1.JPG::file://{archive}"
     assert [folder.fetch(id) for id in range(5)] == [local.fetch(id) for id in range(5)]
 
 
 def test_http_url(image_root: Path, serve: Callable[[Path], str]) -> None:
     pytest.importorskip("aiohttp")
     (image_root / "dog").rename(image_root / "big dog")
-    shutil.copytree(image_root / "big dog", image_root / "dog")
     url = serve(image_root)
-    folder = ImageFolder(url)
-    assert folder.classes == ["big dog", "cat", "dog"]
-    check_same(folder, ImageFolder(image_root), url, escape=" ")
+    check_same(ImageFolder(url), ImageFolder(image_root), url, escape=" ")
 
 
 def check_same(remote: ImageFolder, local: ImageFolder, url: str, escape: str = "") -> None:
@@ -97,27 +94,19 @@ def check_same(remote: ImageFolder, local: ImageFolder, url: str, escape: str = 
     assert remote.where(0) == f"{url}/{first}".replace(" ", "%20" if escape else " ")
 
 
-def test_fingerprint_changes_with_the_files(image_root: Path) -> None:
-    first = ImageFolder(image_root).fingerprint()
-    assert ImageFolder(f"{image_root}/", output="pil").fingerprint() == first
-    (image_root / "dog/c.jpg").write_bytes(encode(picture(7)))
-    assert ImageFolder(image_root).fingerprint() != first
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("root", "message"),
     [
-        (lambda root: root / "missing", "cannot be listed"),
-        (lambda root: root / "readme.jpg", "cannot be listed"),
-        (lambda root: root / "dog", "has no folders: pictures are expected"),
-        (lambda root: f"memory://{root}", "cannot be listed|has no folders"),
-        (lambda root: 3, "give a str or a pathlib.Path"),
+        ("missing", "cannot be listed"),
+        ("dog", "has no folders: pictures are expected"),
+        ("memory://nowhere", "cannot be listed|has no folders"),
+        (3, "give a str or a pathlib.Path"),
     ],
-    ids=["missing", "file", "flat", "url", "number"],
 )
-def test_bad_roots(image_root: Path, make: Callable[[Path], Any], message: str) -> None:
+def test_bad_roots(image_root: Path, root: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(image_root)
     with pytest.raises(InputError, match=message):
-        ImageFolder(make(image_root))
+        ImageFolder(root)
 
 
 def test_classes_without_pictures(image_root: Path) -> None:
@@ -151,22 +140,11 @@ def palette() -> Image.Image:
 
 
 @pytest.mark.parametrize(
-    "data",
-    [
-        JPEG,
-        encode(picture(), progressive=True),
-        encode(picture().convert("L")),
-        encode(picture().convert("CMYK")),
-        encode(picture().convert("RGBA"), "PNG"),
-        encode(picture().convert("LA"), "PNG"),
-        encode(palette(), "PNG"),
-        encode(picture().convert("1"), "PNG"),
-        encode(picture(), "WEBP"),
-        encode(picture(), "BMP"),
-    ],
-    ids=["rgb", "progressive", "grey", "cmyk", "alpha", "grey-alpha", "palette", "bits", "webp", "bmp"],
+    "kind", ["RGB JPEG", "L JPEG", "CMYK JPEG", "RGBA PNG", "LA PNG", "P PNG", "1 PNG", "RGB WEBP"]
 )
-def test_every_kind_becomes_rgb(data: bytes, decoder: str) -> None:
+def test_every_kind_becomes_rgb(kind: str, decoder: str) -> None:
+    mode, form = kind.split()
+    data = encode(palette() if mode == "P" else picture().convert(mode), form, progressive=True)
     array: Any = DecodeImage()(data)
     expected = np.array(DecodeImage("pil")(data))
     assert array.dtype == np.uint8

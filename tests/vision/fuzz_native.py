@@ -32,22 +32,14 @@ def pictures() -> list[bytes]:
 
 
 def damaged(data: bytes, draw: random.Random) -> bytes:
-    """`data` with a few faults, nearly always."""
+    """`data` with a few faults, nearly always: bytes that are changed, removed, put in or cut off."""
     out = bytearray(data)
     for _ in range(draw.choice((0, 1, 1, 2, 5, 30))):
         # Half of the faults in the headers, where sizes and tables are.
         at = draw.randrange(min(len(out), 700) if draw.random() < 0.5 else len(out))
-        kind = draw.randrange(5)
-        if kind == 0:
-            out[at] ^= 1 << draw.randrange(8)
-        elif kind == 1:
-            out[at] = draw.choice((0, 1, 127, 128, 254, 255))
-        elif kind == 2:
-            del out[at : at + draw.randrange(1, 40)]
-        elif kind == 3:
-            out[at:at] = draw.randbytes(draw.randrange(1, 40))
-        elif draw.random() < 0.3:
-            del out[at:]
+        end = draw.choice((at, at + 1, at + 1, at + draw.randrange(1, 40), len(out) if draw.random() < 0.3 else at + 1))
+        new = draw.choice((b"", b"\0", b"\xff", draw.randbytes(1), draw.randbytes(draw.randrange(1, 40))))
+        out[at:end] = bytes([out[at] ^ 1 << draw.randrange(8)]) if end == at + 1 and draw.random() < 0.5 else new
         if len(out) < 4:
             break
     return bytes(out)

@@ -1,6 +1,5 @@
 """Clara's training configuration: JSON with placeholders, the arguments of an `image_pipeline`, and transforms."""
 
-import difflib
 import inspect
 import json
 import math
@@ -160,48 +159,22 @@ def parse(pipeline: Component, training: bool) -> dict[str, Any]:
     if pipeline.name not in _PIPELINES:
         raise wrong(pipeline.where, pipeline.name or pipeline.path, f"one of {', '.join(_PIPELINES)}")
     args, where = pipeline.args, f"{pipeline.where} ({pipeline.name})"
-    own: dict[str, Any] = {"name": pipeline.name, "cached": pipeline.name.endswith("WithCache")}
-    own["volumes"] = pipeline.name.startswith("Segmentation")
-    known = {**_ARGUMENTS, **(_CACHE_ARGUMENTS if own["cached"] else {})}
-    for name, (default, _, expected) in known.items():
-        if default is _REQUIRED and name not in args:
+    volumes, cached = pipeline.name.startswith("Segmentation"), pipeline.name.endswith("WithCache")
+    known = {**_ARGUMENTS, **(_CACHE_ARGUMENTS if cached else {})}
+    defaults = {name: default for name, (default, _, _) in known.items()}
+    for name, value in (defaults | args).items():
+        _, check, expected = known.get(name, (None, None, f"{_FIXED.get(name)!r}; leave the argument out"))
+        if value is _REQUIRED:
             raise clara_configuration(f"{where}: the argument {name!r} is missing: give {expected}")
-    for name, value in args.items():
-        if name in known:
-            _, check, expected = known[name]
-            if not check(value):
-                raise wrong(f"{where}: {name}", value, expected)
-        elif name in _FIXED or name in _EMPTY:
-            if (value or None) != _FIXED.get(name):
-                raise wrong(f"{where}: {name}", value, f"{_FIXED.get(name)!r}; leave the argument out")
-        else:
-            near = difflib.get_close_matches(name, known, 1)
-            advice = f"did you mean {near[0]!r}?" if near else f"use {', '.join(known)}"
-            raise clara_configuration(f"{where} has no argument {name!r}: {advice}")
+        if check is None and name not in _FIXED and name not in _EMPTY:
+            raise clara_configuration(f"{where} has no argument {name!r}: use {', '.join(known)}")
+        if name in args and not (check(value) if check else (value or None) == _FIXED.get(name)):
+            raise wrong(f"{where}: {name}", value, expected)
     size, axes = args["output_crop_size"], args.get("output_data_dims")
     if axes not in (None, len(size)):
         raise wrong(f"{where}: output_crop_size", size, f"{axes} numbers, as output_data_dims={axes}")
-    defaults = {name: default for name, (default, _, _) in known.items()}
+    own = {"name": pipeline.name, "volumes": volumes, "cached": cached}
     return {**defaults, "shuffle": training, "replace_percent": 0.1 if training else 0.0, **args, **own}
-
-
-def advice_on(args: Mapping[str, Any], where: str) -> list[str]:
-    """Return recommendations of Clara's manual for a cache whose settings work but waste time or memory."""
-    if not args["cached"]:
-        return []
-    advice, objects, batch = [], args["num_cache_objects"], args["output_batch_size"]
-    if left := objects % batch:
-        better = f"{objects - left} or {objects - left + batch}" if objects > left else batch
-        advice.append(
-            f"{where}: num_cache_objects={objects} is not divisible by output_batch_size={batch}, so the last batch of "
-            f"each epoch has only {left}: set num_cache_objects to {better}"
-        )
-    if args["prefetch_size"]:
-        advice.append(
-            f"{where}: prefetch_size={args['prefetch_size']} with a cache: those batches take memory beside the cache, "
-            "though its samples are at hand anyway: set prefetch_size to 0"
-        )
-    return advice
 
 
 # -- transforms -------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import math
 import os
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,7 +18,7 @@ from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.sources.mapped import BaseSource
-from stallfree.sources.paths import PathList, canonical, is_url
+from stallfree.sources.paths import PathList, canonical, is_url, joined
 from stallfree.units import parse_whole
 
 Labels = np.ndarray[Any, np.dtype[Any]]
@@ -136,9 +135,6 @@ def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variab
         raise errors.clara_configuration(f'the configuration {text!r} has neither a section "train" nor "validate"')
     variables = {**{name: value for name, value in content.items() if not isinstance(value, dict)}, **variables}
     plans = {section: _plan(content[section], section, variables) for section in sections}  # before anything starts
-    for section, (args, _) in plans.items():
-        for advice in configuration.advice_on(args, f"{section}.image_pipeline"):
-            warnings.warn(advice, errors.StallfreeWarning, stacklevel=2)
     return Pipelines(**{section: _build(*plan, seed) for section, plan in plans.items()})
 
 
@@ -195,17 +191,14 @@ class DataListSource(BaseSource):
 
     def _record(self, id: int) -> dict[str, Any]:
         label = self._labels[id]
-        label = _local(label) if isinstance(self._labels, PathList) else label.copy()
-        return {"image": _local(self._images[id]), "label": label}
+        return {"image": _local(self._images[id]), "label": _local(label) if type(label) is str else label.copy()}
 
     def _where(self, id: int) -> str:
-        image: str = self._images[id]
-        return f"{image}, {self._labels[id]}" if isinstance(self._labels, PathList) else image
+        return f"{self._images[id]}, {self._labels[id]}"
 
     def fingerprint(self) -> str:
         """Return a text that changes with any path or label, or the size of any of 256 local files, evenly spread."""
-        labels = self._labels.fingerprint() if isinstance(self._labels, PathList) else fingerprint(self._labels)
-        return f"DataListSource {self._images.fingerprint()} {labels}"
+        return f"DataListSource {fingerprint(self._images, self._labels)}"
 
 
 def _local(path: str) -> str:
@@ -258,9 +251,7 @@ def _problem(entry: Any, first: Any, volumes: bool) -> str:
 
 def _join(base: str, path: str) -> str:
     """Return `path` below `base`; `path` itself if it is absolute or a URL."""
-    if is_url(base) and not is_url(path) and not os.path.isabs(path):
-        return f"{base.rstrip('/')}/{path.removeprefix('./')}"
-    return path if is_url(path) else os.path.normpath(os.path.join(base, path))
+    return path if is_url(path) or os.path.isabs(path) else joined(base, os.path.normpath(path))
 
 
 # -- the last step ----------------------------------------------------------------------------------------------------

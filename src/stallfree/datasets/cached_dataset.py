@@ -211,13 +211,13 @@ class CachedDataset(Dataset[SampleT_co]):
             warnings.warn(look.warning, errors.StallfreeWarning, stacklevel=users_level())
         with tolerant() as unknown:
             key = key_of(**{"data set": fingerprint(source.fingerprint())}, form="files", format=_FORMAT)
-        sizes = sorted(len(data) for _, _, data in look.files)
+        sizes = sorted(len(data) for _, data in look.files.values())
         example = bytes(100), bytes(sizes[len(sizes) // 2])
         self._open(store, ids_of_cache(len(source)), key, unknown, example=example, **options)
         self.source = self.files = CachedFiles(source, self.cache, look.most)
-        for file in look.files:
-            self.files.table.drop(file[0])  # an earlier job may have stored it
-            self.files.table.put(*file)
+        for path, (stamp, data) in look.files.items():
+            self.files.table.drop(path)  # an earlier job may have stored it
+            self.files.table.put(path, stamp, data)
         self.steps = Compose(steps)
         self.reader = Reader(self.source, None, Compose([]), self.steps)
         self.form, self.decision = "files", "caching the files that the data set opens, as asked"

@@ -293,7 +293,7 @@ def plain_beneath(source: Source) -> MapSource | None:
 def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
     """Return the reader of a stallfree data set; for any other data set, a reader without a cache.
 
-    Without `divide`, it indexes a data set of torchvision or Hugging Face instead of applying its transform itself.
+    Without `divide`, it indexes an `ImageFolder` of torchvision instead of applying its transform itself.
     """
     reader = getattr(dataset, "reader", None)
     if isinstance(reader, Reader):

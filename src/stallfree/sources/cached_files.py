@@ -8,7 +8,6 @@ file_opens.py says which calls are served.
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -56,18 +55,16 @@ class FileTable:
         if record is None:
             return None
         head, data = record
-        id = _id_in(head)
-        if self.verified.array[id] != _mark(head):
-            try:
-                current = _head(stamp(), id, key)
-            except Exception:  # it is not there any more
-                current = b""
-            if current != head:
-                self.cache.count_changed(1)
-                self._drop(id)
-                return None
-            self.verified.array[id] = _mark(head)
-        return data
+        id, mark = _id_in(head), _mark(head)
+        trusted = self.verified.array[id] == mark
+        if not trusted:
+            with contextlib.suppress(Exception):  # it is not there any more
+                trusted = _head(stamp(), id, key) == head
+            self.verified.array[id] = mark if trusted else 0
+        if not trusted:
+            self.cache.count_changed(1)
+            self._drop(id)
+        return data if trusted else None
 
     def put(self, key: bytes, stamp: str, data: bytes) -> None:
         """Store the content of a file as it was read, if there is room."""
@@ -76,11 +73,10 @@ class FileTable:
         if cache.resident(ids).all() and cache.policy.evicts:
             with contextlib.suppress(TimeoutError):
                 cache.evict_one(ids)
-        free = [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]
-        if free:
-            head = _head(stamp, free[0], key)
-            cache.put_many(free, [(head, data)])
-            self.verified.array[free[0]] = _mark(head)
+        for id in [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]:
+            head = _head(stamp, id, key)
+            cache.put_many([id], [(head, data)])
+            self.verified.array[id] = _mark(head)
 
     def drop(self, key: bytes) -> None:
         """Drop the content of a file. This counts neither as a hit nor as a miss."""
@@ -165,38 +161,32 @@ _NATIVE = {
 _CURE = "give it an open file, open(path, 'rb'), or the bytes of one, as cv2.imdecode and h5py.File take them"
 
 
-class _Memory:
-    """The files of the first look."""
-
-    def __init__(self) -> None:
-        self.files: dict[bytes, tuple[str, bytes]] = {}
-
-    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
-        return self.files[key][1] if key in self.files else None
-
-    def put(self, key: bytes, stamp: str, data: bytes) -> None:
-        self.files[key] = stamp, data
-
-    def drop(self, key: bytes) -> None:
-        self.files.pop(key, None)
-
-    def size(self) -> int:
-        return sum(len(data) for _, data in self.files.values())
-
-
-@dataclass
 class FilesLook:
-    """What the first look at a data set found.
+    """What the first look at a data set found; a table of files in memory.
 
     Attributes:
-        files: key, size and time, and content of the files that its samples opened.
+        files: size and time, and content of the files that its samples opened, by key.
+        size: bytes of these.
         most: bytes of the largest file to cache.
         warning: which bytes it reads do not pass `open`; "" if few.
     """
 
-    files: list[tuple[bytes, str, bytes]]
-    most: int
-    warning: str
+    def __init__(self) -> None:
+        self.files: dict[bytes, tuple[str, bytes]] = {}
+        self.size, self.most, self.warning = 0, file_opens.SMALL, ""
+
+    def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
+        """Return the content of a file; None if it was not opened so far."""
+        return self.files[key][1] if key in self.files else None
+
+    def put(self, key: bytes, stamp: str, data: bytes) -> None:
+        """Keep the content of a file as it was read."""
+        self.files[key] = stamp, data
+        self.size += len(data)
+
+    def drop(self, key: bytes) -> None:
+        """Drop the content of a file."""
+        self.files.pop(key, None)
 
 
 def look_at_files(dataset: Any) -> tuple[MapSource, FilesLook]:
@@ -214,14 +204,14 @@ def look_at_files(dataset: Any) -> tuple[MapSource, FilesLook]:
 
 
 def _look(source: MapSource) -> FilesLook:
-    memory, look, began = _Memory(), FilesLook([], file_opens.SMALL, ""), time.monotonic()
+    look, began = FilesLook(), time.monotonic()
     name, library = type(source.dataset).__name__, _native_library(source.dataset)
 
     def make(id: int) -> tuple[int, file_opens.Files]:
-        files, before = file_opens.Files(memory, look.most), _bytes_read() - memory.size()
+        files, before = file_opens.Files(look, look.most), _bytes_read() - look.size
         with file_opens.serving(files):
             source.dataset[id]
-        return _bytes_read() - memory.size() - before, files
+        return _bytes_read() - look.size - before, files
 
     for made, (id, (unseen, files)) in enumerate(samples_of(source, spread(len(source), _LOOKS), make), 1):
         if made == 1:
@@ -237,15 +227,14 @@ def _look(source: MapSource) -> FilesLook:
                 f"form='files' caches what passes Python's open(), and {part:.0%} of the bytes of {name}[{id}] do not: "
                 f"{library} opens files itself. Instead, {_CURE}"
             )
-        if made >= _LEAST and (time.monotonic() - began > _SECONDS or memory.size() > _BYTES):
+        if made >= _LEAST and (time.monotonic() - began > _SECONDS or look.size > _BYTES):
             break
-    if not memory.files:
+    if not look.files:
         raise no_files(
             f"form='files' caches the files that a data set opens by Python's open(), and the samples of {name} opened "
             f"none of up to 64 MiB. If {library} opens its files, {_CURE}. If its samples do not come from files, it "
             "gains nothing from a cache"
         )
-    look.files = [(key, stamp, data) for key, (stamp, data) in memory.files.items()]
     return look
 
 

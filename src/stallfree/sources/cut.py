@@ -15,7 +15,7 @@ from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.sources import mapped
-from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder
+from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder, Unpacked
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -23,10 +23,18 @@ _SAMPLES = 8
 _TRIES = 6
 """Combinations of attributes that `cut_any` tries."""
 
-_TRANSFORM = re.compile("transform|aug|norm|process|crop|resize|tensor", re.IGNORECASE)
-_READER = re.compile("load|open|read|decode|fetch|collate|callback", re.IGNORECASE)
+_LAST = r"[^.]*(\.\d+)?$"
+_TRANSFORM = re.compile(f"(transform|aug|norm|process|crop|resize|tensor){_LAST}", re.IGNORECASE)
+_READER = re.compile(f"(load|open|read|decode|fetch|collate|callback){_LAST}", re.IGNORECASE)
+"""Names of attributes that are likely to hold a transform, and of those that hold none."""
 
-_Cut = tuple[list[str], dict[tuple[int, tuple[Any, ...]], int], FlatPlan | None]
+_MOST_ITEMS = 4096
+"""Lists and dicts of more items are not searched for transforms."""
+
+_LIBRARIES = ("torchvision.datasets", "datasets.")
+"""Their data sets are cut without being asked for."""
+
+_Cut = tuple[list[str], Unpacked, FlatPlan | None]
 """The arguments of a `CutSource` after the data set."""
 
 
@@ -69,15 +77,14 @@ def cut(dataset: Any, *attributes: str, check: Sequence[int] = ()) -> CutSource:
         cached = sf.CachedDataset(data, capacity="8MiB")
         ```
     """
-    if mapped.is_source(dataset):
+    source = mapped.as_source(dataset, divide=False)
+    if not isinstance(source, mapped.MapSource):
         raise cut_attribute(
             f"{type(dataset).__name__} has its transform apart already: give it to a loader or a CachedDataset as it is"
         )
-    mapped.require_map_style(dataset)
-    mapped.require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
     if not attributes:
         raise cut_attribute("cut got no attribute: name the one that holds the transform: cut(dataset, 'transform')")
-    ids = [mapped.normalize_id(id, len(dataset)) for id in check]
+    ids = [mapped.normalize_id(id, len(source)) for id in check]
     call = partial(_Check(dataset, ids), attributes)
     return CutSource(dataset, *call_in_child(call, f"the cut of {type(dataset).__name__}"))
 
@@ -96,10 +103,9 @@ def cut_any(dataset: Any, run: Callable[..., Any] | None = None) -> tuple[Source
         run: gets a call, which it makes in a child process and whose result it returns, and a function that makes the
             cut source from this result, there too.
     """
-    names = [name for name in _callables(dataset) if not _READER.search(name.rpartition(".")[2])]
-    likely = [name for name in names if _TRANSFORM.search(name.rpartition(".")[2])]
-    tries = [likely, names, *([name] for name in (*likely, *names))]
-    tries = [names for at, names in enumerate(tries) if names and names not in tries[:at]][:_TRIES]
+    names = tuple(name for name in _callables(dataset) if not _READER.search(name))
+    likely = tuple(name for name in names if _TRANSFORM.search(name))
+    tries = [each for each in dict.fromkeys([likely, names, *zip((*likely, *names))]) if each][:_TRIES]
     if not tries:
         return None, f"no attribute of {type(dataset).__name__} holds a transform"
 
@@ -109,52 +115,46 @@ def cut_any(dataset: Any, run: Callable[..., Any] | None = None) -> tuple[Source
     try:
         call, what = partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}"
         source = build(call_in_child(call, what) if run is None else run(call, build))
-    except InputError as error:
-        return None, text_of(error)
-    except Exception as error:  # of a sample
-        return None, f"{type(error).__name__}: {text_of(error)}"
+    except Exception as error:
+        return None, text_of(error) if isinstance(error, InputError) else _described(error)
     return source, source.words
 
 
 def as_cut_source(dataset: Any) -> Source:
-    """Return a data set as a source; one of torchvision is cut at its transforms, if that is possible."""
+    """Return a data set as a source; one of torchvision or Hugging Face is cut at its transforms, if possible."""
     source, inner = mapped.as_source(dataset), dataset
     while type(inner).__name__ == "Subset":
         inner = inner.dataset
     reads = str(getattr(getattr(type(inner), "__getitem__", None), "__module__", ""))
-    if isinstance(source, mapped.MapSource) and reads.startswith("torchvision.datasets") and mark_of(inner) is None:
+    if isinstance(source, mapped.MapSource) and reads.startswith(_LIBRARIES) and mark_of(inner) is None:
         return cut_any(dataset)[0] or source
     return source
 
 
 def _try(dataset: Any, tries: Sequence[Sequence[str]]) -> _Cut:
-    problem: InputError | None = None
+    """Return how the data set is cut at the first of `tries` that can be; the error is that of the first one."""
+    errors = []
     for names in tries:
         try:
             return _Check(dataset)(names, leave_out=True)
         except InputError as error:
-            problem = problem or error
-    assert problem is not None
-    raise problem
+            errors.append(error)
+    raise errors[0]
 
 
-def _callables(dataset: Any, prefix: str = "", depth: int = 4) -> Iterator[str]:
-    """Yield the attributes of a data set, and of the data sets in it, that can be called."""
-    for name, value in (attribute(dataset, "__dict__") or {}).items():
+def _callables(holder: Any, prefix: str = "", depth: int = 4) -> Iterator[str]:
+    """Yield what can be called in the attributes of a data set, and of the data sets, lists and dicts in them."""
+    if isinstance(holder, (list, tuple)):
+        holder = dict(enumerate(holder))
+    for name, value in (holder if isinstance(holder, dict) else attribute(holder, "__dict__") or {}).items():
         kind = type(value)
         joint = kind.__name__ == "StandardTransform" and comes_from(kind, "torchvision.datasets")
-        if not joint and callable(value) and not isinstance(value, type):  # a composition may have a length and items
-            yield prefix + name
-        elif joint or (depth and _is_dataset(value)):
+        few = isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS
+        nested = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and hasattr(value, "__dict__")
+        if callable(value) and not isinstance(value, type) and not joint:  # a composition may have a length and items
+            yield f"{prefix}{name}"
+        elif depth and (joint or few or nested):
             yield from _callables(value, f"{prefix}{name}.", depth - 1)
-        elif depth and isinstance(value, (list, tuple)) and value and all(map(_is_dataset, value)):
-            for at, inner in enumerate(value):
-                yield from _callables(inner, f"{prefix}{name}.{at}.", depth - 1)
-
-
-def _is_dataset(value: Any) -> bool:
-    kind = type(value)
-    return hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and hasattr(value, "__dict__")
 
 
 # --- comparing, in a child process ----------------------------------------------------------------------------------
@@ -185,8 +185,8 @@ class _Check:
                 source = CutSource(self._dataset, names)
             except Exception as error:
                 raise cut_refused(
-                    f"{self._what}: it cannot be copied with another object in that place ({type(error).__name__}: "
-                    f"{text_of(error)}): make the transform a plain attribute"
+                    f"{self._what}: it cannot be copied with another object in that place ({_described(error)}): make "
+                    "the transform a plain attribute"
                 ) from error
             plans, called = self._record(Recorder(source, learns=True))
             if leave_out:  # the transform of another attribute may be one that is called
@@ -203,9 +203,9 @@ class _Check:
                 )
             self._require_steady(source)
             for plan in [plans[0], None] if plans[0] and plans.count(plans[0]) == len(plans) else [None]:
-                why = self._difference(CutSource(self._dataset, names, source.lengths, plan))
+                why = self._difference(CutSource(self._dataset, names, source.unpacked, plan))
                 if not why:
-                    return list(names), source.lengths, plan
+                    return list(names), source.unpacked, plan
             raise cut_refused(f"{self._what}: {why}")
 
     def _transform_at(self, name: str) -> Transform:
@@ -238,8 +238,8 @@ class _Check:
             except Exception as error:
                 raise cut_refused(
                     f"{self._what}: sample {id} cannot be made without the output of the transform "
-                    f"({type(error).__name__}: {text_of(error)}): let __getitem__ return the output as it is, and move "
-                    "what follows into the transform"
+                    f"({_described(error)}): let __getitem__ return the output as it is, and move what follows into "
+                    "the transform"
                 ) from error
             called |= {call.number for call in recorder.calls}
             plans.append((recorder.flat(sample) or [None])[0])
@@ -253,7 +253,7 @@ class _Check:
         why = f"its code names {name}" if name else ""
         for id in self._samples:
             fetch = partial(source.fetch, id)
-            _, random = make_twice(fetch, fetch, (), [Trust.of(source.without)], states)
+            _, random = make_twice(fetch, fetch, (), [Trust()], states)
             if random is not None:
                 why = f"when sample {id} was read, {random.why}"
                 break
@@ -269,26 +269,27 @@ class _Check:
         for id, sample in self._samples.items():
             self._randomness.seed(0, 0, id)
             try:
-                made = source.pipeline(source.fetch(id))
+                equal = same(sample, source.pipeline(source.fetch(id)))
             except Exception as error:
                 return (
                     f"sample {id} is made by the data set, but not if the transform runs afterwards "
-                    f"({type(error).__name__}: {text_of(error)}): call the transform with values that stay as they are"
+                    f"({_described(error)}): call the transform with values that stay as they are"
                 )
-            equal = same(sample, made)
             if equal is None:
                 return (
                     f"its samples, such as {id} of type {type(sample).__name__}, cannot be compared: return tensors, "
                     "arrays, numbers, texts, or containers of these"
                 )
             if not equal:
-                if same(sample, self._make(id)):
-                    return (
-                        f"sample {id} differs if the transform runs after the rest of __getitem__: call the transform "
-                        "with what it needs, and return its output as it is"
-                    )
-                return (
-                    f"sample {id} differs each time, also from equal states of all generators: let the transform draw "
-                    "from a generator that it keeps, or from a global one"
+                return f"sample {id} differs " + (
+                    "if the transform runs after the rest of __getitem__: call the transform with what it needs, and "
+                    "return its output as it is"
+                    if same(sample, self._make(id))
+                    else "each time, also from equal states of all generators: let the transform draw from a generator "
+                    "that it keeps, or from a global one"
                 )
         return ""
+
+
+def _described(error: Exception) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"

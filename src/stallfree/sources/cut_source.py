@@ -17,12 +17,12 @@ import copy
 import json
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-import numpy as np
-import torch
 from torch.utils import _pytree as pytree
 
 from stallfree.errors import InputError, cut_refused
@@ -41,10 +41,14 @@ _thread = threading.local()
 
 at_fork(after_in_child=lambda: vars(_thread).clear())
 
+Unpacked = dict[tuple[int, tuple[Any, ...]], list[Any]]
+"""The keys of outputs that are unpacked, by the number of the transform and the parts."""
+
 # --- recording ------------------------------------------------------------------------------------------------------
 
 
-class Call(NamedTuple):
+@dataclass(eq=False)
+class Call:
     """One call: the number of the transform, and its arguments as they were."""
 
     number: int
@@ -57,14 +61,14 @@ class Recorder:
 
     Args:
         source: of the data set.
-        learns: whether the length of an output that is unpacked is noted in `source`; the transform is called for that.
+        learns: whether the keys of an output that is unpacked are noted in `source`; the transform is called for that.
 
     Attributes:
         calls: of the last sample, in order.
     """
 
     def __init__(self, source: "CutSource", *, learns: bool = False) -> None:
-        self._names, self._transforms, self._lengths = source.names, source.transforms, source.lengths
+        self._names, self._transforms, self._unpacked = source.names, source.transforms, source.unpacked
         self._kind, self._learns, self.calls = type(source.dataset).__name__, learns, list[Call]()
         stand_ins = {name: StandIn(self, number) for number, name in enumerate(source.names)}
         self._dataset = with_values(source.without, stand_ins)
@@ -84,27 +88,25 @@ class Recorder:
         self.calls.append(Call(number, *_as_now((args, kwargs))))
         return Output(self, self.calls[-1])
 
-    def length_of(self, output: "Output") -> int:
-        """Return the length of an output that is unpacked, as it was when the samples were compared."""
-        key = output.call.number, output.parts
-        if self._learns and key not in self._lengths:
+    def keys_of(self, output: "Output") -> list[Any]:
+        """Return the keys or indices of an output that is unpacked, as they were when the samples were compared."""
+        place = output.number, output.parts
+        if self._learns and place not in self._unpacked:
             value = self._value_of(output)
-            if not isinstance(value, (tuple, list, np.ndarray, torch.Tensor)):
-                output.refuse(f"its output, of type {type(value).__name__}, was iterated over")
-            self._lengths[key] = len(value)
-        if key not in self._lengths:
+            self._unpacked[place] = [*value] if isinstance(value, Mapping) else [*range(len(value))]
+        if place not in self._unpacked:
             output.refuse("its output was unpacked, as it was for no sample that was compared")
-        return self._lengths[key]
+        return self._unpacked[place]
 
     def _value_of(self, output: "Output") -> Any:
-        arguments = pytree.tree_map_only(Output, self._value_of, (output.call.args, output.call.kwargs))
-        args, kwargs = _as_now(arguments)
-        return _part_of(self._transforms[output.call.number](*args, **kwargs), output.parts)
+        args, kwargs = pytree.tree_map_only(Output, self._value_of, (output.call.args, output.call.kwargs))
+        args, kwargs = _as_now((args, kwargs))
+        return _part_of(self._transforms[output.number](*args, **kwargs), output.parts)
 
-    def refuse(self, number: int, what: str) -> NoReturn:
+    def refuse(self, number: int, use: str) -> NoReturn:
         """Raise `InputError`, and remember it: the data set may catch it."""
         error = cut_refused(
-            f"{self._kind} cannot be cut at {self._names[number]!r}: when sample {self.id} was made, {what}, which "
+            f"{self._kind} cannot be cut at {self._names[number]!r}: when sample {self.id} was made, {use}, which "
             "needs the real one: let __getitem__ return the output as it is, and move what follows into the transform"
         )
         self._refusal = self._refusal or error
@@ -112,111 +114,93 @@ class Recorder:
 
     def flat(self, sample: Any) -> "tuple[FlatPlan, Any] | None":
         """Return the plan and the flat record of a sample; None if it has none."""
-        order = {id(call): at for at, call in enumerate(self.calls)}
         paths, spec = pytree.tree_flatten_with_path(sample)
-        steps, leaves = [], []
+        steps, leaves = {}, []
         for path, leaf in paths:
             keys = [getattr(key, "idx", getattr(key, "key", None)) for key in path]
             while type(leaf) is Output:
-                (number, args, kwargs), parts = leaf.call, leaf.parts
-                by_name = compose.is_albumentations(self._transforms[number])
+                call, by_name = leaf.call, compose.is_albumentations(self._transforms[leaf.number])
                 form = (0, ["image"], ("image",)) if by_name else (1, [], ())
-                if None in keys or id(leaf.call) not in order or (len(args), list(kwargs), parts) != form:
+                one_place = None not in keys and call in self.calls and call not in steps
+                if not one_place or (len(call.args), list(call.kwargs), leaf.parts) != form:
                     return None
-                steps.append((order[id(leaf.call)], number, keys))
-                leaf = kwargs["image"] if by_name else args[0]
+                steps[call] = leaf.number, keys
+                leaf = call.kwargs["image"] if by_name else call.args[0]
             leaves.append(leaf)
-        steps.sort(key=lambda step: step[0])
-        if [at for at, *_ in steps] != list(range(len(self.calls))):  # each output stands in one place
+        if len(steps) < len(self.calls):
             return None
-        return [(number, keys) for _, number, keys in steps], pytree.tree_unflatten(leaves, spec)
+        return [steps[call] for call in self.calls], pytree.tree_unflatten(leaves, spec)
 
     def planned(self, sample: Any) -> "tuple[Plan, list[Any]]":
         """Return the plan of a sample, and the arguments of each call and the sample with None for each output."""
-        order = {id(call): at for at, call in enumerate(self.calls)}
         plan: Plan = []
         values = []
         for number, value in [*((call.number, (call.args, call.kwargs)) for call in self.calls), (None, sample)]:
             leaves, spec = pytree.tree_flatten(value)
-            outputs = []
-            for at, leaf in enumerate(leaves):
-                if type(leaf) is Output:
-                    if id(leaf.call) not in order:
-                        leaf.refuse("an output that was kept from another sample was in it")
-                    outputs.append((at, order[id(leaf.call)], leaf.parts))
-                    leaves[at] = None
-            plan.append((number, outputs))
+            outputs = [(at, leaf) for at, leaf in enumerate(leaves) if type(leaf) is Output]
+            for at, output in outputs:
+                if output.call not in self.calls:
+                    output.refuse("an output that was kept from another sample was in it")
+                leaves[at] = None
+            plan.append((number, [(at, self.calls.index(output.call), output.parts) for at, output in outputs]))
             values.append(pytree.tree_unflatten(leaves, spec))
         return plan, values
 
 
 class StandIn:
-    """Stands for transform `number`."""
+    """Stands for transform `number`: it can be called, and nothing else."""
+
+    _what = "the transform"
 
     def __init__(self, recorder: Recorder, number: int) -> None:
-        vars(self).update(recorder=recorder, number=number)
+        self.recorder, self.number = recorder, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> "Output":
-        return self.recorder.call(self.number, args, kwargs)  # type: ignore[no-any-return]
+        return self.recorder.call(self.number, args, kwargs)
+
+    def refuse(self, use: str) -> NoReturn:
+        """Raise `InputError`: `use` needs what does not exist yet."""
+        recorder: Recorder = vars(self)["recorder"]  # none in a copy that is not finished
+        recorder.refuse(self.number, use)
 
     def __getattr__(self, name: str) -> Any:
-        vars(self)["recorder"].refuse(self.number, f"the attribute {name!r} of the transform was read")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.recorder.refuse(self.number, f"the attribute {name!r} of the transform was set")
+        self.refuse(f"the attribute {name!r} of {self._what} was read")
 
 
-class Output:
+class Output(StandIn):
     """Stands for the output of a call, or for a part of it.
 
+    Python itself raises `TypeError` for arithmetic and for what else it does not know.
+
     Attributes:
-        parts: the way to the part: keys, and `(index, length)` where the output was unpacked.
+        parts: the way to the part: keys, and `(key, number of keys)` where the output was unpacked.
     """
 
-    recorder: Recorder
-    call: Call
-    parts: tuple[Any, ...]
+    _what = "its output"
 
     def __init__(self, recorder: Recorder, call: Call, parts: tuple[Any, ...] = ()) -> None:
-        vars(self).update(recorder=recorder, call=call, parts=parts)
-
-    def refuse(self, what: str) -> NoReturn:
-        """Raise `InputError`: `what` cannot be done with an output that does not exist yet."""
-        self.recorder.refuse(self.call.number, what)
+        super().__init__(recorder, call.number)
+        self.call, self.parts = call, parts
 
     def __getitem__(self, key: Any) -> "Output":
         if type(key) not in (str, int):
             self.refuse(f"an item of its output was taken with a key of type {type(key).__name__}")
         return Output(self.recorder, self.call, (*self.parts, key))
 
+    def items(self) -> list[tuple[Any, "Output"]]:
+        """Return the keys of a mapping, or the indices of a sequence, each with that part."""
+        keys = self.recorder.keys_of(self)
+        return [(key, Output(self.recorder, self.call, (*self.parts, (key, len(keys))))) for key in keys]
+
     def __iter__(self) -> Iterator["Output"]:
-        length = self.recorder.length_of(self)
-        return iter([Output(self.recorder, self.call, (*self.parts, (index, length))) for index in range(length)])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith(("__array", "__cuda_array", "__dlpack")):
-            self.refuse("its output was converted to an array or a tensor")
-        self.refuse(f"the attribute {name!r} of its output was read")
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self.refuse(f"the attribute {name!r} of its output was set")
+        return iter([part for _, part in self.items()])
 
 
 def _refusing(name: str) -> Callable[..., Any]:
-    what = {"__array__": "its output was converted to an array or a tensor", "__reduce_ex__": "its output was copied"}
-
-    def operation(self: Output, *_: Any, **__: Any) -> Any:
-        self.refuse(what.get(name, f"{name} was applied to its output"))
-
-    return operation
+    return lambda output, *_, **__: output.refuse(f"{name} was applied to its output")
 
 
-_BINARY = "add sub mul matmul truediv floordiv mod divmod pow and or xor lshift rshift"
-_OTHERS = (
-    "neg pos abs invert eq ne lt le gt ge bool int float complex index round trunc floor ceil contains call setitem "
-    "delitem enter exit str format bytes hash array reduce_ex"
-)
-for _name in (*_BINARY.split(), *(f"r{name}" for name in _BINARY.split()), *_OTHERS.split()):
+for _name in ("array", "bool", "call", "contains", "eq", "format", "hash", "ne", "reduce_ex", "str"):
     setattr(Output, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
@@ -249,14 +233,13 @@ _plan_of = lru_cache(1024)(json.loads)
 def _part_of(output: Any, parts: Sequence[Any]) -> Any:
     """Return the part of an output that `parts` lead to. Raises `InputError` if it was unpacked to another length."""
     for part in parts:
-        if isinstance(part, (list, tuple)):
-            part, length = part
-            if len(output) != length:
-                raise cut_refused(
-                    f"a transform returned {len(output)} values, and {length} when the data set was cut: let it return "
-                    "equally many for each sample"
-                )
-        output = output[part]
+        key, length = part if isinstance(part, (list, tuple)) else (part, None)
+        if length not in (None, len(output)):
+            raise cut_refused(
+                f"a transform returned {len(output)} values, and {length} when the data set was cut: let it return "
+                "equally many for each sample"
+            )
+        output = output[key]
     return output
 
 
@@ -285,9 +268,6 @@ class CallTransforms:
             made.append(value if number is None else self.transforms[number](*value[0], **value[1]))
         return made[-1]
 
-    def __repr__(self) -> str:
-        return f"CallTransforms({', '.join(map(repr, self.transforms))})"
-
 
 # --- the source -----------------------------------------------------------------------------------------------------
 
@@ -300,7 +280,7 @@ class CutSource(BaseSource):
     Args:
         dataset: the data set.
         names: the dotted attributes that hold a transform.
-        lengths: of outputs that are unpacked, by the number of the transform and the parts.
+        unpacked: keys of outputs.
         plan: of all samples, for flat records.
 
     Attributes:
@@ -311,16 +291,12 @@ class CutSource(BaseSource):
     threads = False
 
     def __init__(
-        self,
-        dataset: Any,
-        names: Sequence[str],
-        lengths: dict[tuple[int, tuple[Any, ...]], int] | None = None,
-        plan: FlatPlan | None = None,
+        self, dataset: Any, names: Sequence[str], unpacked: Unpacked | None = None, plan: FlatPlan | None = None
     ) -> None:
         self.dataset, self.names = dataset, list(names)
         self.watched = [(dataset, name, value_at(dataset, name)) for name in names]
         self.transforms: list[Transform] = [transform for *_, transform in self.watched]
-        self.lengths, self.plan = lengths or {}, plan
+        self.unpacked, self.plan = unpacked or {}, plan
         self.words = f"cut at {' and '.join(names)}"
         self.without = with_values(dataset, dict.fromkeys(names))
         steps: list[Transform] = [CallTransforms(self.transforms)] if plan is None else []
@@ -354,23 +330,20 @@ class CutSource(BaseSource):
         return f"CutSource {_FORMAT} {fingerprint(self.without, self.names, str(self.plan))}"
 
 
-def with_values(dataset: Any, values: Mapping[str, Any]) -> Any:
-    """Return a shallow copy of `dataset` with `values` at their dotted attributes. Objects on the way are copied too.
+def with_values(holder: Any, values: Mapping[str, Any]) -> Any:
+    """Return a shallow copy of a data set with `values` at their dotted attributes. Objects on the way are copied too.
 
     Raises `AttributeError` if an attribute cannot be set.
     """
-    copies: dict[str, Any] = {"": copy.copy(dataset)}
-
-    def put(name: str, value: Any) -> None:
-        path, _, last = name.rpartition(".")
-        if path not in copies:
-            copies[path] = copy.copy(value_at(dataset, path))
-            put(path, copies[path])
-        if isinstance(copies[path], list):
-            copies[path][int(last)] = value
-        else:
-            object.__setattr__(copies[path], last, value)  # of a frozen dataclass too
-
+    inner: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in values.items():
-        put(name, value)
-    return copies[""]
+        first, _, rest = name.partition(".")
+        inner[first][rest] = value
+    copied = copy.copy(holder)
+    for first, rest_of in inner.items():
+        value = rest_of[""] if "" in rest_of else with_values(value_at(holder, first), rest_of)
+        if isinstance(holder, (list, tuple, dict)):
+            copied = compose.with_item(copied, first if isinstance(holder, dict) else int(first), value)
+        else:
+            object.__setattr__(copied, first, value)  # of a frozen dataclass too
+    return copied

@@ -8,14 +8,12 @@
 
 Everything else goes to storage: ranges of large files, mappings, libraries that open files natively, other threads.
 
-While samples are made, the attributes of the modules hold a `Replacement`, which calls the replaced function in every
+While samples are made, the attributes of the modules hold a replacement, which calls the replaced function in every
 other thread; before and after, they hold that function itself.
 """
 
 import contextlib
-import copy
 import functools
-import hashlib
 import io
 import os
 import stat
@@ -23,14 +21,14 @@ import sys
 import sysconfig
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
-from types import MethodType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
+import xxhash
 
 from stallfree.platform import at_fork
+from stallfree.sources.paths import stamp_of
 
 MOST_BYTES = 64 << 20
 """Larger files are read from storage."""
@@ -43,8 +41,7 @@ _SECOND, TICK = 10**9, 2 * 10**7
 
 _TEXT = ("encoding", "errors", "newline")
 _FSSPEC_OPTIONS = {"block_size", "cache_options", "compression"}
-_PYTHON = (os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "purelib", "platlib"))
-_NOT_DATA = tuple(os.fsencode(folder) for folder in ("/proc/", "/sys/", "/dev/", *_PYTHON))
+_PYTHON = tuple(os.fsencode(f"{sysconfig.get_path(name)}/") for name in ("stdlib", "purelib", "platlib"))
 _TIMES = ("mtime", "LastModified", "last_modified", "updated", "ETag", "etag", "created")
 
 
@@ -58,21 +55,19 @@ class ServedFile(io.BytesIO):
         name, mode: as of the file object of `open`.
     """
 
+    _native: io.FileIO | None = None
+
     def __init__(self, data: bytes, name: Any) -> None:
         super().__init__(data)
         self.name, self.mode = name, "rb"  # type: ignore[misc]
-        self._native: io.FileIO | None = None
 
     def fileno(self) -> int:
         """The number of a descriptor of an anonymous file with this content, at this position."""
-        if self.closed:
-            raise ValueError("I/O operation on closed file")
+        position = self.tell()
         if self._native is None:
             self._native = io.FileIO(os.memfd_create("stallfree-file"), "r+")
-            weakref.finalize(self, self._native.close)
-            with self.getbuffer() as data, os.fdopen(self._native.fileno(), "wb", closefd=False) as file:
-                file.write(data)
-            self._native.seek(self.tell())
+            self._native.write(self.getvalue())
+            self._native.seek(position)
         return self._native.fileno()
 
     def close(self) -> None:
@@ -89,12 +84,6 @@ class ServedFile(io.BytesIO):
     def writable(self) -> bool:
         """False."""
         return False
-
-    def write(self, *_: Any) -> NoReturn:
-        """Raise `io.UnsupportedOperation`."""
-        raise io.UnsupportedOperation("File not open for writing")
-
-    writelines = truncate = write
 
 
 class Files:
@@ -114,17 +103,15 @@ class Files:
         self.table, self.most, self.served, self.larger = table, most, 0, 0
         self._began = time.time_ns()
 
-    def open(self, path: Any) -> Any:
-        """Return a file open for reading bytes; None if it is not for this class, or cannot be read."""
-        data = self.content(path)
-        return None if data is None else ServedFile(data, path)
-
     def content(self, path: Any, most: int = 0) -> bytes | None:
-        """Return the content of a local file of at most `most` bytes; for 0, of those that are served."""
+        """Return the content of a local file of up to `most` bytes, by default `self.most`.
+
+        Returns None for a larger one, for what no path is, and for a file that cannot be read.
+        """
         key = _key(path)
         if key is None:
             return None
-        data: bytes | None = self.table.get(key, lambda: _stamp_of(os.stat(key)))
+        data: bytes | None = self.table.get(key, lambda: stamp_of(os.stat(key)))
         if data is None:
             data = self._read(key, most or self.most)
         self.served += len(data or b"")
@@ -132,30 +119,27 @@ class Files:
 
     def _read(self, key: bytes, most: int) -> bytes | None:
         """Read a whole local file of up to `most` bytes from storage, and store it."""
-        try:
+        with contextlib.suppress(OSError):
             status = os.stat(key)
-            is_regular = stat.S_ISREG(status.st_mode)
-            if not is_regular or status.st_size > most:
-                self.larger += status.st_size if is_regular else 0
+            if not stat.S_ISREG(status.st_mode):
+                return None
+            if status.st_size > most:
+                self.larger += status.st_size
                 return None
             with io.FileIO(key) as file:
-                status = os.fstat(file.fileno())
                 data = file.read(status.st_size + 1)
-                if _stamp_of(os.fstat(file.fileno())) != _stamp_of(status):
+                if len(data) != status.st_size or stamp_of(os.fstat(file.fileno())) != stamp_of(status):
                     return None
-        except OSError:
-            return None
-        if len(data) != status.st_size:
-            return None
-        changed = status.st_mtime_ns
-        if changed + (TICK if changed % _SECOND else 2 * _SECOND) < self._began:  # otherwise it may change unnoticed
-            self.table.put(key, _stamp_of(status), data)
-        return data
+            changed = status.st_mtime_ns
+            if changed + (TICK if changed % _SECOND else 2 * _SECOND) < self._began:  # else it may change unnoticed
+                self.table.put(key, stamp_of(status), data)
+            return data
+        return None
 
     def open_remote(self, reopen: Callable[[], Any], fs: Any, path: str) -> Any:
         """Return a file of an fsspec file system, open for reading bytes; None if it cannot be cached."""
-        options = hashlib.sha256(repr(sorted(fs.storage_options.items(), key=str)).encode()).hexdigest()[:16]
-        key = f"{fs.unstrip_protocol(path)}#{type(fs).__name__} {options}".encode("utf-8", "surrogateescape")
+        system = xxhash.xxh3_128_hexdigest(fs.to_json().encode())
+        key = f"{fs.unstrip_protocol(path)}#{system}".encode("utf-8", "surrogateescape")
 
         def stamp() -> str:
             info = fs.info(path)
@@ -164,12 +148,12 @@ class Files:
         data = self.table.get(key, stamp)
         if data is None:
             before = stamp()
-            size = before.partition(" ")[0]
-            if not size.isdigit() or int(size) > MOST_BYTES:
+            size = int(before.partition(" ")[0])  # an error if it is not known
+            if size > MOST_BYTES:
                 return None
             with reopen() as file:
                 data = bytes(file.read())
-            if len(data) != int(size):
+            if len(data) != size:
                 return None
             self.table.put(key, before, data)
         self.served += len(data)
@@ -184,18 +168,13 @@ class Files:
 
 
 def _key(path: Any) -> bytes | None:
-    """Return the absolute path of a local file; None for what no path is, and for files of the kernel and of Python."""
+    """Return the absolute path of a local file; None for what no path is, and for files of Python and its packages."""
     try:
         key = os.fsencode(path)
     except (TypeError, ValueError):
         return None
     key = key if key.startswith(b"/") else os.path.join(os.getcwdb(), key)
-    special = key.startswith(_NOT_DATA) and not key.startswith(b"/dev/shm/")
-    return None if special or b"\0" in key else key
-
-
-def _stamp_of(status: os.stat_result) -> str:
-    return f"{status.st_size} {status.st_mtime_ns}"
+    return None if key.startswith(_PYTHON) or b"\0" in key else key
 
 
 # --- the functions that open files ----------------------------------------------------------------------------------
@@ -205,16 +184,18 @@ def _open(files: Files, real: Any, file: Any, mode: Any = "r", buffering: int = 
     """Call `open(file, mode, buffering, encoding, errors, newline)`."""
     is_text, options = mode in ("r", "rt", "tr"), dict(zip(_TEXT, text, strict=False)) | named
     is_known = len(text) <= len(_TEXT) and options.keys() <= set(_TEXT)
+    data = None
     if not is_text and mode not in ("rb", "br"):
         files.written(file)
     elif is_known and (buffering if is_text else not any(options.values())):
-        served = files.open(file)
-        if served is not None and is_text:
-            served = io.TextIOWrapper(served, **options, line_buffering=buffering == 1)
-            served.mode = mode  # type: ignore[misc]
-        if served is not None:
-            return served
-    return real(file, mode, buffering, *text, **named)
+        data = files.content(file)
+    if data is None:
+        return real(file, mode, buffering, *text, **named)
+    if not is_text:
+        return ServedFile(data, file)
+    served = io.TextIOWrapper(ServedFile(data, file), **options, line_buffering=buffering == 1)
+    served.mode = mode  # type: ignore[misc]
+    return served
 
 
 def _open_remote(files: Files, real: Any, fs: Any, path: Any, mode: str = "rb", *more: Any, **options: Any) -> Any:
@@ -253,45 +234,24 @@ _FUNCTIONS: dict[tuple[str, ...], Callable[..., Any]] = {
 """What stands for a function, by its module and name."""
 
 
-class Replacement:
-    """Stands for a function of a library in the threads that make samples; in all others it calls that function.
+@functools.cache
+def _replacement(real: Any, instead: Callable[..., Any], *, is_method: bool) -> Any:
+    """Return what stands for a function in the threads that make samples; in all others it calls that function."""
 
-    It may be kept and pickled: then it is the function itself.
-    """
-
-    def __init__(self, owner: Any, name: str, instead: Callable[..., Any]) -> None:
-        self.owner, self.name, self.instead, self.real = owner, name, instead, vars(owner)[name]
-
-    def put(self, *, installed: bool) -> None:
-        """Replace the function, or put it back, unless something else has replaced it meanwhile."""
-        current = vars(self.owner).get(self.name)
-        if installed and current is not self:
-            self.real = current
-            setattr(self.owner, self.name, self)
-        elif not installed and current is self:
-            setattr(self.owner, self.name, self.real)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(real)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
         files = getattr(_thread, "files", None)
-        return self.real(*args, **kwargs) if files is None else self.instead(files, self.real, *args, **kwargs)
+        return real(*args, **kwargs) if files is None else instead(files, real, *args, **kwargs)
 
-    def __get__(self, instance: Any, owner: Any = None) -> Any:  # a routine for `inspect`; bound only where it is one
-        return MethodType(self, instance) if instance is not None and isinstance(self.owner, type) else self
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(vars(self)["real"], name)
-
-    def __reduce__(self) -> Any:
-        return copy.copy, (self.real,)
+    return replacement if is_method else staticmethod(replacement)  # a class that keeps it does not bind it
 
 
 _thread = threading.local()
 _lock = threading.Lock()
 _threads = 0
 """Threads that make a sample."""
-_modules = 0
-"""How many modules were imported when the replacements were made."""
-_replacements: dict[tuple[str, str], Replacement] = {}
+_replaced: dict[tuple[str, ...], tuple[Any, Any]] = {}
+"""What stands for each function, and the function itself."""
 
 
 @contextlib.contextmanager
@@ -308,19 +268,20 @@ def serving(files: Files | None) -> Iterator[None]:
 
 
 def _count_threads(change: int) -> None:
-    """Install the replacements of the modules that are imported while threads make samples."""
-    global _modules, _threads
+    """Replace the functions of the modules that are imported while threads make samples; else put them back."""
+    global _threads
     with _lock:
         _threads += change
-        if len(sys.modules) != _modules:
-            _modules = len(sys.modules)
-            for (module, *path, name), instead in _FUNCTIONS.items():
-                if module in sys.modules and (module, name) not in _replacements:
-                    with contextlib.suppress(AttributeError, KeyError):  # while another thread imports it
-                        owner = functools.reduce(getattr, path, sys.modules[module])
-                        _replacements[module, name] = Replacement(owner, name, instead)
-        for replacement in _replacements.values():
-            replacement.put(installed=_threads > 0)
+        for place, instead in _FUNCTIONS.items():
+            module, *path, name = place
+            owner = functools.reduce(lambda holder, inner: getattr(holder, inner, None), path, sys.modules.get(module))
+            current = getattr(owner, "__dict__", {}).get(name)  # None while another thread imports it
+            replacement, real = _replaced.get(place, (None, None))
+            if _threads and current not in (None, replacement):
+                _replaced[place] = _replacement(current, instead, is_method=bool(path)), current
+                setattr(owner, name, _replaced[place][0])
+            elif not _threads and current is replacement and real is not None:
+                setattr(owner, name, real)
 
 
 def _forget_threads() -> None:

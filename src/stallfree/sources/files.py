@@ -16,7 +16,7 @@ from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Compose, OnItem, Out, flatten, in_place, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.sources.mapped import BaseSource, require_samples
-from stallfree.sources.paths import LabelList, PathList, canonical, is_url, open_url, read_file
+from stallfree.sources.paths import LabelList, PathList, canonical, is_url, joined, open_url, read_file
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -227,15 +227,31 @@ class ImageFolder(FileDataset):
                 f"root={self.root!r} cannot be listed ({error}): give a folder that holds one folder per class"
             ) from error
         files = {name: [file for file in listed[name] if file.lower().endswith(endings)] for name in sorted(listed)}
-        _require_pictures(files, self.root, endings)
+        if not files:
+            raise image_folder(
+                f"{self.root!r} has no folders: pictures are expected in {self.root}/CLASS/, one folder per class"
+            )
+        empty = [name for name, inside in files.items() if not inside]
+        if empty:
+            names = ", ".join(map(repr, empty[:5])) + (" ..." if len(empty) > 5 else "")
+            raise image_folder(
+                f"{len(empty)} of {len(files)} classes in {self.root!r} have no picture: {names}. Remove their "
+                f"folders, or name the ending of their files with extensions= (now {', '.join(endings)})"
+            )
         self.classes = [unquote(name) if self.root.startswith("http") else name for name in files]
         self.class_to_idx = {name: label for label, name in enumerate(self.classes)}
         # folder by folder, and by name within each
         paths = [
-            _join(self.root, f"{name}/{file}") for name in files for file in sorted(files[name], key=os.path.split)
+            joined(self.root, f"{name}/{file}") for name in files for file in sorted(files[name], key=os.path.split)
         ]
-        labels = np.repeat(np.arange(len(files)), list(map(len, files.values())))
-        super().__init__(paths, labels.tolist(), transform, decode=_decoder(transform, output, mode))
+        labels = [label for label, name in enumerate(files) for _ in files[name]]
+        first = [*flatten(transform), None][0]
+        decodes = getattr(type(first), "takes_encoded", False)
+        if decodes and (output, mode) != ("numpy", "RGB"):
+            raise argument_conflict(
+                f"output={output!r}, mode={mode!r} with {first!r}, which decodes the pictures itself: leave them out"
+            )
+        super().__init__(paths, labels, transform, decode=None if decodes else DecodeImage(output, mode))
 
     @property
     def samples(self) -> list[tuple[str, int]]:
@@ -245,36 +261,8 @@ class ImageFolder(FileDataset):
     @property
     def targets(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The label of every sample, read-only."""
-        assert self._labels is not None
-        view: np.ndarray[Any, np.dtype[np.int64]] = self._labels.values.view()
-        view.flags.writeable = False
-        return view
-
-
-def _decoder(
-    transform: Callable[[Any], Any] | None, output: Literal["numpy", "pil"], mode: Literal["RGB", "L"]
-) -> DecodeImage | None:
-    """The first step, unless `transform` begins with one that takes encoded bytes."""
-    steps = flatten(transform)
-    if not steps or not getattr(type(steps[0]), "takes_encoded", False):
-        return DecodeImage(output, mode)
-    if (output, mode) != ("numpy", "RGB"):
-        raise argument_conflict(
-            f"output={output!r}, mode={mode!r} with {steps[0]!r}, which decodes the pictures itself: leave them out"
-        )
-    return None
-
-
-def _require_pictures(files: dict[str, list[str]], root: str, endings: tuple[str, ...]) -> None:
-    if not files:
-        raise image_folder(f"{root!r} has no folders: pictures are expected in {root}/CLASS/, one folder per class")
-    empty = [name for name, inside in files.items() if not inside]
-    if empty:
-        names = ", ".join(map(repr, empty[:5])) + (" ..." if len(empty) > 5 else "")
-        raise image_folder(
-            f"{len(empty)} of {len(files)} classes in {root!r} have no picture: {names}. Remove their folders, or name "
-            f"the ending of their files with extensions= (now {', '.join(endings)})"
-        )
+        labels: Any = self._labels
+        return labels.values  # type: ignore[no-any-return]
 
 
 def _list_local(root: str) -> dict[str, list[str]]:
@@ -305,13 +293,3 @@ def _list_url(root: str) -> dict[str, list[str]]:
         if file:
             files.setdefault(folder, []).append(file)
     return files
-
-
-def _join(root: str, inner: str) -> str:
-    """`root/inner`; in a chained URL (`zip://train::s3://bucket/a.zip`), within the first part that has a path."""
-    if not is_url(root):
-        return os.path.join(root, inner)
-    parts = root.split("::")
-    first = next((i for i, part in enumerate(parts) if "://" in part), 0)
-    parts[first] += inner if parts[first].endswith("/") else f"/{inner}"
-    return "::".join(parts)

@@ -15,7 +15,6 @@ from stallfree.errors import IdError, dataset_changed, dataset_empty, dataset_ty
 from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose, OnItem, Source, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.objects import comes_from
 
 _FOLDER = "torchvision.datasets.folder"
 
@@ -90,10 +89,6 @@ class BaseSource(ABC):
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
 
-    def __repr__(self) -> str:
-        origin = vars(self).get("dataset", vars(self).get("source"))
-        return f"{type(self).__name__}({'' if origin is None else f'{type(origin).__name__}, '}{len(self)} samples)"
-
 
 def require_samples(length: int, what: str, advice: str) -> None:
     """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
@@ -107,7 +102,10 @@ def value_at(dataset: Any, name: str) -> Any:
     Raises `AttributeError`, `LookupError` or `ValueError` if there is none.
     """
     for part in name.split("."):
-        dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
+        if isinstance(dataset, dict):
+            dataset = dataset[part]
+        else:
+            dataset = dataset[int(part)] if isinstance(dataset, (list, tuple)) else getattr(dataset, part)
     return dataset
 
 
@@ -132,7 +130,9 @@ class MapSource(BaseSource):
     def __init__(self, dataset: Any) -> None:
         require_map_style(dataset)
         require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
-        self.dataset = dataset if _has_getitem(dataset) else SingleItems(dataset)
+        getitem = getattr(type(dataset), "__getitem__", Dataset.__getitem__)  # that of `Dataset` raises an error
+        whole = getitem is Dataset.__getitem__ and hasattr(dataset, "__getitems__")
+        self.dataset = SingleItems(dataset) if whole else dataset
         self.pipeline = Compose([])
 
     def __len__(self) -> int:
@@ -203,8 +203,7 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
     """Return a data set as a `Source`: itself if it is one, else in a `MapSource`.
 
     A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`. An `ImageFolder`
-    of torchvision, and data sets of Hugging Face with a transform, become a source whose `pipeline` is their transform.
-    With `divide=False` they stay whole.
+    of torchvision becomes a source whose `pipeline` is its transform; with `divide=False` it stays whole.
 
     Raises `InputError` for an object that is not a map-style data set, and for an empty one.
     """
@@ -215,7 +214,7 @@ def as_source(dataset: Any, *, divide: bool = True) -> Source:
         inner = as_source(dataset.dataset, divide=divide)
         if not isinstance(inner, MapSource):
             return SubsetSource(inner, dataset)
-    return (_known_source(dataset) if divide else None) or MapSource(dataset)
+    return (_folder_source(dataset) if divide else None) or MapSource(dataset)
 
 
 def is_source(dataset: Any) -> TypeGuard[Source]:
@@ -251,12 +250,6 @@ def require_map_style(dataset: Any) -> None:
         )
 
 
-def _has_getitem(dataset: Any) -> bool:
-    """Whether its class defines `__getitem__`; that of `torch.utils.data.Dataset` raises `NotImplementedError`."""
-    own = getattr(type(dataset), "__getitem__", None) not in (None, Dataset.__getitem__)
-    return own or not hasattr(dataset, "__getitems__")
-
-
 def samples_of(source: object, ids: Sequence[int], make: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:
     """Yield the samples of those `ids` that can be made. Raises the error of the first one if none can."""
     problem, any_made = None, False
@@ -273,75 +266,23 @@ def samples_of(source: object, ids: Sequence[int], make: Callable[[int], Any]) -
         raise problem
 
 
-# --- data sets of torchvision and Hugging Face ----------------------------------------------------------------------
+def _folder_source(dataset: Any) -> Source | None:
+    """Return an `ImageFolder` of torchvision as a source of its files; None for another class, and for a marked one.
 
-
-def _known_source(dataset: Any) -> Source | None:
-    """Return an `ImageFolder` of torchvision, or a data set of Hugging Face with a transform, as a source.
-
-    Returns None if it is of another class, or marked. Classes are recognised by name and module, so neither library is
-    imported here.
+    It is recognised by name and module, so that torchvision is not imported here.
     """
-    cls = type(dataset)
-    if mark_of(dataset) is not None:
-        return None
-    if cls.__name__ == "Dataset" and comes_from(cls, "datasets.arrow_dataset"):
-        form = dataset.format
-        transform = form["format_kwargs"].get("transform")
-        if form["type"] != "custom" or transform is None or set(form["columns"]) != set(dataset.column_names):
-            return None
-        return RowSource(dataset, transform)
     # A class of the user's may do anything with its transforms.
-    reads = getattr(getattr(cls, "__getitem__", None), "__module__", "")
-    if reads == _FOLDER and getattr(dataset.loader, "__module__", "") == _FOLDER and _decodes_with_pillow(dataset):
-        from stallfree.sources.files import DecodeImage, FileDataset
+    reads = getattr(getattr(type(dataset), "__getitem__", None), "__module__", "")
+    if reads != _FOLDER or mark_of(dataset) is not None or getattr(dataset.loader, "__module__", "") != _FOLDER:
+        return None
+    backend = getattr(sys.modules.get("torchvision"), "get_image_backend", lambda: "PIL")()
+    if dataset.loader.__name__ != "pil_loader" and (dataset.loader.__name__, backend) != ("default_loader", "PIL"):
+        return None
+    from stallfree.sources.files import DecodeImage, FileDataset
 
-        paths, labels = zip(*dataset.samples, strict=True)
-        files = FileDataset(paths, labels, decode=DecodeImage("pil"))
-        transforms = enumerate((dataset.transform, dataset.target_transform))
-        files.pipeline = Compose([*files.pipeline, *(OnItem(at, step) for at, step in transforms if step is not None)])
-        files.watched = [
-            (dataset, name, getattr(dataset, name)) for name in ("transform", "target_transform", "loader")
-        ]
-        return files
-    return None
-
-
-def _decodes_with_pillow(dataset: Any) -> bool:
-    backend = getattr(sys.modules.get("torchvision"), "get_image_backend", None)
-    return dataset.loader.__name__ in ("default_loader", "pil_loader") and (backend is None or backend() == "PIL")
-
-
-class RowSource(BaseSource):
-    """A data set of Hugging Face without its transform, which is in `pipeline`."""
-
-    threads = False
-
-    def __init__(self, dataset: Any, transform: Callable[[dict[str, Any]], Any]) -> None:
-        self._rows = dataset.with_format(None)
-        self.pipeline = Compose([RowTransform(transform)])
-        names = ("_format_type", "_format_kwargs", "_format_columns", "_output_all_columns")
-        self.watched = [(dataset, name, getattr(dataset, name)) for name in names if hasattr(dataset, name)]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def _record(self, id: int) -> Any:
-        return self._rows[id]
-
-    def fingerprint(self) -> str:
-        """The fingerprint of the data set without its transform."""
-        return f"RowSource {fingerprint(self._rows)}"
-
-
-class RowTransform:
-    """Calls `transform` with a batch of one row, as `datasets` does for the transform of `with_transform`."""
-
-    def __init__(self, transform: Callable[[dict[str, Any]], Any]) -> None:
-        self.transform = transform
-
-    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {name: column[0] for name, column in self.transform({key: [row[key]] for key in row}).items()}
-
-    def __repr__(self) -> str:
-        return f"RowTransform({self.transform!r})"
+    paths, labels = zip(*dataset.samples, strict=True)
+    files = FileDataset(paths, labels, decode=DecodeImage("pil"))
+    transforms = enumerate((dataset.transform, dataset.target_transform))
+    files.pipeline = Compose([*files.pipeline, *(OnItem(at, step) for at, step in transforms if step is not None)])
+    files.watched = [(dataset, name, getattr(dataset, name)) for name in ("transform", "target_transform", "loader")]
+    return files

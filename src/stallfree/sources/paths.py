@@ -17,10 +17,10 @@ import xxhash
 
 from stallfree.errors import InputError, missing_extra
 from stallfree.pipeline.values import private
-from stallfree.platform import OPEN
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
 _LOCAL_URL = re.compile(r"(file|local)://")
+_URL_PATH = re.compile(r"(://.*?)/?(::|$)")
 _STATTED = 256
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for its writer
 
@@ -41,6 +41,13 @@ def canonical(path: str | os.PathLike[str]) -> str:
         return text
     text = _LOCAL_URL.sub("", text)
     return text if text.startswith("/") else os.path.abspath(text)
+
+
+def joined(root: str, inner: str) -> str:
+    """`root/inner`; in a chained URL (`zip://train::s3://bucket/a.zip`), within the first part that has a path."""
+    if not is_url(root):
+        return os.path.join(root, inner)
+    return _URL_PATH.sub(lambda path: f"{path[1]}/{inner}{path[2]}", root, count=1)
 
 
 class PathList(Sequence[str]):
@@ -91,6 +98,8 @@ class LabelList:
         values = np.array(labels) if kinds in ({int}, {float}) else None
         self._plain = values is not None and values.dtype == (np.int64 if int in kinds else np.float64)
         self.values: Any = values if self._plain else labels
+        if values is not None:
+            values.flags.writeable = False
 
     def __len__(self) -> int:
         return len(self.values)
@@ -115,6 +124,11 @@ def open_url(url: str) -> tuple[Any, str]:
     return filesystem, path
 
 
+def stamp_of(status: os.stat_result) -> str:
+    """Return size and time of modification of a file as a text."""
+    return f"{status.st_size} {status.st_mtime_ns}"
+
+
 def read_file(path: str) -> bytes:
     """The whole of the file at a local path or fsspec URL.
 
@@ -128,7 +142,7 @@ def read_file(path: str) -> bytes:
     if is_url(path):
         filesystem, inner = open_url(path)
         return bytes(filesystem.cat_file(inner))
-    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | OPEN | _NO_WAIT)) as file:
+    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | _NO_WAIT)) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise OSError(f"not a regular file: {path!r}")

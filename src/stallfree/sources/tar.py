@@ -28,9 +28,8 @@ from stallfree.frames import short_traceback
 from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Array, Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.platform import OPEN
 from stallfree.sources.mapped import BaseSource, require_samples
-from stallfree.sources.paths import PathList, canonical, is_url, open_url, read_exactly
+from stallfree.sources.paths import PathList, canonical, is_url, open_url, read_exactly, stamp_of
 
 _KEY = "__key__"
 _RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
@@ -91,7 +90,7 @@ class TarDataset(BaseSource):
         if index is not None and not is_path(index):
             raise InputError(f"index={index!r:.80}: give the path of a folder, or None")
         names = [shards] if isinstance(shards, (str, os.PathLike)) else list(shards)
-        self._shards = [canonical(name) for shard in names for name in _expand(shard)]
+        self._shards = [name for shard in names for name in _expand(canonical(shard))]
         if not self._shards:
             raise InputError("TarDataset was given no shards: give at least one path of a tar file")
         texts = isinstance(keys, Collection) and not isinstance(keys, str) and all(isinstance(key, str) for key in keys)
@@ -103,19 +102,17 @@ class TarDataset(BaseSource):
         folder = users / "stallfree" / "tar" if index is None else Path(index).absolute()
         with ThreadPoolExecutor(min(_THREADS, len(self._shards))) as pool:
             indexes = list(pool.map(partial(_index_of, folder=folder), self._shards))
-        self._stamps = [index.stamp for index in indexes]
-        self._digests = [index.digest for index in indexes]
-        self._starts = np.cumsum([0, *(len(index.keys) for index in indexes)]).tolist()
-        self._names = PathList(key for index in indexes for key in index.keys)
+        self._stamps, self._digests, keys_of, extensions, rows = zip(*indexes, strict=True)
+        self._starts = np.cumsum([0, *map(len, keys_of)]).tolist()
+        self._names = PathList(key for keys_in in keys_of for key in keys_in)
         require_samples(len(self), f"TarDataset({self._shards[0]!r}, ...)", "Give shards that hold samples.")
-        self._extensions = sorted({extension for index in indexes for extension in index.extensions})
-        rows = np.concatenate([index.rows for index in indexes])
-        counts = [len(index.rows) for index in indexes]
-        numbers = [np.searchsorted(self._extensions, index.extensions)[index.rows[:, 1]] for index in indexes]
-        self._extension = np.concatenate(numbers).astype(np.int32)
-        samples = rows[:, 0] + np.repeat(self._starts[:-1], counts)
+        self._extensions = sorted(set[str]().union(*extensions))
+        numbers = [np.searchsorted(self._extensions, np.array(own, str)) for own in extensions]
+        ours = [number[part[:, 1]] for number, part in zip(numbers, rows, strict=True)]
+        self._extension = np.concatenate(ours, dtype=np.int32)
+        samples = np.concatenate([part[:, 0] + start for part, start in zip(rows, self._starts, strict=False)])
         self._first = np.searchsorted(samples, np.arange(len(self) + 1))
-        self._offset, self._size = rows[:, 2].copy(), rows[:, 3].copy()
+        self._offset, self._size = np.concatenate([part[:, 2:].T for part in rows], axis=1)
         self._wanted = None if self._keys is None else self._choose(self._keys)
         self.pipeline = Compose(flatten(transform))
 
@@ -183,10 +180,10 @@ class TarDataset(BaseSource):
         return f"TarDataset({len(self)} samples in {len(self._shards)} shards, first {self._shards[0]!r})"
 
 
-def _expand(shard: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
+def _expand(shard: str) -> list[str]:
     """Return the names that `{000..146}` in a path stands for, as in a shell."""
-    braces = _RANGE.search(shard) if isinstance(shard, str) else None
-    if not isinstance(shard, str) or braces is None:
+    braces = _RANGE.search(shard)
+    if braces is None:
         return [shard]
     first, last = braces.groups()
     if int(last) < int(first):
@@ -196,8 +193,8 @@ def _expand(shard: str | os.PathLike[str]) -> list[str | os.PathLike[str]]:
 
 
 def _read_local(path: str, stamp: str, spans: list[tuple[int, int]]) -> list[bytes]:
-    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | OPEN)) as file:
-        if _stamp_of(os.fstat(file.fileno())) != stamp:
+    with io.FileIO(path) as file:
+        if stamp_of(os.fstat(file.fileno())) != stamp:
             raise OSError(f"{path!r} was changed after its index was read: make a new TarDataset")
         return [read_exactly(file, end - start, start) for start, end in spans]
 
@@ -240,27 +237,26 @@ def _index_of(shard: str, folder: Path) -> _Index:
 
     Raises `InputError` for a shard that is missing, compressed, damaged or cut off, and for names that occur twice.
     """
+    file = folder / f"{os.path.basename(shard)[:100]}-{xxhash.xxh3_64_hexdigest(os.fsencode(shard))}.index"
     try:
         if is_url(shard):
             filesystem, path = open_url(shard)
-            stamp, opened = (
-                f"{filesystem.info(path)['size']} {filesystem.ukey(path)}",
-                partial(filesystem.open, path, "rb"),
-            )
+            stamp = f"{filesystem.info(path)['size']} {filesystem.ukey(path)}"
         else:
-            stamp, opened = _stamp_of(os.stat(shard)), partial(open, shard, "rb")
+            filesystem, path, stamp = io, shard, stamp_of(os.stat(shard))
+        with contextlib.suppress(Exception):  # there is none, or it is damaged
+            checksum, (head, rows) = file.read_bytes()[:16], file.read_bytes()[16:].split(b"\n", 1)
+            *what, digest, keys, extensions = json.loads(head)
+            if checksum == xxhash.xxh3_128_digest(head + b"\n" + rows) and what == [_VERSION, shard, stamp]:
+                return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))
+        with filesystem.open(path, "rb") as opened:
+            index = _read_headers(shard, stamp, opened)
+    except InputError:
+        raise
     except Exception as error:
-        raise _unreadable(shard, error) from error
-    file = folder / f"{os.path.basename(shard)[:100]}-{xxhash.xxh3_64_hexdigest(os.fsencode(shard))}.index"
-    with contextlib.suppress(Exception):  # there is none, or it is damaged
-        checksum, (head, rows) = file.read_bytes()[:16], file.read_bytes()[16:].split(b"\n", 1)
-        *what, digest, keys, extensions = json.loads(head)
-        if checksum == xxhash.xxh3_128_digest(head + b"\n" + rows) and what == [_VERSION, shard, stamp]:
-            return _Index(stamp, digest, keys, extensions, np.frombuffer(rows, np.int64).reshape(-1, 4))
-    try:
-        index = _read_headers(shard, stamp, opened)
-    except OSError as error:
-        raise _unreadable(shard, error) from error
+        raise tar_unreadable(
+            f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file"
+        ) from error
     head = json.dumps([_VERSION, shard, *index[:-1]]).encode()
     data = head + b"\n" + index.rows.tobytes()
     new = file.with_name(f".{file.name}.{os.getpid()}-{secrets.token_hex(4)}")
@@ -280,55 +276,42 @@ def _index_of(shard: str, folder: Path) -> _Index:
     return index
 
 
-def _stamp_of(status: os.stat_result) -> str:
-    return f"{status.st_size} {status.st_mtime_ns}"
-
-
-def _read_headers(shard: str, stamp: str, opened: Callable[[], Any]) -> _Index:
+def _read_headers(shard: str, stamp: str, file: Any) -> _Index:
     """Return the index from all headers, without hidden files, names without extension, and `__...__`."""
     digest, keys, extensions = xxhash.xxh3_128(), dict[str, int](), dict[str, int]()
     rows, inside, key = list[tuple[int, int, int, int]](), set[str](), None
-    with contextlib.closing(opened()) as file:
-        try:
-            tar: Any
-            with tarfile.open(fileobj=file, mode="r:") as tar:
-                while (member := tar.next()) is not None:
-                    tar.members.clear()  # or a million of them would stay in memory
-                    parts = _NAME.fullmatch(member.name)
-                    if not member.isreg() or _META.match(member.name) or parts is None:
-                        continue
-                    if member.issparse():
-                        raise ValueError(f"{member.name!r} is stored sparse")
-                    if parts[1] != key:
-                        key, inside = parts[1], set()
-                        if key in keys:
-                            raise tar_samples(
-                                f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files "
-                                "of a sample one after the other, and give each sample a name of its own"
-                            )
-                        keys[key] = len(keys)
-                    extension = parts[2].lower()
-                    if extension in inside:
-                        raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each its own name")
-                    inside.add(extension)
-                    digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
-                    number = extensions.setdefault(extension, len(extensions))
-                    rows.append((len(keys) - 1, number, member.offset_data, member.size))
-                end = tar.offset
-        except InputError:
-            raise
-        except (tarfile.TarError, EOFError, ValueError, OSError) as error:
-            raise _damaged(shard, str(error)) from error
-        file.seek(end)  # a tar ends with zeros; `tarfile` also ends where a file is cut off, or where garbage begins
+    try:
+        tar: Any
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # or a million of them would stay in memory
+                parts = _NAME.fullmatch(member.name)
+                if not member.isreg() or _META.match(member.name) or parts is None:
+                    continue
+                if member.issparse():
+                    raise ValueError(f"{member.name!r} is stored sparse")
+                if parts[1] != key:
+                    key, inside = parts[1], set()
+                    if key in keys:
+                        raise tar_samples(
+                            f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files "
+                            "of a sample one after the other, and give each sample a name of its own"
+                        )
+                    keys[key] = len(keys)
+                extension = parts[2].lower()
+                if extension in inside:
+                    raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each its own name")
+                inside.add(extension)
+                digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
+                number = extensions.setdefault(extension, len(extensions))
+                rows.append((len(keys) - 1, number, member.offset_data, member.size))
+        file.seek(tar.offset)  # a tar ends with zeros; `tarfile` also ends where a file is cut off, or garbage begins
         if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise _damaged(shard, f"neither a file nor the end of the archive at byte {end}")
+            raise ValueError(f"neither a file nor the end of the archive at byte {tar.offset}")
+    except InputError:
+        raise
+    except (tarfile.TarError, EOFError, ValueError, OSError) as error:
+        what = "compressed, damaged, cut off or no tar file"
+        advice = "write or download it again, as a plain tar"
+        raise tar_unreadable(f"the shard {shard!r} is {what} ({error}): {advice}") from error
     return _Index(stamp, digest.hexdigest(), list(keys), list(extensions), np.array(rows, np.int64).reshape(-1, 4))
-
-
-def _unreadable(shard: str, error: Exception) -> InputError:
-    return tar_unreadable(f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file")
-
-
-def _damaged(shard: str, why: str) -> InputError:
-    what = "compressed, damaged, cut off or no tar file"
-    return tar_unreadable(f"the shard {shard!r} is {what} ({why}): write or download it again, as a plain tar")
