@@ -21,7 +21,7 @@ def make(
 ) -> Report:
     """A report with these rates: G, P, P_miss, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
     job = {"dataset": "Source", "samples": 10_000, "batch_size": 32, "num_workers": workers}
-    job |= {"ahead": 2 * max(1, workers), "loader": "stallfree" if parted else "torch", "parted": parted}
+    job |= {"loader": "stallfree" if parted else "torch", "parted": parted}
     job |= {"sample_bytes": 50_000.0 if parted else None, "record_bytes": 50_000.0}
     default: dict[str, float | None] = {"G": 1000, "P": 2000, "S": 250, "C": 50_000, "copy": None}
     merged = {**default, "cold": 250, "warm": 1000, **rates}

@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from doc_pages import ROOT, blocks
+from doc_tools import ROOT, blocks
 
 _SMALLER = [
     (r"num_workers=\d+", "num_workers=1"),

@@ -9,10 +9,8 @@ from typing import Any
 
 import pytest
 import typer
-from doc_names import named
-from doc_pages import PAGES, ROOT, blocks, commands, name_of
-from doc_runs import Part, chosen, tracebacks
 from doc_setups import SETUPS, Setup
+from doc_tools import PAGES, ROOT, Part, blocks, chosen, commands, name_of, named, tracebacks
 
 from stallfree.cli import app
 from warm import Interpreter
@@ -26,7 +24,7 @@ def _parts(page: Path) -> list[Part]:
     """All that is run for a page."""
     setup = SETUPS.get(name_of(page), Setup())
     parts = [Part("setup", 1, "", setup.world)]
-    for block in (block for block in blocks(page, "python") if not block.not_run):
+    for block in (block for block in blocks(page, "python") if block.runs):
         file = block.title if block.title.endswith(".py") and " " not in block.title else ""
         parts.append(Part(block.page, block.line, file, setup.shrink(block.text)))
     return parts

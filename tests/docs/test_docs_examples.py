@@ -11,9 +11,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from doc_names import REFERENCE, Example, example, methods, named
-from doc_runs import Part, chosen, tracebacks
 from doc_setups import EXAMPLES, EXAMPLES_BEFORE
+from doc_tools import REFERENCE, Example, Part, chosen, example, methods, named, tracebacks
 
 from warm import Interpreter
 

@@ -154,6 +154,9 @@ class SimulatedCache:
         capacity: records of one size; with `sizes` bytes, index included, laid out as a live cache of that capacity.
         sizes: bytes of each record, or None.
 
+    Attributes:
+        rejected: records that were not stored.
+
     Raises `CapacityError` for a capacity that holds no record.
     """
 
@@ -170,7 +173,7 @@ class SimulatedCache:
         if policy.evicts:  # a longer queue takes more memory and less time, with the same decisions
             victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
         self._space = Space(index, policy, lambda start, count: count, victims)
-        self._seen = np.zeros(num_ids, np.int64)
+        self.rejected, self._seen = 0, np.zeros(num_ids, np.int64)
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
         self.drop, self.set_scores = self._space.drop, self._space.set_scores
 
@@ -186,22 +189,17 @@ class SimulatedCache:
         return missed
 
     def _enter(self, ids: Ids) -> None:
-        lengths, left, rejected = self._sizes[ids], np.arange(len(ids)), len(ids)
+        lengths, left = self._sizes[ids], np.arange(len(ids))
+        self.rejected += len(ids)
         while len(left) and not self._space.full:
             new, left = self._space.reserve(ids, lengths, left)
             self._space.publish(ids, lengths, new)
-            rejected -= len(new.at)
-        self._index.counters.add((Count.REJECTED, rejected))
+            self.rejected -= len(new.at)
 
     @property
     def evictions(self) -> int:
         """Number of evicted records."""
         return self._index.counters.totals()[Count.EVICTIONS]
-
-    @property
-    def rejected(self) -> int:
-        """Number of rejected records."""
-        return self._index.counters.totals()[Count.REJECTED]
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return which of `ids` are resident."""
