@@ -132,25 +132,11 @@ ALIKE = {"G": 1000, "P": 1000, "S": 50_000, "warm": 1000, "cold": 1000}
 ALONE = {"G": 1000, "P": 1000, "S": 50_000, "warm": 490, "cold": 480}  # what the job reached; its parts would give 495
 FAST = {"G": 2984, "P": 1600, "S": 40_000, "warm": 1420, "cold": 1400}
 HAND: list[tuple[dict[str, Any], int, dict[str, Any], str, float, list[str]]] = [
-    (
-        FAST,
-        2,
-        {"cpus": 24, "cache": "100%"},
-        "compute",
-        2984,
-        ["device: 2.00x", "more CPUs: gains less than 2%, the"],
-    ),
+    (FAST, 2, {"cpus": 24, "cache": "100%"}, "compute", 2984, ["device: 2.00x", "more CPUs: gains less than 2%"]),
     (ALIKE, 4, {}, "prep and compute", 1000, ["Prep and the device are the limit", "more CPUs: gains less than 2%"]),
     (ALONE, 0, {}, "prep", 490, ["Prep is the limit"]),
     (ALONE, 0, {"cpus": 4}, "compute", 1000, []),
-    (
-        {"G": 100, "cold": 100, "warm": 100},
-        4,
-        {},
-        "compute",
-        100,
-        ["The device is the limit", "device: 2.00x"],
-    ),
+    ({"G": 100, "cold": 100, "warm": 100}, 4, {}, "compute", 100, ["The device is the limit", "device: 2.00x"]),
     ({"P": 200, "S": 5000, "cold": 200, "warm": 200}, 4, {}, "prep", 200, ["more CPUs: 2.00x. Take twice as many"]),
     ({"S": 50, "cold": 50}, 4, {}, "fetch", 50, ["Storage is the limit", "faster storage: 2.00x"]),
     ({**ALIKE, "S": 5000, "cold": 500, "warm": 500}, 4, {}, "cpu", 500, ["Work that shares the CPUs is the limit"]),

@@ -19,7 +19,7 @@ def test_the_article() -> None:
     assert [figure["mean"] for figure in fast["first"]] == [pytest.approx(20.1, abs=0.4), pytest.approx(29.9, abs=0.4)]
     assert [figure["mean"] for figure in fast["steady"]] == [pytest.approx(law, rel=0.01) for law in fast["law"]]
     assert fast["advice"] == "prefetch gains 50%: copy and step overlap"
-    slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=12)
+    slow = compare(Pipeline(load=0.160, **ARTICLE), seeds=16)
     assert [figure["mean"] for figure in slow["first"]] == [pytest.approx(16.0, abs=0.3), pytest.approx(16.15, abs=0.3)]
     assert slow["law"] == [18.75, 18.75]
     assert slow["advice"].startswith("prefetch gains nothing here: add loaders (6 would")

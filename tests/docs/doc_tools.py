@@ -1,18 +1,13 @@
-"""The pages of the documentation, the public names that they describe, and a process that runs their code."""
+"""The pages of the documentation, and the public names that they describe."""
 
 import importlib
 import inspect
-import json
 import re
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
-
 import stallfree as sf
-from warm import Interpreter
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
@@ -22,7 +17,6 @@ _TITLE = re.compile(r'title="(?P<title>[^"]+)"')
 _NOT_RUN = re.compile(r"<!-- not run: .+? -->\n\Z")
 _INLINE = re.compile(r"`(stallfree [a-z][^`]*)`")
 _ENTRY = re.compile(r"^::: stallfree\.(\S+)$", re.MULTILINE)
-_EXAMPLE = re.compile(r"^Example:\n    ```python\n(?P<code>(?:    .*\n|\n)+?)    ```\Z", re.MULTILINE)
 
 REFERENCE = [name for page in PAGES if page.parent.name == "reference" for name in _ENTRY.findall(page.read_text())]
 """The names that the pages of the reference describe."""
@@ -88,78 +82,3 @@ def methods(value: Any) -> Iterator[tuple[str, Any]]:
             plain = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
             if inspect.isfunction(plain):
                 yield name, plain
-
-
-class Example(NamedTuple):
-    """The example of a docstring: where it is, and its code."""
-
-    place: str
-    code: str
-
-    @property
-    def needs(self) -> str:
-        """What it needs beside stallfree's own requirements, as its first line says; empty for nothing."""
-        needed = re.match(r"# needs (.+)", self.code)
-        return needed[1] if needed else ""
-
-
-def example(value: Any) -> Example | None:
-    """The example of a class or function; None if its docstring has none."""
-    plain = inspect.unwrap(value)
-    shown = _EXAMPLE.search(inspect.getdoc(plain) or "")
-    return Example(f"{plain.__module__}.{plain.__qualname__}", textwrap.dedent(shown["code"])) if shown else None
-
-
-# -- runs -------------------------------------------------------------------------------------------------------------
-
-_RUNNER = """
-import gc, json, os, sys, traceback, warnings
-top, came = os.getcwd(), {{}}
-for name, parts in json.loads({pieces!r}):
-    os.mkdir(name.replace("/", "-"))
-    os.chdir(name.replace("/", "-"))
-    sys.path.insert(0, os.getcwd())
-    space = {{"__name__": "__main__"}}
-    try:
-        with warnings.catch_warnings():
-            for place, line, file, code in parts:
-                if file:
-                    with open(file, "w") as opened:
-                        opened.write(code)
-                exec(compile("\\n" * (line - 1) + code, place, "exec"), space)
-    except BaseException:
-        came[name] = traceback.format_exc()
-    space.clear()
-    gc.collect()
-    for module in ("train", "job"):  # files of the page
-        sys.modules.pop(module, None)
-    del sys.path[0]
-    os.chdir(top)
-print("came of it:", json.dumps(came))
-"""
-"""All pieces in one process, each in a folder and a namespace of its own: what one imports, the others need not."""
-
-
-class Part(NamedTuple):
-    """Code that is run: its file and line for tracebacks, the file that it is written to first ("" for none)."""
-
-    place: str
-    line: int
-    file: str
-    code: str
-
-
-def tracebacks(interpreter: Interpreter, store_root: Path, pieces: dict[str, list[Part]]) -> dict[str, str]:
-    """Run the parts of each piece in order. Returns the tracebacks of those that failed, by name."""
-    ended = interpreter.run(_RUNNER.format(pieces=json.dumps(list(pieces.items()))))
-    assert ended.code == 0, ended.err
-    assert not list(store_root.iterdir()), "a cache was left behind"
-    found: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
-    assert found or "Traceback" not in ended.err, ended.err
-    return found
-
-
-def chosen(request: pytest.FixtureRequest, name: str) -> list[Any]:
-    """The values of a parameter of the tests of a module that are run in this session and use its fixture `came`."""
-    items: list[Any] = [item for item in request.session.items if item.getparent(pytest.Module).obj is request.module]  # type: ignore[union-attr]
-    return [item.callspec.params[name] for item in items if "came" in item.fixturenames]
