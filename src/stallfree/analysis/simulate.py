@@ -80,9 +80,7 @@ class Pipeline:
         load: a loader's time for a batch.
         transfer: the copy to the device.
         compute: the step.
-        prefetch: copy the next batch while the device computes.
-        depth: batches on the device in addition to the one in use, with `prefetch`.
-        queue: capacity of the queue in ready batches; two per loader if None.
+        prefetch: copy the next batch while the device computes; one waits on the device at most.
         variation: coefficient of variation of all three times, which are gamma distributed; 0: constant.
 
     Raises `InputError` for invalid values.
@@ -93,23 +91,19 @@ class Pipeline:
     transfer: float
     compute: float
     prefetch: bool = False
-    depth: int = 1
-    queue: int | None = None
     variation: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("loaders", "depth", "queue"):
-            if (value := getattr(self, name)) is not None:
-                parse_whole(value, name, 1)
+        parse_whole(self.loaders, "loaders", 1)
         for name in ("load", "transfer", "compute", "variation"):
             _check_number(getattr(self, name), name, zero=name != "load")
         if self.compute + self.transfer <= 0:
             raise errors.InputError("transfer or compute must be above 0 seconds")
 
     @property
-    def queue_size(self) -> int:
+    def queue(self) -> int:
         """Capacity of the queue in ready batches."""
-        return self.queue or 2 * self.loaders
+        return 2 * self.loaders
 
     @property
     def law(self) -> float:
@@ -156,9 +150,8 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
 
     loading = [(work(f"loader {n}", "load", n, 0.0, pipeline.load), n, n) for n in range(pipeline.loaders)]
     heapq.heapify(loading)
-    taken = deque([0.0] * pipeline.queue_size, pipeline.queue_size)  # when the last batches left the queue
-    used = deque([0.0] * pipeline.depth, pipeline.depth)  # when the last batches left their places on the device
-    copier = device = 0.0  # when each is free
+    taken = deque([0.0] * pipeline.queue, pipeline.queue)  # when the last batches left the queue
+    copier = device = used = 0.0  # when each is free, and when the last batch was used
     begun = pipeline.loaders
     while loading[0][0] < seconds:
         loaded, batch, loader = heapq.heappop(loading)
@@ -167,9 +160,9 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
         begun += 1
         taken.append(max(queued, copier))
         copied = work("copy", "copy", batch, taken[-1], pipeline.transfer)
-        copier = max(copied, used[0]) if pipeline.prefetch else copied
-        used.append(max(copier, device))
-        device = work("device", "compute", batch, used[-1], pipeline.compute)
+        copier = max(copied, used) if pipeline.prefetch else copied
+        used = max(copier, device)
+        device = work("device", "compute", batch, used, pipeline.compute)
         if not pipeline.prefetch:
             copier = device
     return Run(pipeline, seconds, tuple(sorted(events, key=lambda event: (event.end, event.start, event.actor))))
@@ -261,8 +254,8 @@ def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0
     """Both runs of a pipeline, of seed 0, and their comparison, in the format of `simulation_page`."""
     comparison, runs = compare(pipeline, seeds=seeds, seconds=seconds), []
     for prefetch, name in enumerate(_KINDS):
-        run, depth = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds), prefetch * pipeline.depth
-        runs.append(run_data(name, run.events, seconds=seconds, queue=pipeline.queue_size, depth=depth))
+        run = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
+        runs.append(run_data(name, run.events, seconds=seconds, queue=pipeline.queue, depth=prefetch))
     load, transfer, compute = map(format_seconds, (pipeline.load, pipeline.transfer, pipeline.compute))
     title = (
         f"{render.plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to "
