@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from report_data import make
 
+from report_examples import make
 from stallfree import Report
 from stallfree.analysis.measure import combined, next_half_width
 from stallfree.analysis.model import Setting

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from report_data import make
 
+from report_examples import make
 from stallfree import InputError, Report
 from stallfree.analysis.measure import Rate
 from stallfree.analysis.model import Costs, choose

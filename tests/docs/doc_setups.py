@@ -133,9 +133,9 @@ def decode(frame): return np.frombuffer(frame, np.uint8).copy()
 _REPORT = """
 import sys
 sys.path.insert(0, {folder!r})
-from report_data import make
+from report_examples import make
 make({{"G": 900, "P": 500, "P_hit": 800, "S": 100, "C": 9000, "cold": 100, "warm": 450}}).save("report.json")
-""".format(folder=str(ROOT / "tests" / "analysis"))
+""".format(folder=str(ROOT / "tests" / "support"))
 
 EXAMPLES_BEFORE = {
     **dict.fromkeys(["stallfree.Report", "stallfree.Report.load", "stallfree.Report.predict"], _REPORT),

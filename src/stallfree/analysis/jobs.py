@@ -14,7 +14,6 @@ from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree import errors
@@ -200,7 +199,7 @@ class CyclingSampler:
 
     _CHECKED = 200
 
-    def __init__(self, ids: npt.ArrayLike, paths: Callable[[int], list[str]] | None = None) -> None:
+    def __init__(self, ids: Any, paths: Callable[[int], list[str]] | None = None) -> None:
         self._ids, self._paths = np.asarray(ids), paths
         self.resident: list[float] = []
 

@@ -138,7 +138,7 @@ def replay(
         for number, ids in enumerate(epochs):
             if importance is not None:
                 cache.set_scores(np.arange(num_ids), importance[number])
-            done.append(_run(cache, ids, uses[number], bytes_of, batch_size))
+            done.append(cache.replay(ids, uses[number], batch_size))
             if on_epoch is not None:
                 on_epoch(done[-1])
         return Replay(policy.name, size if bytes_of is None else 0, tuple(done), cache.resident())
@@ -201,6 +201,18 @@ class SimulatedCache:
         """Number of evicted records."""
         return self._index.counters.totals()[Count.EVICTIONS]
 
+    def replay(self, ids: Ids, uses: Scores | None, batch_size: int) -> EpochReplay:
+        """Replay an epoch; `uses` are the next uses of its ids, for the oracle."""
+        misses, size, evictions, rejected = 0, 0, self.evictions, self.rejected
+        for start in range(0, len(ids), batch_size):
+            batch = ids[start : start + batch_size]
+            if uses is not None:
+                self.set_scores(batch, -uses[start : start + batch_size])
+            missed = self.use(batch)
+            misses, size = misses + len(missed), size + int(self._sizes[missed].sum())
+        counts = self.evictions - evictions, self.rejected - rejected
+        return EpochReplay(len(ids), len(ids) - misses, misses, size, *counts)
+
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return which of `ids` are resident."""
         return self._index.first[ids] != 0  # type: ignore[no-any-return]
@@ -219,28 +231,12 @@ class _Queue:
         self.victims_limit = np.zeros(1, np.complex128)
 
 
-def _run(cache: SimulatedCache, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
-    hits, size = 0, 0
-    evictions, rejected = cache.evictions, cache.rejected
-    for start in range(0, len(ids), batch_size):
-        batch = ids[start : start + batch_size]
-        if uses is not None:
-            cache.set_scores(batch, -uses[start : start + batch_size])
-        missed = cache.use(batch)
-        hits += len(batch) - len(missed)
-        if sizes is not None:
-            size += int(sizes[missed].sum())
-    return EpochReplay(len(ids), hits, len(ids) - hits, size, cache.evictions - evictions, cache.rejected - rejected)
-
-
 def _epochs(trace: Any) -> list[Ids]:
     """The ids of each epoch. Raises `InputError` for what holds none."""
     if isinstance(trace, Plan) or (isinstance(trace, np.ndarray) and trace.ndim == 1):
         trace = [trace]
-    if not isinstance(trace, Iterable) or isinstance(trace, (str, bytes)):
-        raise errors.InputError(
-            f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of sequences of ids"
-        )
+    if not isinstance(trace, Iterable):
+        raise errors.InputError(f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of ids of epochs")
     items = list(trace)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         items = [items]
