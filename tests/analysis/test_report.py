@@ -7,8 +7,7 @@ import pytest
 from report_examples import make
 from stallfree import InputError, Report
 from stallfree.analysis.measure import Rate
-from stallfree.analysis.model import Costs, choose
-from stallfree.analysis.predict import Remedy
+from stallfree.analysis.model import Costs, Option, choose
 from stallfree.analysis.report import report_page
 
 
@@ -45,11 +44,11 @@ def test_the_end_of_the_fetch_stall_is_told() -> None:
     assert report.data["advice"][0]["gain"] == pytest.approx(4, rel=0.02)
 
 
-def prepared(storage: float, *, random: float = 1e-4) -> Remedy:
+def prepared(storage: float, *, random: float = 1e-4) -> Option:
     """What `cache="auto"` chooses for prep of 10 ms per sample, all of it deterministic but `random` seconds."""
     hit, size = {"fetched": 0.01, "prepared": random}, {"fetched": 50_000.0, "prepared": 20_000.0}
-    costs = Costs(10_000, storage, 0.010, hit, {"fetched": 1e-5, "prepared": 1e-5}, size, 5000.0)
-    return Remedy(costs, choose(costs, 1 << 30, 4))
+    costs = Costs(10_000, storage, 0.010, hit, {"fetched": 1e-5, "prepared": 1e-5}, size)
+    return choose(costs, 1 << 30, 4)
 
 
 PREP_BOUND: dict[str, float | None] = {"G": 5000, "P": 400, "S": 3000, "cold": 400, "warm": 400}

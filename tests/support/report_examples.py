@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from stallfree.analysis.measure import Rate
-from stallfree.analysis.predict import Remedy
+from stallfree.analysis.model import Option
 from stallfree.analysis.report import Report, make_report
 from stallfree.analysis.simulate import Event, run_data
 
@@ -21,7 +21,7 @@ def make(
     name: str = "Source",
     parted: bool = True,
     cache: Any = None,
-    remedy: Remedy | None = None,
+    remedy: Option | None = None,
     placement: dict[str, Any] | None = None,
     measured: dict[str, Rate] | None = None,
     workers: int = 4,

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from stallfree import errors
-from stallfree.analysis import jobs, measure, model, predict, render
+from stallfree.analysis import jobs, measure, model, render
 from stallfree.analysis.auto import AutoCache, Trial
 from stallfree.analysis.report import Report, make_report
 from stallfree.cache.capacity import free_memory, free_space
@@ -287,10 +287,8 @@ class Analysis:
         _moved(batch, self._job.device)
         self._job.wait()
 
-    def _remedy(
-        self, rates: dict[str, measure.Rate], cache: int | str | None, record_bytes: float
-    ) -> predict.Remedy | None:
-        """The choice of `DataLoader(cache="auto")`, with the S and the G measured here; None if nothing is cached."""
+    def _remedy(self, rates: dict[str, measure.Rate], cache: Any, record_bytes: float) -> model.Option | None:
+        """The choice of `DataLoader(cache="auto")`, with the S measured here; None if nothing is cached."""
         job, trial = self._job, Trial()
         size = free_memory() // 2 if cache is None else parse_room(cache, "cache")
         capacity = int(size * len(job.source) * record_bytes) if isinstance(size, float) else size
@@ -304,10 +302,8 @@ class Analysis:
         self._note("; ".join(filter(None, (verdict.line, verdict.reasons))))
         if trial.costs is None:
             return None
-        costs = replace(trial.costs, compute=float(rates["G"]))
-        if job.parted:
-            costs = replace(costs, storage=float(rates["S"]))
-        return predict.Remedy(costs, model.choose(costs, capacity, max(1, job.num_workers)))
+        costs = replace(trial.costs, storage=float(rates["S"])) if job.parted else trial.costs
+        return model.choose(costs, capacity, max(1, job.num_workers))
 
     def _place(self) -> dict[str, Any] | None:
         """The job in memory with a step on the CPUs and on the device, if there is one that can run on both."""

@@ -361,7 +361,7 @@ class AutoCache:
             "fetched": f"{samples}, as they are before the transform" if is_cut else f"{samples}, as they are read",
             "prepared": f"{samples}, as they are after the transforms that are not random",
         }[choice.form]
-        saved = costs.samples * (1 / expect(costs, NOTHING, 0, self.num_workers).rate - 1 / choice.rate)
+        saved = costs.samples * (1 / replace(choice, hits=0.0).rate - 1 / choice.rate)
         return (
             f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this "
             f"saves up to {format_seconds(saved)} of loading per epoch; {processes}"

@@ -92,7 +92,6 @@ class Costs:
         hit: a cached sample, by form.
         read: the read from the cache in it, by form.
         size: bytes of a cached sample, by form; infinite if it cannot be stored.
-        compute: G in samples/s; infinite if unknown.
         fetched: mean bytes of a fetched record.
     """
 
@@ -102,7 +101,6 @@ class Costs:
     hit: Mapping[str, float]
     read: Mapping[str, float] = field(default_factory=dict)
     size: Mapping[str, float] = field(default_factory=dict)
-    compute: float = math.inf
     fetched: float = 0.0
 
 
@@ -134,7 +132,7 @@ def expect(costs: Costs, form: str, capacity: int, workers: int) -> Option:
     hits = min(1.0, capacity / (costs.samples * size))
     hit, read = costs.hit.get(form, costs.miss), costs.read.get(form, 0.0)
     miss_rate, hit_rate, read_rate = (workers / max(1e-9, seconds) for seconds in (costs.miss, hit, read))
-    rates = Rates(costs.compute, miss_rate, hit_rate, costs.storage, read_rate)
+    rates = Rates(math.inf, miss_rate, hit_rate, costs.storage, read_rate)
     return Option(form, hits, rates, hits * costs.samples * size if hits else 0.0)
 
 
@@ -295,12 +293,12 @@ class Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
 
-    def with_option(self, option: Option, nothing: Option, workers: int) -> Setting:
-        """With a cache, scaled by its change relative to `nothing` in the same model."""
+    def with_option(self, option: Option, workers: int) -> Setting:
+        """With a cache, scaled by its change relative to misses only in the same model."""
         prep = self.rates.prep
         if not self.overlap:  # fetch and prep alternate
             prep = 1 / (1 / self.rates.storage + 1 / prep)
-        prep *= option.rates.prep_at(option.hits) / nothing.rates.prep
+        prep *= option.rates.prep_at(option.hits) / option.rates.prep
         fetch = option.rates.fetch_at(option.hits)
         rates = Rates(self.rates.compute, prep, prep, fetch, fetch)
         return replace(self, rates=rates, hits=option.hits, cpus=workers, workers=workers, overlap=True)

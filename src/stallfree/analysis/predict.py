@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stallfree.analysis.model import NOTHING, WORTH, Costs, Option, Setting, expect
+from stallfree.analysis.model import NOTHING, WORTH, Option, Setting
 from stallfree.analysis.render import plural, speed
 from stallfree.units import format_size
 
@@ -171,22 +171,19 @@ def _jobs_fed(setting: Setting) -> str:
     return f"jobs on this host: {fed or 'not even one'} fed without stalls; any number if batches are prepared once"
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """The choice of `DataLoader(cache="auto")`, and what it follows from."""
+def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[dict[str, Any]]:
+    """The recommendations that gain 2%: first those without other hardware, then the others, each by gain.
 
-    costs: Costs
-    choice: Option
-
-
-def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
-    """The recommendations that gain 2%: first those without other hardware, then the others, each by gain."""
+    Args:
+        now: the job as measured.
+        data: of the report.
+        remedy: the choice of `DataLoader(cache="auto")`.
+    """
     changes, workers = list(_changes(now)), now.workers
-    if remedy is not None and remedy.choice.form != NOTHING:
-        choice, size, nothing = remedy.choice, remedy.choice.memory, expect(remedy.costs, NOTHING, 0, workers)
-        auto = now.with_option(choice, nothing, max(1, workers))
+    if remedy is not None and remedy.form != NOTHING:
+        size, auto = remedy.memory, now.with_option(remedy, max(1, workers))
         capacity = f"cache='auto', capacity='{format_size(1.05 * size)}'"
-        cached = f"{choice.hits:.0%} cached ({choice.form})"
+        cached = f"{remedy.hits:.0%} cached ({remedy.form})"
         do = f"Use sf.DataLoader(dataset, {data['job']['batch_size']}, {capacity}): {cached}"
         if now.gain(auto) >= now.gain(changes[0].then) and size <= changes[0].memory:
             del changes[0]

@@ -16,7 +16,7 @@ from stallfree import errors
 from stallfree.analysis import predict as prediction
 from stallfree.analysis import render
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Rate, next_half_width
-from stallfree.analysis.model import Rates, Setting
+from stallfree.analysis.model import Option, Rates, Setting
 from stallfree.cache.capacity import free_memory
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
@@ -191,7 +191,7 @@ def make_report(
     notes: Sequence[str],
     *,
     drift: float = 0.0,
-    remedy: prediction.Remedy | None = None,
+    remedy: Option | None = None,
     placement: dict[str, Any] | None = None,
 ) -> Report:
     """Create the report of the runs of an analysis.
