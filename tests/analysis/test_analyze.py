@@ -4,7 +4,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,51 +12,25 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from typer.testing import CliRunner
 
 import stallfree as sf
+from cached_data import Given, Numbers
 from stallfree import InputError
 from stallfree.analysis import analyze as analyzing
 from stallfree.analysis.analyze import Analysis
 from stallfree.analysis.jobs import CyclingSampler, Job, drop_pages, read_files, resident_share
 from stallfree.analysis.render import progress_bar
-from stallfree.cli import main
-from stallfree.sources.mapped import BaseSource
-
-SHORT = 0.1  # seconds for each measurement
-
-
-class Records(BaseSource):
-    """Pieces of memory of 10,000 bytes."""
-
-    def __init__(self, count: int = 64, prepare: Any = None) -> None:
-        self.pipeline = sf.Compose([prepare or Prepare()])
-        self.count = count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def _record(self, id: int) -> Any:
-        return bytes(10_000), id
-
-    def fingerprint(self) -> str:
-        return f"records-{self.count}"
-
-
-@sf.mark_random
-class Prepare:
-    def __call__(self, record: Any) -> Any:
-        return np.full(100, record[1], np.float32), record[1]
+from stallfree.cli import app
 
 
 class Files(torch.utils.data.Dataset[Any]):
     """A plain data set that reads a file per sample."""
 
     def __init__(self, folder: Path, count: int = 48) -> None:
-        self.paths = []
-        for id in range(count):
-            path = folder / f"{id}.bin"
-            path.write_bytes(np.full(20_000, id, np.uint8).tobytes())
-            self.paths.append(path)
+        self.paths = [folder / f"{id}.bin" for id in range(count)]
+        for id, path in enumerate(self.paths):
+            path.write_bytes(bytes([id]) * 20_000)
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -70,7 +44,7 @@ def nothing(batch: Any) -> None:
 
 
 def quick(dataset: Any, step: Any = nothing, **arguments: Any) -> sf.Report:
-    given = {"batch_size": 4, "num_workers": 1, "seconds": SHORT, "progress": False, **arguments}
+    given = {"batch_size": 4, "num_workers": 1, "seconds": 0.1, "progress": False, **arguments}
     return sf.analyze(dataset, step, **given)
 
 
@@ -78,14 +52,14 @@ def test_a_source_behind_slow_storage() -> None:
     seen: list[tuple[int, ...]] = []
 
     def step(batch: Any) -> None:
-        pictures, labels = batch
-        assert torch.equal(pictures[:, 0].long(), labels)
-        seen.append(tuple(pictures.shape))
+        numbers, labels = batch
+        assert torch.equal(numbers[:, 0], labels)
+        seen.append(tuple(numbers.shape))
 
-    with_limit = sf.testing.ThrottledSource(Records(24), bandwidth="500KB/s")  # 50 samples/s
+    with_limit = sf.testing.ThrottledSource(Numbers(24, size=1250), bandwidth="500KB/s")  # 50 samples/s
     data = quick(with_limit, step, seconds=0.2, batch_size=2, num_workers=0).data  # a busy machine delays workers
     rates = {name: rate["value"] for name, rate in data["rates"].items()}
-    assert set(seen) == {(2, 100)}
+    assert set(seen) == {(2, 1250)}
     assert rates["S"] < 1.5 * 50 < min(rates["P"], rates["G"], rates["C"])
     assert rates["F"] == pytest.approx(rates["S"])
     assert (data["job"]["sample_bytes"], data["job"]["loader"]) == (10_000, "stallfree")
@@ -94,7 +68,7 @@ def test_a_source_behind_slow_storage() -> None:
 
 
 def test_a_cached_data_set_is_analysed_with_its_cache() -> None:
-    with sf.CachedDataset(Records(200), capacity=1_000_000, form="fetched") as cached:
+    with sf.CachedDataset(Numbers(200, size=1250), capacity=1_000_000, form="fetched") as cached:
         before = cached.stats()
         report = quick(cached)
         assert cached.stats() == before  # the user's cache was not touched
@@ -136,9 +110,7 @@ def test_a_cache_of_files_is_analysed_with_files_in_memory(tmp_path: Path) -> No
         assert cached.stats() == before
     rates = {name: found["value"] for name, found in report.data["rates"].items()}
     assert rates["P"] == rates["P_hit"] < 20 < min(rates["S"], rates["C"])
-    assert report.data["job"]["sample_bytes"] == 20_000
-    assert report.data["job"]["cache_share"] == 1
-    assert not report.setting().loading.overlap
+    assert (report.data["job"]["sample_bytes"], report.data["job"]["cache_share"]) == (20_000, 1)
     slow = report.predict(storage="200KB/s", cache=0)
     assert slow.F == pytest.approx(10)
     # in turn, and not at once, which would give min(F, P); other limits, such as the CPUs, may be lower still
@@ -160,17 +132,16 @@ def work(seconds: float) -> None:
         pass
 
 
+@sf.mark_random
 def busy(record: Any) -> Any:
     """Prep that takes 4 ms of CPU time."""
     work(0.004)
-    return np.full(100, record[1], np.float32), record[1]
+    return record
 
 
-@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_miss_costs_the_prep_and_the_cpu_time_of_the_fetch(workers: int) -> None:
-    rates = quick(Busy(Records(24, busy)), seconds=0.3, num_workers=workers).data["rates"]
-    hit, miss = (1 / rates[name]["value"] for name in ("P", "P_miss"))
-    assert miss - hit == pytest.approx(0.002 / max(1, workers), rel=0.2)
+def test_a_miss_costs_the_prep_and_the_cpu_time_of_the_fetch() -> None:
+    rates = quick(Busy(Numbers(24, [busy])), seconds=0.3, num_workers=0).data["rates"]
+    assert 1 / rates["P_miss"]["value"] - 1 / rates["P"]["value"] == pytest.approx(0.002, rel=0.2)
 
 
 def test_a_plain_data_set_without_files_says_what_it_cannot_know() -> None:
@@ -185,12 +156,16 @@ def failing(batch: Any) -> None:
     raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
 
+UNREADABLE = Given([OSError("the disk is gone")] * 9)
+NAMED = r"fetching sample \d+.* failed: OSError: the disk is gone"
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     (range(3), nothing, {}, "has 3 samples, less than a batch of 4"),
     (range(9), failing, {}, r"step\(batch\) failed: RuntimeError: mat1 and mat2 .* with tensors of \(4,\) int64"),
     (range(9), nothing, {"batch_size": None}, "batch_size=None"),
     (range(9), nothing, {"workers": 3}, "making the loader failed: .*'workers'"),
     ([[1] * (1 + id) for id in range(9)], nothing, {}, "making a batch failed: RuntimeError: "),
+    (UNREADABLE, nothing, {}, NAMED),
+    (torch.utils.data.ConcatDataset([UNREADABLE]), nothing, {}, NAMED),
 ]
 
 
@@ -200,21 +175,9 @@ def test_bad_jobs(dataset: Any, step: Any, arguments: dict[str, Any], message: s
         quick(dataset, step, **{"num_workers": 0, **arguments})
 
 
-class Unreadable(Records):
-    def _record(self, id: int) -> Any:
-        raise OSError("the disk is gone")
-
-
-@pytest.mark.parametrize("dataset", [Unreadable(), torch.utils.data.Subset(Unreadable(), range(9))])
-def test_a_sample_that_cannot_be_read_is_named(dataset: Any) -> None:
-    with pytest.raises(InputError, match=r"fetching sample \d+ failed: OSError: the disk is gone"):
-        quick(dataset)
-
-
 JOB = """
 import time
 import torch
-import stallfree as sf
 
 def build():
     return torch.arange(64).view(16, 4), {"batch_size": 4, "num_workers": 1}, lambda batch: time.sleep(0.001)
@@ -224,80 +187,58 @@ def raises():
 
 def wrong():
     return [1]
-
-number = 3
 """
 
 
 @pytest.fixture
-def command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[Any, str, str]]:
-    """Runs `stallfree` in a folder with `my_job.py`: its exit code, and what it printed and what of errors."""
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with `my_job.py` and a file that is no Python."""
     (tmp_path / "my_job.py").write_text(JOB)
     (tmp_path / "broken.py").write_text("def build(:")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "my_job", raising=False)
-
-    def run(*arguments: str) -> tuple[Any, str, str]:
-        monkeypatch.setattr(sys, "argv", ["stallfree", *arguments])
-        with pytest.raises(SystemExit) as exit:
-            main()
-        return exit.value.code, *capsys.readouterr()
-
-    return run
+    return tmp_path
 
 
-def test_the_commands_end_to_end(tmp_path: Path, command: Callable[..., tuple[Any, str, str]]) -> None:
-    code, out, err = command("analyze", "my_job.py:build", "--seconds", "0.1", "--json", "r.json", "--html", "r.html")
-    assert code == 0, err
-    report = sf.Report.load(tmp_path / "r.json")
+def run(command: str) -> str:
+    return CliRunner().invoke(app, command.split(), catch_exceptions=False).output
+
+
+def test_the_commands_end_to_end(folder: Path) -> None:
+    out = run("analyze my_job.py:build --seconds 0.1 --json r.json --html r.html")
+    report = sf.Report.load(folder / "r.json")
     assert out.startswith(str(report).split("\n")[0])
     assert "stallfree predict r.json" in out
-    assert (tmp_path / "r.html").read_text().lower().startswith("<!doctype html>")
-    code, out, _ = command("predict", "r.json", "--cache", "50%", "--cpus", "24", "--devices", "8", "--jobs", "8")
-    assert (code, out.strip()) == (0, str(report.predict(cache="50%", cpus=24, devices=8, jobs=8)))
+    assert (folder / "r.html").read_text().lower().startswith("<!doctype html>")
+    told = run("predict r.json --cache 50% --cpus 24 --devices 8 --jobs 8")
+    assert told.strip() == str(report.predict(cache="50%", cpus=24, devices=8, jobs=8))
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "message"),
     [
-        (("predict", "absent.json"), "absent.json cannot be read as a report"),
-        (("analyze", "my_job.py:raises"), "my_job.py:raises failed: KeyError: 'which'"),
-        (("analyze", "my_job.py:wrong"), "return (dataset, loader_arguments, step)"),
-        (("analyze", "my_job.py:number"), "has no function 'number'"),
-        (("analyze", "absent.py:build"), "there is no file absent.py"),
-        (("analyze", "broken.py:build"), "loading broken.py failed: SyntaxError"),
-        (("analyze", "my_job.py:build", "--json", "no/folder/r.json"), "no/folder/r.json cannot be written"),
-        (("analyze", "my_job.py:build", "--cache", "101%"), "cache='101%'"),
+        ("predict absent.json", "absent.json cannot be read as a report"),
+        ("analyze my_job.py:raises", "my_job.py:raises failed: KeyError: 'which'"),
+        ("analyze my_job.py:wrong", r"return \(dataset, loader_arguments, step\)"),
+        ("analyze my_job.py:number", "my_job.py:number failed: AttributeError: .*'number'"),
+        ("analyze absent.py:build", "there is no file absent.py"),
+        ("analyze broken.py:build", "broken.py:build failed: SyntaxError"),
+        ("analyze my_job.py:build --json no/folder/r.json", "no/folder/r.json cannot be written"),
+        ("analyze my_job.py:build --cache 101%", "cache='101%'"),
     ],
 )
-def test_the_command_refuses_in_one_line(
-    arguments: tuple[str, ...], message: str, command: Callable[..., tuple[Any, str, str]]
-) -> None:
-    code, out, err = command(*arguments)
-    assert (code, out) == (2, "")
-    assert message in err
-    assert "Traceback" not in err
-
-
-def test_nothing_is_left_to_run_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
-    started = time.monotonic()
-
-    def step(batch: Any) -> None:
-        if time.monotonic() - started > 0.2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        quick(Records(), step)
+@pytest.mark.usefixtures("folder")
+def test_the_command_refuses(command: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        run(command)
 
 
 @sf.mark_deterministic
 def slow(record: Any) -> Any:
     """Prep that takes 2 ms."""
     time.sleep(0.002)
-    return np.full(100, record[1], np.float32), record[1]
+    return record
 
 
 class Timed(Analysis):
@@ -310,9 +251,9 @@ class Timed(Analysis):
 
 @pytest.mark.parametrize("parted", [True, False])
 def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) -> None:
-    source = Records(64, slow)
+    source = Numbers(64, [slow], size=50)
     data = source if parted else torch.utils.data.Subset(source, range(64))
-    with Timed(Job(data, nothing, 4, 1, None, {}), 1.0, progress_bar(False)) as analysis:
+    with closing(Timed(Job(data, nothing, 4, 1, None, {}), 1.0, progress_bar(False))) as analysis:
         analysis.round()
         report = analysis.report()
     assert report.data["bottleneck"].startswith("Prep is the limit")
@@ -324,25 +265,21 @@ def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) 
     assert report.data["advice"][-1]["do"].startswith("Take twice as many CPUs")
 
 
-@pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_prep_that_can_run_in_two_places_is_measured_in_both(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_device: bool
-) -> None:
+def test_prep_that_can_run_in_two_places_is_measured_in_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is the CPU here."""
     monkeypatch.setattr(analyzing, "can_decode", lambda device: True)
-    image = Image.fromarray(np.zeros((40, 50, 3), np.uint8))
     (tmp_path / "a").mkdir()
     for number in range(12):
-        image.save(tmp_path / "a" / f"{number}.jpg")
+        Image.new("RGB", (50, 40)).save(tmp_path / "a" / f"{number}.jpg")
     seen: set[tuple[type, tuple[int, ...]]] = set()
 
     def step(batch: Any) -> None:
         pictures = batch[0].to("cpu")
         seen.add((type(pictures), tuple(pictures.shape)))
 
-    data = sf.ImageFolder(tmp_path, sf.DecodeRandomResizedCrop(8, on_device=on_device))
+    data = sf.ImageFolder(tmp_path, sf.DecodeRandomResizedCrop(8, on_device=True))
     placement = quick(data, step).data["placement"]
-    assert placement["on_device"] == on_device
+    assert placement["on_device"]
     assert placement["CPUs"] > 0 < placement["device"]
     assert seen == {(torch.Tensor, (4, 8, 8, 3))}
 

@@ -1,10 +1,10 @@
 """`DataLoader(cache="auto")`: it decides once, loses nothing, and every sample is what it is without it."""
 
 import json
+import os
 import random
 import time
 from collections import Counter
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ import torch
 
 import stallfree as sf
 from cached_data import Numbers
+from children import Child, until
 from stallfree.analysis import auto
-from stallfree.analysis.auto import AutoCache
 from stallfree.cache import capacity as limits
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import default_root
@@ -52,30 +52,20 @@ def epochs(loader: Any, count: int) -> list[dict[int, bytes]]:
     return found
 
 
-@pytest.mark.parametrize(("workers", "room"), [(0, "120kB"), (2, ROOM)])
-def test_samples_are_those_without_a_cache(workers: int, room: str) -> None:
-    source = Numbers(COUNT, [squared, shaken], size=256)
-    options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "seed": 3}
-    with sf.DataLoader(source, 8, **options) as without:
-        expected = epochs(without, 3)
-    with sf.DataLoader(source, 8, cache="auto", capacity=room, **options) as loader:
-        assert (loader.decision, loader.cached) == ("", None)
-        assert epochs(loader, 3) == expected
-        assert loader.decision
-
-
 class Slow:
     """Samples of 4 KB that take 2 ms each, from storage that counts its requests in a file."""
 
-    def __init__(self, log: Path | None = None, transform: Any = None, seconds: float = 0.002) -> None:
-        self.log, self.transform, self.seconds = log, transform, seconds
+    def __init__(
+        self, log: Path | None = None, transform: Any = None, seconds: float = 0.002, count: int = COUNT
+    ) -> None:
+        self.log, self.transform, self.seconds, self.count = log, transform, seconds, count
 
     def __len__(self) -> int:
-        return COUNT
+        return self.count
 
     def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
         if self.log is not None:
-            with open(self.log, "a") as log:
+            with open(f"{self.log}{os.environ.get('RANK', '')}", "a") as log:
                 log.write(f"{id}\n")
         if self.seconds:
             time.sleep(self.seconds)
@@ -83,8 +73,34 @@ class Slow:
         return (sample if self.transform is None else self.transform(sample)), id
 
 
+class Augmented(Slow):
+    """Augments by itself."""
+
+    def __getitem__(self, id: int) -> Any:
+        return np.array([random.random()]), id
+
+
 def noise(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers + random.random()
+
+
+@pytest.mark.parametrize(
+    ("data", "workers", "room"),
+    [
+        (Numbers(COUNT, [squared, shaken], size=256), 0, "120kB"),
+        (Numbers(COUNT, [squared, shaken], size=256), 2, ROOM),
+        (Slow(transform=noise), 1, ROOM),
+    ],
+)
+def test_samples_are_those_without_a_cache(data: Any, workers: int, room: str) -> None:
+    options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "seed": 3}
+    with sf.DataLoader(data, 8, **options) as without:
+        expected = epochs(without, 3)
+    assert expected[0] != expected[1]
+    with sf.DataLoader(data, 8, cache="auto", capacity=room, **options) as loader:
+        assert (loader.decision, loader.cached) == ("", None)
+        assert epochs(loader, 3) == expected
+        assert ("cut at transform" in loader.decision) == isinstance(data, Slow)
 
 
 def test_what_was_fetched_to_decide_is_kept(tmp_path: Path) -> None:
@@ -102,15 +118,16 @@ def test_what_was_fetched_to_decide_is_kept(tmp_path: Path) -> None:
     assert all(fetched[id] == 2 for id in looked)
 
 
-def test_a_decision_leaves_no_trace_in_the_generators() -> None:
-    for data in (Numbers(COUNT, [squared, shaken]), Slow(transform=noise)):
-        before = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
-        chosen = AutoCache(data, 1 << 22, 0)
-        chosen.begin(0)
-        assert random.getstate() == before[0]
-        assert np.random.get_state()[1].tolist() == before[1]
-        assert torch.equal(torch.get_rng_state(), before[2])
-        chosen.close()
+@pytest.mark.parametrize("data", [Numbers(COUNT, [squared, shaken]), Slow(transform=noise)])
+def test_a_decision_leaves_no_trace_in_the_generators(data: Any) -> None:
+    before, torch_states = (random.getstate(), np.random.get_state()[1].tolist()), list[list[int]]()
+    with sf.DataLoader(data, 8, num_workers=0, cache="auto", capacity=ROOM) as loader:
+        for _ in range(2):  # of which the first one decides
+            torch.manual_seed(0)
+            next(iter(loader))
+            torch_states.append(torch.get_rng_state().tolist())
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert torch_states[0] == torch_states[1], "each iteration draws its seed, as torch's do"
 
 
 @pytest.mark.parametrize(
@@ -129,7 +146,7 @@ def test_a_decision_leaves_no_trace_in_the_generators() -> None:
         (Slow(), "fetched", "all 40 samples, as they are read"),
         (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
         (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),
-        (Slow(seconds=0.0), None, "no samples in memory: it would save less than a tenth"),
+        (Augmented(), None, "no samples in memory: its samples are random, and no part of them can be kept"),
         (Numbers(COUNT), None, "no samples in memory: it would save less than a tenth"),
     ],
 )
@@ -145,32 +162,6 @@ def test_what_is_chosen_and_said(data: Any, form: Any, words: str, capfd: pytest
         assert line.removeprefix("stallfree: ").strip() in loader.decision
         epochs(loader, 2)
         assert capfd.readouterr().err == "", "it decides once"
-
-
-def test_an_augmentation_in_an_attribute_is_cut_and_stays_random() -> None:
-    data = Slow(transform=noise)
-    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
-        expected = epochs(without, 3)
-    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1, cache="auto", capacity=ROOM) as loader:
-        assert epochs(loader, 3) == expected
-        assert "cut at transform" in loader.decision
-    assert expected[0] != expected[1]
-
-
-def test_a_data_set_that_augments_by_itself_goes_on_without_a_cache() -> None:
-    class Augmented:
-        def __len__(self) -> int:
-            return COUNT
-
-        def __getitem__(self, id: int) -> tuple[float, int]:
-            return random.random(), id
-
-    with sf.DataLoader(Augmented(), 8, num_workers=0, cache="auto", capacity=ROOM) as loader:
-        seen = Counter(int(label) for _ in range(2) for _, labels in loader for label in labels)
-        assert seen == dict.fromkeys(range(COUNT), 2)
-        assert loader.cached is None
-        assert "drew random numbers" in loader.decision
-        assert "holds a transform" in loader.decision
 
 
 class Files:
@@ -192,10 +183,7 @@ def doubled(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, A
     return 2 * sample[0], sample[1]
 
 
-@pytest.mark.parametrize("transform", [None, doubled])
-def test_files_are_cached_where_samples_are_random(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transform: Any
-) -> None:
+def test_files_are_cached_where_samples_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a measurement by which these files lie in slow storage."""
     measure = auto.measure_files
     slow = lambda cached, **options: replace(measure(cached, **options), miss=1.0)  # noqa: E731
@@ -203,7 +191,7 @@ def test_files_are_cached_where_samples_are_random(
     data = Files(tmp_path)
     with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
         expected = epochs(without, 3)
-    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": transform}
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": doubled}
     with sf.DataLoader(data, 8, capacity=ROOM, **options) as loader:
         found = epochs(loader, 2)
         for file in tmp_path.iterdir():
@@ -215,8 +203,7 @@ def test_files_are_cached_where_samples_are_random(
     for epoch, wanted in zip(found, expected, strict=True):
         assert epoch.keys() == wanted.keys()
         for id, sample in wanted.items():
-            factor = 2 if transform else 1
-            np.testing.assert_array_equal(np.frombuffer(epoch[id]), factor * np.frombuffer(sample))
+            np.testing.assert_array_equal(np.frombuffer(epoch[id]), 2 * np.frombuffer(sample))
 
 
 def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
@@ -238,25 +225,6 @@ def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
     assert not list(default_root().glob("auto-*"))
 
 
-class TurnsRandom(Slow):
-    """Every 17th sample is random, which eight samples need not show."""
-
-    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
-        sample, _ = super().__getitem__(id)
-        return (sample + random.random() if id == 17 else sample), id
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_data_set_that_proves_random_later_is_read_without_a_cache(workers: int, recwarn: Any) -> None:
-    with sf.DataLoader(TurnsRandom(), 8, num_workers=workers, cache="auto", capacity=ROOM) as loader:
-        found = epochs(loader, 3)
-        decided = loader.decision
-        epochs(loader, 1)
-        assert loader.decision == decided
-    assert len({epoch[17] for epoch in found}) == 3
-    assert all(epoch.keys() == set(range(COUNT)) for epoch in found)
-
-
 class Scaled(Slow):
     scale = 1
 
@@ -264,36 +232,28 @@ class Scaled(Slow):
         return np.full_like(super().__getitem__(id)[0], self.scale), id
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_after_an_attribute_of_the_data_set_is_set_nothing_is_cached(workers: int) -> None:
+def test_after_an_attribute_of_the_data_set_is_set_nothing_is_cached() -> None:
     data = Scaled()
     data.scale = 1
-    with sf.DataLoader(data, 8, num_workers=workers, cache="auto", capacity=ROOM) as loader:
+    with sf.DataLoader(data, 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
         epochs(loader, 2)
         assert loader.cached is not None
-        for epoch in (2, 3):
-            data.scale = epoch
-            with (
-                pytest.warns(sf.StallfreeWarning, match="keeps no samples from now on") if epoch == 2 else nullcontext()
-            ):
-                (found,) = epochs(loader, 1)
-            assert len(set(found.values())) == 1
-            assert np.frombuffer(found[0], np.float32)[0] == epoch
+        data.scale = 2
+        with pytest.warns(sf.StallfreeWarning, match="keeps no samples from now on"):
+            found = epochs(loader, 1)
+        data.scale = 3
+        found += epochs(loader, 1)
         assert loader.cached is None
+    assert [{np.frombuffer(sample, np.float32)[0] for sample in epoch.values()} for epoch in found] == [{2}, {3}]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_workers", 1), ("num_workers", 0), ("timeout", 9.0), ("worker_init_fn", int), ("prefetch_factor", 3)],
-)
-@pytest.mark.parametrize("epoch", [0, 1])
-def test_what_torch_lets_others_set(name: str, value: Any, epoch: int) -> None:
+@pytest.mark.parametrize(("workers", "epoch"), [(1, 0), (0, 1)])
+def test_the_number_of_workers_may_be_set(workers: int, epoch: int) -> None:
     with sf.DataLoader(Slow(), 8, num_workers=2, cache="auto", capacity=ROOM) as loader:
         epochs(loader, epoch)
-        setattr(loader, name, value)
-        assert len(loader) == COUNT // 8
+        loader.num_workers = workers
         assert epochs(loader, 1)[0].keys() == set(range(COUNT))
-        assert loader.stats().num_workers == (value if name == "num_workers" else 2)
+        assert loader.stats().num_workers == workers
 
 
 def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,27 +302,23 @@ def test_without_room_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None
         assert loader.decision == "cache='auto' keeps no samples in memory: full; no worker processes"
 
 
-def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch() -> None:
-    for workers, expected in ((3, 3), (0, 0), (None, 0)):
-        chosen = AutoCache(Slow(seconds=0.0), 1 << 22, workers)
-        chosen.begin(0)
-        assert chosen.num_workers == expected
-        chosen.close()
+@pytest.mark.parametrize(("workers", "used"), [(3, 3), (0, 0), (None, 0)])
+def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch(workers: int | None, used: int) -> None:
+    with sf.DataLoader(Slow(seconds=0.0), 8, num_workers=workers, cache="auto", capacity=ROOM) as loader:
+        epochs(loader, 1)
+        assert loader.num_workers == used
 
 
 def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
-    def make() -> Any:
-        source = Numbers(COUNT, [squared, shaken])
-        return sf.DataLoader(source, 8, shuffle=True, num_workers=0, cache="auto", capacity=ROOM, seed=5)
-
-    with make() as loader:
-        iterator = iter(loader)
-        next(iterator)
-        state = json.loads(json.dumps(loader.state_dict()))
-        rest = [labels.tolist() for _, labels in iterator]
-    with make() as loader:
+    options: dict[str, Any] = {"shuffle": True, "num_workers": 0, "cache": "auto", "capacity": ROOM, "seed": 5}
+    data = Numbers(COUNT, [squared, shaken])
+    with sf.DataLoader(data, 8, **options) as loader:
+        batches = iter(loader)
+        next(batches)
+        state, expected = loader.state_dict(), [labels.tolist() for _, labels in batches]
+    with sf.DataLoader(data, 8, **options) as loader:
         loader.load_state_dict(state)
-        assert [labels.tolist() for _, labels in loader] == rest
+        assert [labels.tolist() for _, labels in loader] == expected
 
 
 @pytest.mark.parametrize(
@@ -405,3 +361,29 @@ def test_an_error_of_the_data_set_is_raised_by_the_loop_and_not_by_the_decision(
         assert next(batches)[1].tolist() == [0]
         with pytest.raises(OSError, match="bad sector"):
             next(batches)
+
+
+# -- several ranks ----------------------------------------------------------------------------------------------------
+
+RANKS = 3
+
+
+def train(rank: int, folder: Path) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4733", "TORCHELASTIC_RUN_ID": "auto"}
+    data, options = Slow(folder / "log", count=600), {"shuffle": True, "seed": 1, "num_workers": 0}
+    loader = sf.DataLoader(data, 8, cache="auto", capacity="8MiB", ranks=(rank, RANKS), **options)
+    next(iter(loader))
+    fetched = (folder / f"log{rank}").read_text().count("\n")
+    (folder / f"{rank}.part").write_text(json.dumps([fetched, loader.decision.split(";")[0]]))
+    (folder / f"{rank}.part").rename(folder / f"{rank}.json")
+    until(lambda: len(list(folder.glob("*.json"))) == RANKS)  # ranks of a job live at the same time
+    loader.close()
+
+
+def test_one_rank_measures_for_all(tmp_path: Path) -> None:
+    children = [Child(train, rank, tmp_path) for rank in range(RANKS)]
+    assert [child.wait() for child in children] == [0] * RANKS
+    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    assert len({decision for _, decision in found}) == 1, "one decision"
+    assert sorted(before for before, _ in found)[-2] <= 4 * 8, "all but one fetch no more than their first batches"

@@ -153,7 +153,7 @@ def test_shuffled_epochs_hit_as_theory_says() -> None:
 
     More is not possible: what is hit in an epoch was there when it began.
     """
-    epochs = [make_plan(1500, shuffle=True, seed=3, epoch=epoch) for epoch in range(5)]
+    epochs = [make_plan(1500, shuffle=True, seed=3, epoch=epoch) for epoch in range(4)]
     steady = {}
     for policy in ("minio", "lru", "random", "oracle"):
         found = replay(epochs, policy=policy, capacity="65%", batch_size=8)

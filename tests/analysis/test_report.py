@@ -3,12 +3,11 @@
 from pathlib import Path
 
 import pytest
-from report_data import make
 
+from report_examples import make
 from stallfree import InputError, Report
 from stallfree.analysis.measure import Rate
-from stallfree.analysis.model import Costs, choose
-from stallfree.analysis.predict import Remedy
+from stallfree.analysis.model import Costs, Option, choose
 from stallfree.analysis.report import report_page
 
 
@@ -38,19 +37,18 @@ def test_predictions_are_the_formula() -> None:
 
 
 def test_the_end_of_the_fetch_stall_is_told() -> None:
-    report = make({})  # F reaches G = 1000 where 1/1000 = x/50000 + (1-x)/250
+    report = make({})  # F reaches 1000 / 1.02, within 2% of G, where 1.02/1000 = x/50000 + (1-x)/250
     best = report.data["curve"]["best"]
-    assert best == pytest.approx((1 / 250 - 1 / 1000) / (1 / 250 - 1 / 50_000), abs=0.01)
-    assert report.data["advice"][0]["do"].startswith("Cache 76% of the samples")
+    assert best == pytest.approx((1 / 250 - 1.02 / 1000) / (1 / 250 - 1 / 50_000), abs=0.01)
+    assert report.data["advice"][0]["do"].startswith("Cache 75% of the samples")
     assert report.data["advice"][0]["gain"] == pytest.approx(4, rel=0.02)
-    assert "Storage is the limit" in report.data["bottleneck"]
 
 
-def prepared(storage: float, *, random: float = 1e-4) -> Remedy:
+def prepared(storage: float, *, random: float = 1e-4) -> Option:
     """What `cache="auto"` chooses for prep of 10 ms per sample, all of it deterministic but `random` seconds."""
     hit, size = {"fetched": 0.01, "prepared": random}, {"fetched": 50_000.0, "prepared": 20_000.0}
-    costs = Costs(10_000, storage, 0.010, hit, {"fetched": 1e-5, "prepared": 1e-5}, size, 5000.0)
-    return Remedy(costs, choose(costs, 1 << 30, 4))
+    costs = Costs(10_000, storage, 0.010, hit, {"fetched": 1e-5, "prepared": 1e-5}, size)
+    return choose(costs, 1 << 30, 4)
 
 
 PREP_BOUND: dict[str, float | None] = {"G": 5000, "P": 400, "S": 3000, "cold": 400, "warm": 400}
@@ -91,41 +89,12 @@ def test_a_loader_that_shares_the_cpus_is_as_fast_as_it_was() -> None:
     assert report.predict().throughput == pytest.approx(500, rel=0.01)
 
 
-CASES: list[tuple[dict[str, float | None], str, str]] = [
-    ({"G": 100, "cold": 100, "warm": 100}, "The device is the limit", "a faster device: "),
-    ({"P": 200, "S": 5000, "cold": 200, "warm": 200}, "Prep is the limit", "more CPUs: 2.00x. Take twice as many"),
-    ({"S": 50, "cold": 50}, "Storage is the limit", "faster storage: 2.00x"),
-    (
-        {"G": 1000, "P": 1000, "S": 5000, "cold": 500, "warm": 500},
-        "Work that shares the CPUs is the limit",
-        "more CPUs: ",
-    ),
-]
-
-
-@pytest.mark.parametrize(("rates", "bottleneck", "answer"), CASES)
-def test_the_bottleneck_and_what_helps(rates: dict[str, float | None], bottleneck: str, answer: str) -> None:
-    report = make(rates)
-    assert report.data["bottleneck"].startswith(bottleneck)
-    helping = [line for line in report.predict().answers if line.startswith(answer)]
-    assert len(helping) == 1
-
-
-def test_with_a_cache_the_report_is_about_the_cached_job() -> None:
-    report = make({}, cache="50%")
-    assert report.data["job"]["cache_share"] == 0.5
-    assert report.data["rates"]["F"]["value"] == pytest.approx(1 / (0.5 / 50_000 + 0.5 / 250))
-    assert report.predict().hits == 0.5
-
-
 def test_what_was_not_measured_limits_nothing_and_is_said() -> None:
     report = make({"S": None, "C": None}, parted=False)
     assert report.data["rates"]["F"]["value"] is None
-    assert any("not measured here" in note for note in report.data["notes"])
     assert report.predict().throughput > 0
     with pytest.raises(InputError, match="does not know how many bytes"):
         report.predict(storage="100MB/s")
-    assert "not measured" in str(report)
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:

@@ -2,19 +2,29 @@
 
 import json
 import re
-from collections.abc import Sequence
-from typing import NamedTuple
 
-from doc_pages import ROOT, blocks
+from doc_tools import ROOT, blocks
 
 _SMALLER = [
     (r"num_workers=\d+", "num_workers=1"),
     (r'"\d+GiB"', '"8MiB"'),
-    (r"range\((90|160|500|600)\)", "range(2)"),
+    (r"range\((5|90|160|500|600)\)", "range(2)"),
+    (r"range\([24]00\)", "range(32)"),
+    (r"epochs=[34]", "epochs=2"),
     (r"batch_size=(64|256)", "batch_size=8"),
     (r"/data/pictures", "pictures"),
+    (r"/data/list", "list"),
+    (r'"/data"', '"."'),
 ]
 """Patterns in the blocks, and what is run in their place, so that a page takes a second at most."""
+
+
+def shrink(code: str) -> str:
+    """The code with smaller numbers."""
+    for pattern, shorter in _SMALLER:
+        code = re.sub(pattern, shorter, code)
+    return code
+
 
 _BASE = """
 import contextlib, os, random
@@ -50,7 +60,7 @@ criterion = nn.CrossEntropyLoss(reduction="none")
 EXAMPLES = _BASE + "loader = sf.DataLoader(dataset, batch_size=4)\n"
 """What the examples in docstrings use; `docs/reference/index.md` says so to readers."""
 
-_WORLD = (
+WORLD = (
     _BASE
     + """
 from torch.optim.lr_scheduler import LambdaLR
@@ -102,43 +112,30 @@ def step(*batch): pass
 """
 
 
-class Setup(NamedTuple):
-    """What one page needs: `world` is run before the first block; `smaller` are patterns and their replacements."""
-
-    world: str = _WORLD
-    smaller: Sequence[tuple[str, str]] = ()
-
-    def shrink(self, code: str) -> str:
-        """The code with smaller numbers."""
-        for pattern, shorter in [*self.smaller, *_SMALLER]:
-            code = re.sub(pattern, shorter, code)
-        return code
-
-
-SETUPS = {
-    "docs/tutorial.md": Setup(world="", smaller=[(r"range\(400\)", "range(24)"), ("epochs=4", "epochs=2")]),
-    "examples/tutorial.ipynb": Setup(world="", smaller=[(r"range\(200\)", "range(32)"), ("epochs=3", "epochs=2")]),
-    "docs/clara.md": Setup(_CLARA, smaller=[(r"/data/list", "list"), (r'"/data"', '"."')]),
-    "docs/howto/volumes.md": Setup(_WORLD + _VOLUMES, smaller=[(r"range\(5\)", "range(2)")]),
-    "docs/howto/migrate.md": Setup(_WORLD + _VOLUMES + _SHARDS + "files = volumes\n"),
-    "docs/howto/integrations.md": Setup(
-        _WORLD
-        + "plain = [(np.zeros(4), id) for id in range(16)]\n"
-        + "import fsspec\n"
-        + "for name in 'ab': fsspec.filesystem('memory').pipe(f'/{name}.jpg', Path('pictures/a/0.jpg').read_bytes())\n"
-        + _SHARDS
-        + "Path('frames.raw').write_bytes(bytes(1024))\n"
-        + "def decode(frame): return np.frombuffer(frame, np.uint8).copy()\n"
-    ),
+WORLDS = {
+    "docs/tutorial.md": "",
+    "examples/tutorial.ipynb": "",
+    "docs/clara.md": _CLARA,
+    "docs/howto/volumes.md": WORLD + _VOLUMES,
+    "docs/howto/migrate.md": WORLD + _VOLUMES + _SHARDS + "files = volumes\n",
+    "docs/howto/integrations.md": WORLD
+    + _SHARDS
+    + """
+import fsspec
+plain = [(np.zeros(4), id) for id in range(16)]
+for name in "ab": fsspec.filesystem("memory").pipe(f"/{name}.jpg", Path("pictures/a/0.jpg").read_bytes())
+Path("frames.raw").write_bytes(bytes(1024))
+def decode(frame): return np.frombuffer(frame, np.uint8).copy()
+""",
 }
-"""By page; one that is not here has the world of all."""
+"""What is run before the first block of a page; one that is not here has `WORLD`."""
 
 _REPORT = """
 import sys
 sys.path.insert(0, {folder!r})
-from report_data import make
+from report_examples import make
 make({{"G": 900, "P": 500, "P_hit": 800, "S": 100, "C": 9000, "cold": 100, "warm": 450}}).save("report.json")
-""".format(folder=str(ROOT / "tests" / "analysis"))
+""".format(folder=str(ROOT / "tests" / "support"))
 
 EXAMPLES_BEFORE = {
     **dict.fromkeys(["stallfree.Report", "stallfree.Report.load", "stallfree.Report.predict"], _REPORT),

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
-from doc_pages import ROOT
+from doc_tools import ROOT
 
 from stallfree import errors
 from stallfree.errors import DOCUMENTATION, StallfreeError

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from doc_pages import PAGES, ROOT
+from doc_tools import PAGES, ROOT
 
 import stallfree as sf
 

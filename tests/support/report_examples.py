@@ -1,65 +1,51 @@
-"""A report and a simulation that could have been: F crosses P within the range of cache sizes, C was not measured."""
+"""Reports and a simulation made by hand, and the page as a browser would find it."""
 
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from typing import Any
 
+import torch
+
+from stallfree.analysis.measure import Rate
+from stallfree.analysis.model import Option
+from stallfree.analysis.report import Report, make_report
 from stallfree.analysis.simulate import Event, run_data
 
 NAME = "Pictures</script><b>&\"'[red]"
 """A data set's name that means harm to a page and to a terminal."""
 
 
-def measured(value: float | None, note: str = "") -> dict[str, Any]:
-    """A rate with its interval, 2% to each side."""
-    ends = {"low": None, "high": None} if value is None else {"low": 0.98 * value, "high": 1.02 * value}
-    return {"value": value, **ends, "note": note}
+def make(
+    rates: dict[str, float | None],
+    *,
+    name: str = "Source",
+    parted: bool = True,
+    cache: Any = None,
+    remedy: Option | None = None,
+    placement: dict[str, Any] | None = None,
+    measured: dict[str, Rate] | None = None,
+    workers: int = 4,
+) -> Report:
+    """A report with these rates: G, P, P_miss, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
+    job = {"dataset": name, "samples": 10_000, "batch_size": 32, "num_workers": workers}
+    job |= {"loader": "stallfree" if parted else "torch", "parted": parted}
+    job |= {"sample_bytes": 50_000.0 if parted else None, "record_bytes": 50_000.0}
+    default: dict[str, float | None] = {"G": 1000, "P": 2000, "S": 250, "C": 50_000, "copy": None}
+    merged = {**default, "cold": 250, "warm": 1000, **rates}
+    merged = {"P_miss": merged["P"], "P_hit": merged["P"], **merged}
+    all_rates = {
+        name: Rate(None, note="not measured here") if value is None else Rate(float(value), 0.99 * value, 1.01 * value)
+        for name, value in merged.items()
+    } | (measured or {})
+    return make_report(job, torch.device("cpu"), all_rates, cache, [], remedy=remedy, placement=placement)
 
 
 def report() -> dict[str, Any]:
-    """A new report."""
-    share = [step / 20 for step in range(21)]
-    fetch = [1 / (x / 131_072.5 + (1 - x) / 312.5) for x in share]
-    return {
-        "format": "stallfree-report",
-        "version": 1,
-        "made": "2026-05-01T12:00:00+00:00",
-        "versions": {"stallfree": "0.1.0", "torch": "2.13.0", "python": "3.11.7"},
-        "machine": {"cpus": 2, "memory_bytes": 25_769_803_776, "device": "cpu"},
-        "job": {
-            "dataset": NAME, "samples": 3670, "batch_size": 64, "num_workers": 2, "loader": "torch",
-            "sample_bytes": 61_000.0, "cache_share": 0.0,
-        },
-        "rates": {
-            "G": measured(1234.5),
-            "P": measured(811.25),
-            "S": measured(312.5),
-            "C": measured(None, "the samples are larger than the memory: no cache was made"),
-            "F": measured(312.5, "equals S: nothing is cached"),
-        },
-        "runs": {"cold": measured(301.75), "warm": measured(797.5)},
-        "shares": {
-            "cold": {"compute": 0.244, "copy": 0.004, "prep_stall": 0.128, "fetch_stall": 0.624},
-            "warm": {"compute": 0.646, "copy": 0.011, "prep_stall": 0.343, "fetch_stall": 0.0},
-        },
-        "bottleneck": "Storage delivers 312 samples/s, the CPUs prepare 811 and the device trains 1,234: the job waits "
-        "for storage.",
-        "advice": [
-            {
-                "do": "Cache 62% of the samples (140 MB)", "throughput": 811.25, "gain": 2.69,
-                "why": "F rises from 312 to 819, above P = 811, which binds then",
-            },
-            {
-                "do": "Move the data to storage of 158 MB/s or more", "throughput": 805.5, "gain": 2.67,
-                "why": "F reaches P = 811; above that the CPUs are the limit",
-            },
-        ],
-        "curve": {
-            "x": share, "throughput": [min(f, 811.25) for f in fetch], "F": fetch, "best": 0.62,
-            "P": [811.25] * len(share), "G": [1234.5] * len(share),
-        },
-        "notes": ["files could not be made cold: the file system is a network's", "<i>a note</i>"],
-    }  # fmt: skip
+    """A report in which F crosses P within the range of cache sizes, and C was not measured."""
+    rates = {"G": 1234.5, "P": 811.25, "S": 312.5, "C": None, "copy": 100_000.0, "cold": 301.75, "warm": 797.5}
+    data = make(rates, name=NAME, workers=2).data
+    data["notes"].append("<i>a note</i>")
+    return data
 
 
 def worked_out(prefetch: bool) -> list[Event]:

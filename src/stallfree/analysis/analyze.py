@@ -14,13 +14,13 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from itertools import cycle
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 
 from stallfree import errors
-from stallfree.analysis import jobs, measure, model, predict, render
+from stallfree.analysis import jobs, measure, model, render
 from stallfree.analysis.auto import AutoCache, Trial
 from stallfree.analysis.report import Report, make_report
 from stallfree.cache.capacity import free_memory, free_space
@@ -34,7 +34,7 @@ from stallfree.pipeline.compose import Compose, OnItem
 from stallfree.pytree import take_apart
 from stallfree.units import parse_room
 
-RUNS = {
+_RUNS = {
     "G": "G: batches on the device",
     "copy": "copies to the device",
     "samples": "P, S and C: single samples",
@@ -118,7 +118,7 @@ def analyze(
     is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
     if not is_number or not seconds > 0:
         raise errors.InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
-    with render.progress_bar(progress) as shown, Analysis(job, seconds, shown) as analysis:
+    with render.progress_bar(progress) as shown, closing(Analysis(job, seconds, shown)) as analysis:
         for _ in range(analysis.rounds):
             analysis.round()
         return analysis.report(cache)
@@ -127,6 +127,7 @@ def analyze(
 class Analysis:
     """The runs of an analysis, all repeated in each of several rounds.
 
+    Its inputs are prepared at once: batches, and a cache with as many samples as fit, or the samples' files.
     Alternating the runs prevents a change of the machine's speed from affecting only one rate, and the spread over the
     rounds gives intervals that include such changes.
 
@@ -142,30 +143,25 @@ class Analysis:
     def __init__(self, job: jobs.Job, seconds: float, progress: Any) -> None:
         self._job, self.rounds = job, int(max(1, min(_MOST_ROUNDS, seconds)))
         self._seconds, self._progress = seconds / self.rounds, progress
-        self._task = progress.add_task("reading some samples", total=self.rounds * len(RUNS))
+        self._task = progress.add_task("reading some samples", total=self.rounds * len(_RUNS))
         self._measured: list[dict[str, float | None]] = []
         self._notes: list[str] = []
         self._machine: list[float] = []
         self._source = jobs.PartSource(job.source, job.steps)
         self._cold = job.dataset if job.loader == "torch" else self._source
         self._known = np.random.default_rng(0).permutation(len(job.source))
+        self._some = self._known[: max(_SOME, 2 * job.batch_size)].tolist()
         self._files: dict[int, list[str]] = {}
         self._sample_bytes = 0.0
         self._placement: dict[str, Any] | None = None
-
-    def __enter__(self) -> Self:
-        """Prepare the inputs of all rounds: batches, and a cache with as many samples as fit, or the samples' files."""
-        job, some = self._job, self._known[: max(_SOME, 2 * self._job.batch_size)]
         self._first = self._full = None
         with jobs.users_code("the analysis", "Leave this sample out, or correct it"):
             if job.parted:
                 self._first = look(self._source, job.steps)
             else:
-                call = partial(jobs.find_files, job.source, some.tolist(), self._seconds)
+                call = partial(jobs.find_files, job.source, self._some, self._seconds)
                 self._files = call_in_child(call, "the reading of samples")
                 self._known = np.array(list(self._files))
-                sizes = [sum(map(os.path.getsize, paths)) for paths in self._files.values()]
-                self._sample_bytes = sum(sizes) / len(sizes)
         self._few = self._some_batches()
         decodes = any(getattr(_inner(step), "on_device", False) for step in job.steps)
         self._ready = self._few if decodes else [_moved(batch, job.device) for batch in self._few]
@@ -174,9 +170,9 @@ class Analysis:
         if job.parted:
             form = "prepared" if job.cached and job.dataset.form == "prepared" else "fetched"
             self._full = self._filled(self._source, form, self._first)
-        return self
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Remove the cache of the analysis."""
         if self._full is not None:
             self._full.close()
 
@@ -223,7 +219,6 @@ class Analysis:
             "samples": len(job.source),
             "batch_size": job.batch_size,
             "num_workers": job.num_workers,
-            "ahead": job.ahead,
             "loader": job.loader,
             "parted": job.parted,
             "sample_bytes": self._sample_bytes or None,
@@ -243,7 +238,7 @@ class Analysis:
         name = f"analyze-{os.getpid()}-{os.urandom(4).hex()}"
         cached, end = cached_after(first, source, capacity=capacity, form=form, name=name), time.monotonic() + 5
         try:
-            with self._loaded(cached, self._known[: max(_SOME, 2 * self._job.batch_size)].tolist()) as batches:
+            with self._loaded(cached, self._some) as batches:
                 for number, _ in enumerate(batches):
                     if number and time.monotonic() > end:
                         break
@@ -255,16 +250,15 @@ class Analysis:
     def _samples(self) -> None:
         """Measure single samples, in as many processes as the job has workers, each with others."""
         job, number, processes = self._job, len(self._measured) - 1, max(1, self._job.num_workers)
-        self._show("samples")
+        self._begin("samples")
         ids = np.random.default_rng(number).permutation(self._known)[: measure.MOST_SAMPLES * processes].tolist()
 
         def costs_in(process: int) -> model.Costs:
             some = ids[process::processes] or ids
+            files = {id: self._files_of(id) for id in some}
             if self._first is None:
-                read = {id: partial(jobs.read_files, self._files[id]) for id in some}
-                drop = {id: partial(jobs.drop_pages, self._files[id]) for id in some}
-                return measure.measure_reads(job.source, read, drop, seconds=self._seconds)
-            jobs.drop_pages([path for id in some for path in self._files_of(id)])
+                return jobs.measure_reads(job.source, files, seconds=self._seconds)
+            jobs.drop_pages([path for paths in files.values() for path in paths])
             options: dict[str, Any] = {"seconds": self._seconds, "threads": IO_THREADS}
             return measure.measure_samples(self._source, self._first, some, **options)[0]
 
@@ -282,8 +276,7 @@ class Analysis:
             rate = sum(1 / max(1e-9, seconds) for seconds in times)
             unknown = (name == "S" and rate >= 1e9) or (name in "SC" and not has_files)
             self._measured[-1][name] = None if unknown else rate
-        if job.parted:
-            self._sample_bytes = sum(one.fetched for one in costs) / processes
+        self._sample_bytes = sum(one.fetched for one in costs) / processes
 
     def _on_device(self, batches: list[Any], use: Callable[[Any], None]) -> Iterator[int]:
         for batch in cycle(batches):
@@ -294,10 +287,8 @@ class Analysis:
         _moved(batch, self._job.device)
         self._job.wait()
 
-    def _remedy(
-        self, rates: dict[str, measure.Rate], cache: int | str | None, record_bytes: float
-    ) -> predict.Remedy | None:
-        """The choice of `DataLoader(cache="auto")`, with the S and the G measured here; None if nothing is cached."""
+    def _remedy(self, rates: dict[str, measure.Rate], cache: Any, record_bytes: float) -> model.Option | None:
+        """The choice of `DataLoader(cache="auto")`, with the S measured here; None if nothing is cached."""
         job, trial = self._job, Trial()
         size = free_memory() // 2 if cache is None else parse_room(cache, "cache")
         capacity = int(size * len(job.source) * record_bytes) if isinstance(size, float) else size
@@ -311,10 +302,8 @@ class Analysis:
         self._note("; ".join(filter(None, (verdict.line, verdict.reasons))))
         if trial.costs is None:
             return None
-        costs = replace(trial.costs, compute=float(rates["G"]))
-        if job.parted:
-            costs = replace(costs, storage=float(rates["S"]))
-        return predict.Remedy(costs, model.choose(costs, capacity, max(1, job.num_workers)))
+        costs = replace(trial.costs, storage=float(rates["S"])) if job.parted else trial.costs
+        return model.choose(costs, capacity, max(1, job.num_workers))
 
     def _place(self) -> dict[str, Any] | None:
         """The job in memory with a step on the CPUs and on the device, if there is one that can run on both."""
@@ -335,16 +324,17 @@ class Analysis:
 
     @property
     def _warm_up(self) -> int:
-        return 2 * self._job.ahead + max(1, self._job.num_workers)
+        """Twice the batches in flight, and one for each worker."""
+        return max(1, self._job.num_workers) * (2 * int(self._job.arguments.get("prefetch_factor") or 2) + 1)
 
     def _time(self, name: str, batches: Iterator[int], warm_up: int) -> None:
-        self._show(name)
+        self._begin(name)
         with closing(batches):  # type: ignore[type-var]
             self._measured[-1][name] = measure.measure_rate(batches, warm_up, self._seconds)
 
-    def _show(self, name: str) -> None:
-        done = (len(self._measured) - 1) * len(RUNS) + list(RUNS).index(name)
-        self._progress.update(self._task, description=RUNS[name], completed=done)
+    def _begin(self, name: str) -> None:
+        """Show which run begins."""
+        self._progress.update(self._task, description=_RUNS[name], advance=1)
 
     @contextmanager
     def _loaded(self, dataset: Any, ids: Iterable[int]) -> Iterator[Iterator[Any]]:

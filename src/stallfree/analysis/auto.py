@@ -18,8 +18,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from contextlib import closing, suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,15 @@ class Verdict:
 
 @dataclass
 class Trial:
-    """What the process that decides has at hand: for its own cache the samples, or the cache itself."""
+    """What the process that decides has at hand: for its own cache the samples, or the cache itself.
 
+    Attributes:
+        began: when it began to look at the data set.
+        reasons: why not other ways.
+    """
+
+    began: float = 0.0
+    reasons: list[str] = field(default_factory=list)
     is_new: bool = False
     costs: Costs | None = None
     source: Any = None
@@ -139,23 +146,14 @@ class AutoCache:
 
     def tuned(self, options: Options) -> Options:
         """The options of the next epoch, which reads from this cache. Decides before the first epoch."""
-        reader = self.begin(options.seed)
-        if reader is options.reader and self.num_workers == options.workers:
-            return options
-        each = options.ahead // max(1, options.workers)
-        return replace(options, reader=reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
-
-    def begin(self, seed: int) -> Reader:
-        """Return the reader of the next epoch. Decides before the first one.
-
-        Args:
-            seed: of the loader.
-        """
-        self._seed = seed
+        self._seed = options.seed
         self.follow()
         if self._reader is None:
             self._reader = self._decide()
-        return self._reader
+        if self._reader is options.reader and self.num_workers == options.workers:
+            return options
+        each = options.ahead // max(1, options.workers)
+        return replace(options, reader=self._reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
 
     def follow(self) -> None:
         """Keep no samples from now on if the data set has changed."""
@@ -210,66 +208,61 @@ class AutoCache:
 
     def _shared_verdict(self, folder: Path, trial: Trial) -> Verdict:
         """The verdict of the process of this host that decides first, which may be this one."""
-        lock = FileLock(folder / "lock")
-        try:
-            with lock.hold(_WAIT, "the decision of cache='auto'"):
-                with suppress(OSError):
-                    return Verdict(**json.loads((folder / _VERDICT).read_text()))
-                verdict = self.judge(trial)
-                new = folder / f".{_VERDICT}"
-                new.write_text(json.dumps(asdict(verdict)))
-                new.rename(folder / _VERDICT)  # complete, whenever this process dies
-                return verdict
-        finally:
-            lock.close()
+        with closing(FileLock(folder / "lock")) as lock, lock.hold(_WAIT, "the decision of cache='auto'"):
+            with suppress(OSError):
+                return Verdict(**json.loads((folder / _VERDICT).read_text()))
+            verdict = self.judge(trial)
+            new = folder / f".{_VERDICT}"
+            new.write_text(json.dumps(asdict(verdict)))
+            new.rename(folder / _VERDICT)  # complete, whenever this process dies
+            return verdict
 
     def judge(self, trial: Trial) -> Verdict:
         """Look at the data set, measure it, and choose; keeps in `trial` what the cache can start with."""
-        trial.is_new, fits = True, False
-        began, reasons, capacity = time.monotonic(), list[str](), granted(self._capacity, default_root())
-        source = as_source(self._dataset)
+        trial.is_new, trial.began, fits = True, time.monotonic(), False
+        source, capacity = as_source(self._dataset), granted(self._capacity, default_root())
         available, choice, workers = max(0, capacity - _INDEX * len(source)), None, self.num_workers
-        is_cut = not self._try_samples(trial, source, began, reasons)
+        is_cut = not self._try_samples(trial, source)
         if is_cut:
-            self._try_cut(trial, began, reasons)
+            self._try_cut(trial)
         if trial.costs is not None:
             choice = choose(trial.costs, available, workers)
             fits = any(expect(trial.costs, form, available, workers).hits == 1 for form in trial.costs.size)
         if choice is None or (not fits and isinstance(source, MapSource)):
-            choice = self._try_files(trial, capacity, began, reasons, choice)
+            choice = self._try_files(trial, capacity, choice)
         costs = trial.costs
         if self._workers is None and costs is not None and costs.samples * costs.miss < _SHORT:
             workers = 0
         form = NOTHING if choice is None else choice.form
         line = self._line(choice, costs, workers, is_cut=is_cut and form != "files")
-        return Verdict(form, is_cut and form != "files", capacity, workers, line, "; ".join(reasons))
+        return Verdict(form, is_cut and form != "files", capacity, workers, line, "; ".join(trial.reasons))
 
-    def _try_samples(self, trial: Trial, source: Source, began: float, reasons: list[str]) -> bool:
+    def _try_samples(self, trial: Trial, source: Source) -> bool:
         """Look at samples of `source` and measure them; return whether they can be cached."""
         try:
-            call = partial(self._look_and_measure, source, began)
+            call = partial(self._look_and_measure, source, trial.began)
             self._take(trial, source, call_in_child(call, "the first look for cache='auto'"))
         except InputError as error:
             if is_users(error):
                 raise
-            reasons.append(reason_in(error) or text_of(error))
+            trial.reasons.append(reason_in(error) or text_of(error))
         return trial.costs is not None
 
-    def _try_cut(self, trial: Trial, began: float, reasons: list[str]) -> None:
+    def _try_cut(self, trial: Trial) -> None:
         """Cut the data set, and look at its samples and measure them in the process that verified the cut."""
         results = list[Any]()
 
         def run(cut: Callable[[], Any], build: Callable[[Any], Source]) -> Any:
             def cut_and_measure() -> tuple[Any, Any]:
                 made = cut()
-                return made, self._look_and_measure(build(made), began)
+                return made, self._look_and_measure(build(made), trial.began)
 
             made, result = call_in_child(cut_and_measure, "the cut for cache='auto'")
             results.append(result)
             return made
 
         source, words = cut_any(self._dataset, run)
-        reasons.append(words)
+        trial.reasons.append(words)
         if source is not None:
             self._take(trial, source, results[0])
 
@@ -302,18 +295,16 @@ class AutoCache:
         epoch = samples * spent / (2 * looked) / max(1, self.num_workers)
         return min(_MOST, max(_LEAST, (max(_SECONDS, _SHARE * epoch) - spent) / 2))
 
-    def _try_files(
-        self, trial: Trial, capacity: int, began: float, reasons: list[str], best: Option | None
-    ) -> Option | None:
+    def _try_files(self, trial: Trial, capacity: int, best: Option | None) -> Option | None:
         """Try a cache of the files that the data set reads; return its option if it gains more than `best`."""
         cached = None
         try:
             cached = self._create(self._dataset, "files", capacity)
-            seconds = self._seconds_left(began, len(cached), _LOOKED)
+            seconds = self._seconds_left(trial.began, len(cached), _LOOKED)
             call = partial(measure_files, cached, seconds=seconds)
             costs = call_in_child(call, "the measurement for cache='auto'")
         except Exception as error:
-            reasons.append(text_of(error))
+            trial.reasons.append(text_of(error))
         else:
             option = choose(costs, max(0, capacity - _INDEX * len(cached)), self.num_workers)
             if best is None or (option.form != NOTHING and option.rate > best.rate):
@@ -370,7 +361,7 @@ class AutoCache:
             "fetched": f"{samples}, as they are before the transform" if is_cut else f"{samples}, as they are read",
             "prepared": f"{samples}, as they are after the transforms that are not random",
         }[choice.form]
-        saved = costs.samples * (1 / expect(costs, NOTHING, 0, self.num_workers).rate - 1 / choice.rate)
+        saved = costs.samples * (1 / replace(choice, hits=0.0).rate - 1 / choice.rate)
         return (
             f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this "
             f"saves up to {format_seconds(saved)} of loading per epoch; {processes}"

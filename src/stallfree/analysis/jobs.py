@@ -8,29 +8,28 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree import errors
+from stallfree.analysis.model import Costs
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
-from stallfree.notes import described, note_sample
+from stallfree.notes import described
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import OPEN, shares_memory
 from stallfree.pytree import take_apart
-from stallfree.sources.mapped import BaseSource, MapSource, as_source
+from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
 
 _OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")
 """Loader arguments that the analysis sets for its runs."""
-
-_OF_STALLFREE = ("seed", "with_ids", "on_error", "staging")
-"""Loader arguments that torch's loader does not have."""
 
 
 @contextlib.contextmanager
@@ -82,12 +81,11 @@ class Job:
             raise errors.argument_conflict("a SmartCacheDataset cannot be analysed: give the data set beneath it")
         try:
             self.device = torch.device("cpu" if device is None else device)
-        except (RuntimeError, TypeError) as error:
-            advice = "is no device: give 'cpu', 'cuda' or such as 'cuda:1'"
-            raise errors.device_unknown(f"device={device!r} {advice}") from error
-        if self.device.type == "cuda" and not torch.cuda.is_available():
-            advice = "there is no such accelerator here; give 'cpu', or leave it out"
-            raise errors.device_unknown(f"device={device!r}: {advice}")
+            is_here = self.device.type != "cuda" or torch.cuda.is_available()
+        except (RuntimeError, TypeError):
+            is_here = False
+        if not is_here:
+            raise errors.device_unknown(f"device={device!r} is no device of this machine: give 'cpu' or 'cuda'")
         self.dataset, self.step, self.batch_size, self.num_workers = dataset, step, batch_size, num_workers
         self.arguments = {key: value for key, value in arguments.items() if key not in _OURS}
         self.cached = isinstance(dataset, CachedDataset)
@@ -114,19 +112,12 @@ class Job:
         """The loader library of the job: "stallfree" for stallfree's sources and caches, else "torch"."""
         return "stallfree" if self.parted or self.cached else "torch"
 
-    @property
-    def ahead(self) -> int:
-        """Batches in flight."""
-        return int(self.arguments.get("prefetch_factor") or 2) * max(1, self.num_workers)
-
     def load(self, dataset: Any, ids: Iterable[int]) -> Any:
         """The job's loader over `ids` of `dataset`."""
         arguments = {**self.arguments, "sampler": ids, "batch_size": self.batch_size, "num_workers": self.num_workers}
         with users_code("making the loader", "Give arguments of its class"):
-            if self.loader == "stallfree":
-                return DataLoader(dataset, **arguments)
-            known = {key: value for key, value in arguments.items() if key not in _OF_STALLFREE}
-            return torch.utils.data.DataLoader(dataset, **known)
+            kind: Any = DataLoader if self.loader == "stallfree" else torch.utils.data.DataLoader
+            return kind(dataset, **arguments)
 
     def train(self, batch: Any) -> None:
         """Run one step and synchronize the device. Raises `InputError` if the step raises."""
@@ -154,12 +145,8 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
         problem = f"there is no file {module}" if name.isidentifier() else f"{where!r} names no function"
         raise errors.job_function(f"{problem}: give a file or a module and a function, such as my_job.py:build")
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())  # worker processes import from it
-    with users_code(f"loading {module}", "Correct it there"):
-        build = getattr(importlib.import_module(path.stem if is_file else module), name, None)
-    if not callable(build):
-        raise errors.job_function(f"{module} has no function {name!r}: give one that it has")
     with users_code(where, "Correct it there"):
-        built = build()
+        built = getattr(importlib.import_module(path.stem if is_file else module), name)()
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
         raise errors.job_function(
             f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
@@ -212,7 +199,7 @@ class CyclingSampler:
 
     _CHECKED = 200
 
-    def __init__(self, ids: npt.ArrayLike, paths: Callable[[int], list[str]] | None = None) -> None:
+    def __init__(self, ids: Any, paths: Callable[[int], list[str]] | None = None) -> None:
         self._ids, self._paths = np.asarray(ids), paths
         self.resident: list[float] = []
 
@@ -230,7 +217,7 @@ class CyclingSampler:
 def find_files(source: Any, ids: Sequence[int], seconds: float) -> dict[int, list[str]]:
     """Return the files that each of some samples is read from. Call it in a child process.
 
-    Reads samples for so many seconds, but at least eight. Raises the error of one that cannot be read.
+    Reads samples for so many seconds, but at least eight. Raises the error of the first one if none can be read.
     """
     files, opened, end = dict[int, list[str]](), list[str](), time.monotonic() + seconds
 
@@ -242,18 +229,38 @@ def find_files(source: Any, ids: Sequence[int], seconds: float) -> dict[int, lis
             if flags & os.O_ACCMODE == os.O_RDONLY and not own:
                 opened.append(path)
 
-    sys.addaudithook(note)  # ends with this process
-    for id in ids:
+    def read_from(id: int) -> list[str]:
         opened.clear()
-        try:
-            source.fetch(id)
-        except Exception as error:
-            note_sample(error, source, id, "fetching")
-            raise
-        files[id] = list(filter(os.path.isfile, dict.fromkeys(opened)))
+        source.fetch(id)
+        return list(filter(os.path.isfile, dict.fromkeys(opened)))
+
+    sys.addaudithook(note)  # ends with this process
+    for id, paths in samples_of(source, ids, read_from):
+        files[id] = paths
         if len(files) >= 8 and time.monotonic() > end:
             break
     return files
+
+
+def measure_reads(source: Any, files: Mapping[int, list[str]], *, seconds: float) -> Costs:
+    """Read the files of samples, cold and from memory, and make these samples. Call it in a child process.
+
+    For a data set that reads and prepares in one piece: the cost of a miss includes reading from memory.
+    """
+    end, times = time.monotonic() + seconds, list[list[float]]()
+    for id, paths in files.items():
+        drop_pages(paths)
+        clock = [time.perf_counter()]
+        for part in (partial(read_files, paths), partial(read_files, paths), partial(source.fetch, id)):
+            part()
+            clock.append(time.perf_counter())
+        times.append(np.diff(clock).tolist())
+        if len(times) > 5 and time.monotonic() > end:
+            break
+    cold, warm, making = map(fmean, zip(*(times[1:] or times), strict=True))  # the first one loads libraries
+    hit = {"fetched": making, "prepared": making}
+    size = fmean(sum(map(os.path.getsize, paths)) for paths in files.values())
+    return Costs(len(source), 1 / max(cold, 1e-9), making, hit, {"fetched": warm}, fetched=size)
 
 
 def resident_share(paths: Iterable[str]) -> float | None:

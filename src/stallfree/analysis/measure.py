@@ -1,13 +1,13 @@
 """Measurements: what the samples of a data set cost, and rates with a confidence interval.
 
-`measure_samples`, `measure_reads` and `measure_files` time some samples in a child process: `cache="auto"` in one,
-`analyze` in as many at once as the job has workers. `measure_rate` times a loop, and `combined` joins several rounds.
+`measure_samples` and `measure_files` time some samples in a child process: `cache="auto"` in one, `analyze` in as many
+at once as the job has workers. `measure_rate` times a loop, and `combined` joins several rounds.
 """
 
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,12 +20,12 @@ from stallfree.analysis.model import Costs
 from stallfree.datasets.probe import FirstLook, Sample
 from stallfree.errors import CodecError
 from stallfree.ipc.process import call_in_child
-from stallfree.notes import note_sample
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Source
 from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.randomness import Randomness
 from stallfree.pipeline.values import payload_bytes, private
+from stallfree.sources.mapped import samples_of
 
 T = TypeVar("T")
 
@@ -67,27 +67,26 @@ def measure_samples(
     end = time.monotonic() + seconds
     records, storage, fetching = _fetch(source, ids, end - 0.6 * seconds, threads)
     deterministic, random = first.parts.deterministic, first.parts.random
-    samples, times = list[Sample](), list[tuple[float, ...]]()
+    samples, times = list[Sample](), list[list[float]]()
+
+    def prepare(record: Any) -> Any:
+        return private(deterministic(record) if len(deterministic) else record)
+
     with Randomness(random if len(random) else None) as randomness:
         randomness.seed(0, 0, 0)
         for id, record in records.items():
             with contextlib.suppress(Exception):  # raised when the sample is requested
-                clock = [time.perf_counter()]
-                copy = private(record)
-                clock.append(time.perf_counter())
-                prepared = private(deterministic(copy) if len(deterministic) else copy)
-                clock.append(time.perf_counter())
-                copy = private(prepared)
-                clock.append(time.perf_counter())
-                random(copy)
-                clock.append(time.perf_counter())
-                times.append(tuple(np.diff(clock).tolist()))
+                values, clock = [record], [time.perf_counter()]
+                for part in (private, prepare, private, random):
+                    values.append(part(values[-1]))
+                    clock.append(time.perf_counter())
+                times.append(np.diff(clock).tolist())
                 again = record if getattr(source, "threads", True) else source.fetch(id)
-                if same(prepared, deterministic(private(again)) if len(deterministic) else again) is not False:
-                    samples.append(Sample(id, record, prepared))
+                if same(values[2], prepare(private(again))) is not False:
+                    samples.append(Sample(id, record, values[2]))
             if len(times) >= _LEAST and time.monotonic() > end:
                 break
-    copying, before, copying_prepared, after = map(median, zip(*(times or [(0.0,) * 4]), strict=True))
+    copying, before, copying_prepared, after = map(median, zip(*(times or [[0.0] * 4]), strict=True))
     read = {"fetched": copying, "prepared": copying_prepared}
     hit = {"fetched": copying + before + after, "prepared": copying_prepared + after}
     size = {"fetched": _record_size([sample.record for sample in samples])}
@@ -104,29 +103,25 @@ def _fetch(source: Source, ids: Sequence[int], end: float, threads: int) -> tupl
     S is their rate, and the waits are not in the seconds. Medians leave out a first fetch that loads libraries, and
     other processes that take the core.
     """
-    allowed, waits = bool(getattr(source, "threads", True)), False
-    records, problem, held = dict[int, Any](), None, 0
-    walls, used = list[float](), list[float]()
-    for id in ids:
+    allowed, waits, held = bool(getattr(source, "threads", True)), False, 0
+    records, walls, used = dict[int, Any](), list[float](), list[float]()
+
+    def timed(id: int) -> Any:
         clock, processor = time.perf_counter(), time.thread_time()
-        try:
-            records[id] = private(source.fetch(id))
-        except Exception as error:
-            note_sample(error, source, id, "fetching")
-            problem = error
-            continue
+        record = private(source.fetch(id))
         walls.append(time.perf_counter() - clock)
         used.append(time.thread_time() - processor)
-        held += payload_bytes(records[id])
+        return record
+
+    for id, record in samples_of(source, ids, timed):
+        records[id], held = record, held + payload_bytes(record)
         waits = allowed and median(walls) > median(used) + max(_WAIT, 0.3 * median(used))
         if len(records) >= _LEAST and (waits or time.monotonic() > end or held > _MOST_BYTES):
             break
-    if problem is not None and not records:
-        raise problem
     if not waits:
         return records, math.inf, median(used if allowed else walls)
     pool, ends = ThreadPoolExecutor(threads), [time.monotonic()]
-    for id, future in [(id, pool.submit(source.fetch, id)) for id in ids[len(walls) :]]:
+    for id, future in [(id, pool.submit(source.fetch, id)) for id in ids if id not in records]:
         with contextlib.suppress(Exception):  # raised when the sample is requested
             records[id] = future.result()
             ends.append(time.monotonic())
@@ -144,34 +139,6 @@ def _record_size(values: list[Any]) -> float:
     with contextlib.suppress(CodecError, RecursionError, StatisticsError):
         return fmean(record_size(*encode(value, allow_pickle=True)) for value in values)
     return math.inf
-
-
-def measure_reads(
-    source: Source, read: Mapping[int, Callable[[], None]], drop: Mapping[int, Callable[[], None]], *, seconds: float
-) -> Costs:
-    """Read the files of samples, cold and from memory, and make these samples. Call it in a child process.
-
-    For a data set that reads and prepares in one piece: the cost of a miss includes reading from memory.
-
-    Args:
-        source: the data set.
-        read: by the id of some samples, reads its files.
-        drop: removes them from memory.
-        seconds: that it may take.
-    """
-    end, times = time.monotonic() + seconds, list[list[float]]()
-    for id in read:
-        drop[id]()
-        clock = [time.perf_counter()]
-        for part in (read[id], read[id], partial(source.fetch, id)):
-            part()
-            clock.append(time.perf_counter())
-        times.append(np.diff(clock).tolist())
-        if len(times) > _LEAST and time.monotonic() > end:
-            break
-    cold, warm, making = map(fmean, zip(*(times[1:] or times), strict=True))  # the first one loads libraries
-    hit = {"fetched": making, "prepared": making}
-    return Costs(len(source), 1 / max(cold, 1e-9), making, hit, {"fetched": warm})
 
 
 def measure_files(cached: Any, *, seconds: float) -> Costs:

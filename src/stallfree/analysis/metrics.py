@@ -15,7 +15,7 @@ No data is sent. Names follow Prometheus conventions: unit last, and `_total` fo
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 from stallfree.errors import InputError, file_unwritable, missing_extra, port_unavailable
 from stallfree.ipc.folders import is_path
@@ -46,20 +46,6 @@ class Hook(Protocol):
         """Receive all `values` at `step`."""
 
 
-class Metric(NamedTuple):
-    """One named value.
-
-    Attributes:
-        name: such as `stallfree_loader_wait_seconds_total`.
-        value: current value.
-        grows: whether it is a counter, which only grows.
-    """
-
-    name: str
-    value: float
-    grows: bool
-
-
 class Metrics:
     """Reads the current statistics of `sources`.
 
@@ -87,30 +73,27 @@ class Metrics:
                 )
         self._sources = sources
 
-    def read(self) -> Iterator[tuple[str, Metric]]:
-        """Each metric with the name of its source."""
+    def read(self) -> Iterator[tuple[str, str, float]]:
+        """Each value, with the names of its source and its own."""
         for name, source in self._sources.items():
-            for metric in metrics_of(source.stats()):
-                yield name, metric
+            for metric, value in _values_of(source.stats()):
+                yield name, metric, value
 
     def values(self) -> dict[str, float]:
         """All values by name, such as `{"train/stallfree_loader_batches_total": 7.0, ...}`."""
-        return {f"{name}/{metric.name}": metric.value for name, metric in self.read()}
+        return {f"{name}/{metric}": value for name, metric, value in self.read()}
 
 
-def metrics_of(stats: LoaderStats | CacheStats) -> list[Metric]:
+def _values_of(stats: LoaderStats | CacheStats) -> Iterator[tuple[str, float]]:
     """All values in `stats`, in the order of its fields, and values derived from them."""
     loader = isinstance(stats, LoaderStats)
     plain, special = (LoaderStats, SharedStats) if loader else (CacheStats, SmartCacheStats)
     own = {field.name for field in fields(special)} - {field.name for field in fields(plain)}
     prefix, own_prefix = ("loader", "shared_loader") if loader else ("cache", "smart_cache")
     derived = ["stall_fetch_seconds", "stall_prep_seconds"] if loader else ["hit_ratio"]
-    found = []
-    for name in [*(field.name for field in fields(stats) if field.name != "lower"), *derived]:
-        grows = name not in _GAUGES
+    for name in [*(field.name for field in fields(stats)), *derived]:
         full = f"stallfree_{own_prefix if name in own else prefix}_{_RENAMED.get(name, name)}"
-        found.append(Metric(full + "_total" * grows, float(getattr(stats, name)), grows))
-    return found
+        yield full + ("" if name in _GAUGES else "_total"), float(getattr(stats, name))
 
 
 class TensorBoardHook:
@@ -131,20 +114,18 @@ class TensorBoardHook:
     """
 
     def __init__(self, target: Any) -> None:
-        self._own = isinstance(target, (str, os.PathLike))
-        if self._own and is_path(target):
+        self._own = is_path(target)
+        if not self._own and not callable(getattr(target, "add_scalar", None)):
+            raise InputError(f"TensorBoardHook({target!r}): give the path of a folder, or a SummaryWriter")
+        if self._own:
             try:
                 from torch.utils.tensorboard import SummaryWriter
+
+                target = SummaryWriter(os.fspath(target))
             except ImportError as error:
                 raise missing_extra("tensorboard", "tensorboard", "TensorBoardHook") from error
-            try:
-                target = SummaryWriter(os.fspath(target))
             except OSError as error:
-                raise file_unwritable(
-                    f"TensorBoardHook({target!r}) cannot write there: {error}. Give a folder"
-                ) from error
-        elif not callable(getattr(target, "add_scalar", None)):
-            raise InputError(f"TensorBoardHook({target!r}): give the path of a folder, or a SummaryWriter")
+                raise file_unwritable(f"TensorBoardHook({target!r}) cannot write: {error}. Give a folder") from error
         self._writer = target
 
     def write(self, values: Mapping[str, float], step: int) -> None:
@@ -185,13 +166,12 @@ class PrometheusCollector:
 
     def collect(self) -> Iterator[Any]:
         """The metric families for `prometheus_client`."""
-        core = _client().core
-        families: dict[str, Any] = {}
-        for name, metric in self._metrics.read():
-            if metric.name not in families:
-                kind = core.CounterMetricFamily if metric.grows else core.GaugeMetricFamily
-                families[metric.name] = kind(metric.name, metric.name.replace("_", " "), labels=["name"])
-            families[metric.name].add_metric([name], metric.value)
+        core, families = _client().core, dict[str, Any]()
+        for name, metric, value in self._metrics.read():
+            if metric not in families:
+                kind = core.CounterMetricFamily if metric.endswith("_total") else core.GaugeMetricFamily
+                families[metric] = kind(metric, metric.replace("_", " "), labels=["name"])
+            families[metric].add_metric([name], value)
         yield from families.values()
 
 

@@ -1,12 +1,10 @@
-"""The throughput model: F, P and G, the bottleneck, what a cache saves, and the loss from queues of finite length.
+"""The throughput model: F, P and G, the bottleneck, and what a cache saves.
 
     F = 1 / (x / C + (1 - x) / S)      fetch rate, for a share x of hits
     throughput = min(F, P, G)          if fetch, prep and compute overlap
 
 This is the model of DS-Analyzer (Mohan et al., "Analyzing and Mitigating Data Stalls in DNN Training", VLDB 2021,
-section 3.4 and appendix) with two additions. A miss costs more CPU time than a hit, so P depends on x as F does. And
-the number of misses in a batch is random, so a loader that works only a few batches ahead stalls occasionally if F is
-near P or G; `sustained` simulates the queues of the loader batch by batch.
+section 3.4 and appendix) with an addition: a miss costs more CPU time than a hit, so P depends on x as F does.
 
 `analyze` and `predict` evaluate it for a job on a machine (`Setting`), `cache="auto"` for each form of a cache
 (`choose`).
@@ -14,22 +12,11 @@ near P or G; `sustained` simulates the queues of the loader batch by batch.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache, reduce
+from functools import cached_property, reduce
 from itertools import combinations
-
-import numpy as np
-
-from stallfree.errors import InputError
-
-_BATCHES = 1500
-"""Batches that `sustained` simulates; the first quarter is warm-up."""
-
-_WORKERS = 128
-"""Maximum workers that `sustained` simulates; more are modelled as this number of faster ones."""
 
 NOTHING = "nothing"
 """The form of no cache; the others are those of `CachedDataset`."""
@@ -72,6 +59,10 @@ class Rates:
         """With some of the rates multiplied."""
         return replace(self, **{name: factor * getattr(self, name) for name in names})
 
+    def slowed(self, seconds: float) -> Rates:
+        """With a prep that takes so many seconds more per sample."""
+        return replace(self, prep=1 / (1 / self.prep + seconds), prep_hit=1 / (1 / self.prep_hit + seconds))
+
     def fetch_at(self, hits: float) -> float:
         """F for this share of hits."""
         return _mix(self.cache, self.storage, hits)
@@ -81,80 +72,8 @@ class Rates:
         return _mix(self.prep_hit, self.prep, hits)
 
 
-@dataclass(frozen=True)
-class Loading:
-    """The configuration of a loader.
-
-    Attributes:
-        batch_size: samples per batch.
-        workers: worker processes; 0 counts as one that is idle while the device computes.
-        ahead: batches in flight.
-        overlap: whether a worker fetches the next batch during prep, as stallfree's workers do and torch's do not.
-    """
-
-    batch_size: int
-    workers: int
-    ahead: int
-    overlap: bool
-
-
-def law(rates: Rates, hits: float, *, overlap: bool = True) -> tuple[float, str]:
-    """min(F, P, G) in samples/s, and the bottleneck: "fetch", "prep" or "compute".
-
-    Without `overlap` a worker alternates fetch and prep, which combine to 1 / (1/F + 1/P); the slower of the two is
-    returned as the bottleneck.
-    """
-    fetch, prep, compute = rates.fetch_at(hits), rates.prep_at(hits), rates.compute
-    slower = "fetch" if fetch <= prep else "prep"
-    rate = min(fetch, prep) if overlap else 1 / (1 / fetch + 1 / prep)
-    return (rate, slower) if rate < compute else (compute, "compute")
-
-
-@lru_cache(maxsize=512)
-def sustained(rates: Rates, hits: float, loading: Loading, *, seed: int = 0) -> float:
-    """Sustained samples/s of a loader if each sample hits with probability `hits`. At most `law`.
-
-    Batch n is requested when batch n - `ahead` is delivered. Its misses pass one queue of rate S; a worker prepares it
-    when they have arrived; it is delivered in order, after the previous step.
-    """
-    bound, _ = law(rates, hits, overlap=loading.overlap)
-    if loading.workers == 0:  # sequentially, in the training process
-        return 1 / (1 / rates.fetch_at(hits) + 1 / rates.prep_at(hits) + 1 / rates.compute)
-    size, workers = loading.batch_size, min(loading.workers, _WORKERS)
-    ahead = math.ceil(loading.ahead * workers / loading.workers)
-    missed = np.random.default_rng(seed).binomial(size, 1 - hits, _BATCHES)
-    step = size / rates.compute
-    fetching = (missed / rates.storage).tolist()
-    working = missed / rates.prep + (size - missed) / rates.prep_hit
-    if not loading.overlap:
-        working += (size - missed) / rates.cache
-    preparing = (workers * working).tolist()
-    out = _handed_out(fetching, preparing, step, replace(loading, workers=workers, ahead=ahead))
-    warm = _BATCHES // 4
-    timed = (_BATCHES - 1 - warm) // workers * workers  # whole rounds: with constant times workers finish in bursts
-    seconds = out[warm + timed] - out[warm]
-    return min(bound, size * timed / seconds) if seconds > 0 else bound
-
-
-def _handed_out(fetching: list[float], preparing: list[float], step: float, loading: Loading) -> list[float]:
-    """Delivery time of each batch, from the seconds of its fetches in the queue and its prep in a worker."""
-    free, ahead, overlap = [0.0] * loading.workers, loading.ahead, loading.overlap
-    line = 0.0
-    out: list[float] = []
-    for number, (fetch, prep) in enumerate(zip(fetching, preparing, strict=True)):
-        asked = out[number - ahead] if number >= ahead else 0.0
-        worker = free[0]
-        line = max(line, asked if overlap else max(asked, worker)) + fetch
-        done = max(worker, line) + prep
-        heapq.heapreplace(free, done)
-        out.append(max(done, out[-1] + step if out else 0.0))
-    return out
-
-
 def _mix(hit: float, miss: float, hits: float) -> float:
     """The rate of a share `hits` at the rate `hit` and the rest at the rate `miss`."""
-    if not 0 <= hits <= 1:
-        raise InputError(f"{hits!r} is no share of hits: give 0 to 1")
     seconds = hits / hit + (1 - hits) / miss
     return 1 / seconds if seconds else math.inf
 
@@ -173,7 +92,6 @@ class Costs:
         hit: a cached sample, by form.
         read: the read from the cache in it, by form.
         size: bytes of a cached sample, by form; infinite if it cannot be stored.
-        compute: G in samples/s; infinite if unknown.
         fetched: mean bytes of a fetched record.
     """
 
@@ -183,7 +101,6 @@ class Costs:
     hit: Mapping[str, float]
     read: Mapping[str, float] = field(default_factory=dict)
     size: Mapping[str, float] = field(default_factory=dict)
-    compute: float = math.inf
     fetched: float = 0.0
 
 
@@ -215,7 +132,7 @@ def expect(costs: Costs, form: str, capacity: int, workers: int) -> Option:
     hits = min(1.0, capacity / (costs.samples * size))
     hit, read = costs.hit.get(form, costs.miss), costs.read.get(form, 0.0)
     miss_rate, hit_rate, read_rate = (workers / max(1e-9, seconds) for seconds in (costs.miss, hit, read))
-    rates = Rates(costs.compute, miss_rate, hit_rate, costs.storage, read_rate)
+    rates = Rates(math.inf, miss_rate, hit_rate, costs.storage, read_rate)
     return Option(form, hits, rates, hits * costs.samples * size if hits else 0.0)
 
 
@@ -241,59 +158,51 @@ class Setting:
 
     Attributes:
         rates: of one job alone.
-        loading: its loader.
         hits: share of samples that the cache serves.
         cpus: cores for prep.
+        workers: processes of the loader; 0: the training process loads, and the device is idle meanwhile.
+        overlap: whether a worker fetches the next batch during prep, as stallfree's workers do and torch's do not.
         sample_bytes: mean bytes of a fetch; None if unknown.
         record_bytes: mean bytes of a cached sample; None if unknown.
         samples: of the data set.
         step_cpu: CPU seconds per sample of the step, if it shares the cores with prep; less on a faster device.
         loader_cpu: those of the loader and the training process.
         jobs: equal jobs on the machine; the rates are those of one of them.
-        measured: cores and loader from which `with_cpus` scales; None: these.
     """
 
     rates: Rates
-    loading: Loading
     hits: float
     cpus: int
+    workers: int
+    overlap: bool
     sample_bytes: float | None
     record_bytes: float | None
     samples: int
     step_cpu: float = 0.0
     loader_cpu: float = 0.0
     jobs: int = 1
-    measured: tuple[int, Loading] | None = None
-
-    @cached_property
-    def throughput(self) -> float:
-        """Sustained samples/s of the job."""
-        return sustained(self.limited, self.hits, self.loading)
 
     @property
-    def limit(self) -> float:
-        """Samples/s by the law, without the loss from short queues."""
-        if not self.loading.workers:
-            return self.throughput
-        return law(self.limited, self.hits, overlap=self.loading.overlap)[0]
+    def throughput(self) -> float:
+        """Samples/s of the job: min(F, P, G).
+
+        A worker that alternates fetch and prep delivers 1 / (1/F + 1/P), and without workers compute alternates with
+        them, too.
+        """
+        fetch, prep, compute = self.rates.fetch_at(self.hits), self.limited.prep_at(self.hits), self.rates.compute
+        if not self.workers:
+            return 1 / (1 / fetch + 1 / prep + 1 / compute)
+        return min(min(fetch, prep) if self.overlap else 1 / (1 / fetch + 1 / prep), compute)
 
     @property
     def limited(self) -> Rates:
         """The rates, with P limited by the shared CPUs."""
-        return replace(self.rates, prep=self._shared(self.rates.prep), prep_hit=self._shared(self.rates.prep_hit))
+        return self.rates.slowed(self.step_cpu + self.loader_cpu)
 
     @property
     def shares(self) -> bool:
         """Whether prep, compute and the loader share the cores, so that together they are slower than each alone."""
         return self.step_cpu + self.loader_cpu > 0
-
-    @property
-    def together(self) -> float:
-        """Samples/s of prep, compute and the loader together on shared CPUs; P if they do not share."""
-        return self._shared(self.rates.prep_at(self.hits))
-
-    def _shared(self, prep: float) -> float:
-        return 1 / (1 / prep + self.step_cpu + self.loader_cpu) if self.shares else prep
 
     @cached_property
     def binding(self) -> tuple[str, ...]:
@@ -332,32 +241,20 @@ class Setting:
             fastest: samples/s of the job itself at its fastest; infinite if unknown.
             own_cpu: whether the step runs on the CPUs.
         """
-        rates, limit = self.rates, self.with_hits(1.0).limit
-        if not self.loading.workers:
-            more = max(0.0, 1 / fastest - 1 / limit)
-            slower = {name: 1 / (1 / getattr(rates, name) + more) for name in ("prep", "prep_hit")}
-            return replace(self, rates=replace(rates, **slower))
+        rates, limit = self.rates, self.with_hits(1.0).throughput
+        if not self.workers:
+            return replace(self, rates=rates.slowed(max(0.0, 1 / fastest - 1 / limit)))
         if fastest >= 0.99 * limit:
             factor = fastest / limit if limit < fastest < math.inf else 1.0
             return replace(self, rates=rates.times(factor, "prep", "prep_hit"))
-        others = max(0.0, 1 / fastest - (0.0 if self.loading.overlap else 1 / rates.cache) - 1 / rates.prep_hit)
+        others = max(0.0, 1 / fastest - (0.0 if self.overlap else 1 / rates.cache) - 1 / rates.prep_hit)
         step = min(others, 1 / rates.compute) if own_cpu else 0.0
         return replace(self, step_cpu=step, loader_cpu=others - step)
 
-    def enough_cache(self) -> float | None:
-        """The minimum share of hits, in whole percents, without a fetch stall; None if even 1 is not enough.
-
-        If a worker alternates fetch and prep, each miss costs its time: the result is then the minimum share within 2%
-        of the rate with all samples cached.
-        """
-        rates, goal = self.limited, self.with_hits(1.0).limit
-
-        def suffices(hits: float) -> bool:
-            if self.loading.overlap and self.loading.workers:
-                return rates.fetch_at(hits) >= min(rates.prep_at(hits), rates.compute)
-            return self.with_hits(hits).limit * WORTH >= goal
-
-        return next((percent / 100 for percent in range(101) if suffices(percent / 100)), None)
+    def enough_cache(self) -> float:
+        """The minimum share of hits, in whole percents, within 2% of the throughput with all samples cached."""
+        goal = self.with_hits(1.0).throughput
+        return next(share / 100 for share in range(101) if self.with_hits(share / 100).throughput * WORTH >= goal)
 
     # -- variants -----------------------------------------------------------------------------------------------------
 
@@ -365,11 +262,7 @@ class Setting:
         """With `cpus` cores for prep, and one worker on each: P and the shared work in proportion."""
         if cpus == self.cpus:
             return self
-        measured = base, loading = self.measured or (self.cpus, self.loading)  # rounded once, not in each variant
-        workers = max(1, math.ceil(loading.workers * cpus / base)) if loading.workers else cpus
-        ahead = max(loading.ahead, math.ceil(loading.ahead * cpus / base))
-        loading = replace(self.loading, workers=workers, ahead=ahead)
-        return replace(self._working(cpus / self.cpus), loading=loading, cpus=cpus, measured=measured)
+        return replace(self._working(cpus / self.cpus), workers=cpus, cpus=cpus)
 
     def _working(self, factor: float) -> Setting:
         """With CPUs so many times as fast."""
@@ -400,13 +293,12 @@ class Setting:
         """With another share of hits."""
         return replace(self, hits=hits)
 
-    def with_option(self, option: Option, nothing: Option, workers: int) -> Setting:
-        """With a cache, scaled by its change relative to `nothing` in the same model."""
+    def with_option(self, option: Option, workers: int) -> Setting:
+        """With a cache, scaled by its change relative to misses only in the same model."""
         prep = self.rates.prep
-        if not self.loading.overlap:  # fetch and prep alternate
+        if not self.overlap:  # fetch and prep alternate
             prep = 1 / (1 / self.rates.storage + 1 / prep)
-        prep *= option.rates.prep_at(option.hits) / nothing.rates.prep
+        prep *= option.rates.prep_at(option.hits) / option.rates.prep
         fetch = option.rates.fetch_at(option.hits)
-        loading = Loading(self.loading.batch_size, workers, max(self.loading.ahead, 2 * workers), overlap=True)
         rates = Rates(self.rates.compute, prep, prep, fetch, fetch)
-        return replace(self, rates=rates, loading=loading, hits=option.hits, cpus=workers, measured=None)
+        return replace(self, rates=rates, hits=option.hits, cpus=workers, workers=workers, overlap=True)

@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-
-from stallfree.analysis.model import NOTHING, WORTH, Costs, Option, Setting, expect
+from stallfree.analysis.model import NOTHING, WORTH, Option, Setting
 from stallfree.analysis.render import plural, speed
 from stallfree.units import format_size
 
@@ -84,16 +82,11 @@ def explain(
         f"G = {_rate(compute)}" + (f" ({devices} devices)" if devices > 1 else ""),
     ]
     if after.shares:
-        reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.together)}")
-    if not after.loading.workers:
+        reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.limited.prep_at(hits))}")
+    if not after.workers:
         reasoning.append("without workers fetch, prep and compute follow each other: 1 / (1/F + 1/P + 1/G)")
-    elif not after.loading.overlap:
+    elif not after.overlap:
         reasoning.append("a worker of this loader fetches and prepares in turn: 1 / (1/F + 1/P) is its limit")
-    if throughput < 0.99 * after.limit:
-        reasoning.append(
-            f"the result is {1 - throughput / after.limit:.1%} less than the limit of {_rate(after.limit)}: the parts "
-            "are nearly equal, and the number of misses in a batch varies"
-        )
     low = high = None
     ends = ""
     if half is not None and drift * throughput > 2 * half:
@@ -135,7 +128,6 @@ class _Change:
         question: what it is about, such as "more CPUs".
         do: the change in a sentence.
         then: the setting that results.
-        parts: the bottlenecks that it removes.
         memory: bytes that it takes.
         hardware: whether it takes other hardware.
     """
@@ -143,28 +135,25 @@ class _Change:
     question: str
     do: str
     then: Setting
-    parts: tuple[str, ...]
     memory: float = 0.0
     hardware: bool = False
 
 
 def _changes(now: Setting) -> Iterator[_Change]:
     """One change for each part: a cache, CPUs, storage, the device."""
-    enough, full = now.enough_cache(), now.with_hits(1.0)
-    share = 1.0 if enough is None or now.hits >= enough or now.with_hits(enough).gain(full) > WORTH else enough
+    share = now.enough_cache()
     size = share * now.samples * (now.record_bytes or 0.0)
     capacity = f"'{format_size(1.05 * size)}'" if size else "..."
-    end = "" if enough is None or now.hits >= enough else f"; {enough:.0%} end the fetch stall"
-    do = f"Cache {share:.0%} of the samples, sf.DataLoader(..., cache='auto', capacity={capacity}){end}"
-    yield _Change("cache", do, now.with_hits(max(share, now.hits)), ("fetch",), size)
+    do = f"Cache {share:.0%} of the samples, sf.DataLoader(..., cache='auto', capacity={capacity})"
+    yield _Change("cache", do, now.with_hits(max(share, now.hits)), size)
     twice = now.with_cpus(2 * now.cpus)
-    yield _Change("more CPUs", f"Take twice as many CPUs ({twice.cpus})", twice, ("prep", "cpu"), 0.0, True)
+    yield _Change("more CPUs", f"Take twice as many CPUs ({twice.cpus})", twice, hardware=True)
     if now.sample_bytes and math.isfinite(now.rates.storage) and now.hits < 1:
         bandwidth = 2 * now.rates.storage * now.sample_bytes * now.jobs
         then = now.with_storage(bandwidth)
         do = f"Put the data on storage twice as fast ({speed(bandwidth)})"
-        yield _Change("faster storage", do, then, ("fetch",), 0.0, True)
-    yield _Change("a faster device", "Use a device twice as fast", now.with_devices(2), ("compute",), 0.0, True)
+        yield _Change("faster storage", do, then, hardware=True)
+    yield _Change("a faster device", "Use a device twice as fast", now.with_devices(2), hardware=True)
 
 
 def _answer(now: Setting, change: _Change) -> str:
@@ -172,48 +161,39 @@ def _answer(now: Setting, change: _Change) -> str:
     gain = now.gain(change.then)
     if gain > WORTH:
         return f"{gain:.2f}x. {change.do}"
-    others = [_LIMITS[part] for part in now.binding if part not in change.parts]
-    if not others:
-        return "gains less than 2%: it is the limit together with others, or at its end"
-    if set(now.binding) & set(change.parts):
-        return f"gains less than 2% alone, {' and '.join(others)} must gain as well"
     return f"gains less than 2%, {limits(now)} {'is' if len(now.binding) == 1 else 'are'} the limit"
 
 
 def _jobs_fed(setting: Setting) -> str:
     """The number of jobs without a stall: with separate loaders, and with batches prepared once for all jobs."""
-    fetch, prep = setting.rates.fetch_at(setting.hits), setting.limited.prep_at(setting.hits)
-    slowest = min(fetch, prep) if setting.loading.overlap else 1 / (1 / fetch + 1 / prep)
-    fed = int(slowest * setting.jobs * 1.01 / setting.rates.compute) if setting.loading.workers else 0
+    loader = replace(setting, rates=replace(setting.rates, compute=math.inf))
+    fed = int(loader.throughput * setting.jobs * 1.01 / setting.rates.compute) if setting.workers else 0
     return f"jobs on this host: {fed or 'not even one'} fed without stalls; any number if batches are prepared once"
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """The choice of `DataLoader(cache="auto")`, and what it follows from."""
+def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[dict[str, Any]]:
+    """The recommendations that gain 2%: first those without other hardware, then the others, each by gain.
 
-    costs: Costs
-    choice: Option
-
-
-def advise(now: Setting, data: dict[str, Any], remedy: Remedy | None) -> list[dict[str, Any]]:
-    """The recommendations that gain 2%: first those without other hardware, then the others, each by gain."""
-    changes, workers = list(_changes(now)), now.loading.workers
-    if remedy is not None and remedy.choice.form != NOTHING:
-        choice, size, nothing = remedy.choice, remedy.choice.memory, expect(remedy.costs, NOTHING, 0, workers)
-        auto = now.with_option(choice, nothing, max(1, workers))
+    Args:
+        now: the job as measured.
+        data: of the report.
+        remedy: the choice of `DataLoader(cache="auto")`.
+    """
+    changes, workers = list(_changes(now)), now.workers
+    if remedy is not None and remedy.form != NOTHING:
+        size, auto = remedy.memory, now.with_option(remedy, max(1, workers))
         capacity = f"cache='auto', capacity='{format_size(1.05 * size)}'"
-        cached = f"{choice.hits:.0%} cached ({choice.form})"
-        do = f"Use sf.DataLoader(dataset, {now.loading.batch_size}, {capacity}): {cached}"
+        cached = f"{remedy.hits:.0%} cached ({remedy.form})"
+        do = f"Use sf.DataLoader(dataset, {data['job']['batch_size']}, {capacity}): {cached}"
         if now.gain(auto) >= now.gain(changes[0].then) and size <= changes[0].memory:
             del changes[0]
-        changes.insert(0, _Change("cache='auto'", do, auto, (), size))
-    if not now.loading.overlap:
+        changes.insert(0, _Change("cache='auto'", do, auto, size))
+    if not now.overlap:
         do = "Use stallfree.DataLoader with a source that separates fetch from prep (sf.ImageFolder, sf.FileDataset)"
-        changes.append(_Change("", do, replace(now, loading=replace(now.loading, overlap=True)), ()))
+        changes.append(_Change("", do, replace(now, overlap=True)))
     if workers < (cpus := data["machine"]["cpus"]):
         do = f"Raise num_workers from {workers} to {cpus}, one for each CPU"
-        changes.append(_Change("", do, now.with_workers(cpus), ()))
+        changes.append(_Change("", do, now.with_workers(cpus)))
     items = []
     for change in changes:
         if (gain := now.gain(change.then)) > WORTH:
@@ -252,10 +232,9 @@ def bottleneck(now: Setting, data: dict[str, Any]) -> str:
 
 def cache_curve(now: Setting) -> dict[str, Any]:
     """The throughput, F, P and G against the share of the samples that is cached, and the best share."""
-    shares = [round(float(x), 3) for x in np.linspace(0, 1, 21)]
+    shares = [percent / 100 for percent in range(0, 101, 5)]
     cached = [now.with_hits(x) for x in shares]
     fetch, best = [one.rates.fetch_at(one.hits) for one in cached], now.enough_cache()
-    best = 1.0 if best is None else best
     return {
         "x": shares,
         "throughput": [one.throughput for one in cached],

@@ -138,7 +138,7 @@ def replay(
         for number, ids in enumerate(epochs):
             if importance is not None:
                 cache.set_scores(np.arange(num_ids), importance[number])
-            done.append(_run(cache, ids, uses[number], bytes_of, batch_size))
+            done.append(cache.replay(ids, uses[number], batch_size))
             if on_epoch is not None:
                 on_epoch(done[-1])
         return Replay(policy.name, size if bytes_of is None else 0, tuple(done), cache.resident())
@@ -153,6 +153,9 @@ class SimulatedCache:
         policy: eviction policy.
         capacity: records of one size; with `sizes` bytes, index included, laid out as a live cache of that capacity.
         sizes: bytes of each record, or None.
+
+    Attributes:
+        rejected: records that were not stored.
 
     Raises `CapacityError` for a capacity that holds no record.
     """
@@ -170,7 +173,7 @@ class SimulatedCache:
         if policy.evicts:  # a longer queue takes more memory and less time, with the same decisions
             victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
         self._space = Space(index, policy, lambda start, count: count, victims)
-        self._seen = np.zeros(num_ids, np.int64)
+        self.rejected, self._seen = 0, np.zeros(num_ids, np.int64)
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
         self.drop, self.set_scores = self._space.drop, self._space.set_scores
 
@@ -186,22 +189,29 @@ class SimulatedCache:
         return missed
 
     def _enter(self, ids: Ids) -> None:
-        lengths, left, rejected = self._sizes[ids], np.arange(len(ids)), len(ids)
+        lengths, left = self._sizes[ids], np.arange(len(ids))
+        self.rejected += len(ids)
         while len(left) and not self._space.full:
             new, left = self._space.reserve(ids, lengths, left)
             self._space.publish(ids, lengths, new)
-            rejected -= len(new.at)
-        self._index.counters.add((Count.REJECTED, rejected))
+            self.rejected -= len(new.at)
 
     @property
     def evictions(self) -> int:
         """Number of evicted records."""
         return self._index.counters.totals()[Count.EVICTIONS]
 
-    @property
-    def rejected(self) -> int:
-        """Number of rejected records."""
-        return self._index.counters.totals()[Count.REJECTED]
+    def replay(self, ids: Ids, uses: Scores | None, batch_size: int) -> EpochReplay:
+        """Replay an epoch; `uses` are the next uses of its ids, for the oracle."""
+        misses, size, evictions, rejected = 0, 0, self.evictions, self.rejected
+        for start in range(0, len(ids), batch_size):
+            batch = ids[start : start + batch_size]
+            if uses is not None:
+                self.set_scores(batch, -uses[start : start + batch_size])
+            missed = self.use(batch)
+            misses, size = misses + len(missed), size + int(self._sizes[missed].sum())
+        counts = self.evictions - evictions, self.rejected - rejected
+        return EpochReplay(len(ids), len(ids) - misses, misses, size, *counts)
 
     def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
         """Return which of `ids` are resident."""
@@ -221,28 +231,12 @@ class _Queue:
         self.victims_limit = np.zeros(1, np.complex128)
 
 
-def _run(cache: SimulatedCache, ids: Ids, uses: Scores | None, sizes: Ids | None, batch_size: int) -> EpochReplay:
-    hits, size = 0, 0
-    evictions, rejected = cache.evictions, cache.rejected
-    for start in range(0, len(ids), batch_size):
-        batch = ids[start : start + batch_size]
-        if uses is not None:
-            cache.set_scores(batch, -uses[start : start + batch_size])
-        missed = cache.use(batch)
-        hits += len(batch) - len(missed)
-        if sizes is not None:
-            size += int(sizes[missed].sum())
-    return EpochReplay(len(ids), hits, len(ids) - hits, size, cache.evictions - evictions, cache.rejected - rejected)
-
-
 def _epochs(trace: Any) -> list[Ids]:
     """The ids of each epoch. Raises `InputError` for what holds none."""
     if isinstance(trace, Plan) or (isinstance(trace, np.ndarray) and trace.ndim == 1):
         trace = [trace]
-    if not isinstance(trace, Iterable) or isinstance(trace, (str, bytes)):
-        raise errors.InputError(
-            f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of sequences of ids"
-        )
+    if not isinstance(trace, Iterable):
+        raise errors.InputError(f"trace_or_plans={trace!r:.80}: give ids, or a sequence of plans or of ids of epochs")
     items = list(trace)
     if items and all(isinstance(item, (int, np.integer)) and not isinstance(item, bool) for item in items):
         items = [items]

@@ -16,7 +16,7 @@ from stallfree import errors
 from stallfree.analysis import predict as prediction
 from stallfree.analysis import render
 from stallfree.analysis.measure import ROUNDS_FOR_INTERVAL, Rate, next_half_width
-from stallfree.analysis.model import Loading, Rates, Setting
+from stallfree.analysis.model import Option, Rates, Setting
 from stallfree.cache.capacity import free_memory
 from stallfree.ipc.folders import is_path
 from stallfree.platform import cpu_count
@@ -72,14 +72,14 @@ class Report:
         """
         if not is_path(path):
             raise errors.InputError(f"path={path!r:.80}: give the path of a report")
-        advice = "give what `stallfree analyze --json` wrote"
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
             known = {key: data.get(key) for key in _FORMAT}
+            if known != _FORMAT or not data.keys() >= _KEYS:
+                raise ValueError(f"it has {known}, expected {_FORMAT} with all parts")
         except (OSError, ValueError, AttributeError) as error:
+            advice = "give what `stallfree analyze --json` wrote"
             raise errors.file_unreadable(f"{path} cannot be read as a report: {error}; {advice}") from error
-        if known != _FORMAT or not data.keys() >= _KEYS:
-            raise errors.file_unreadable(f"{path} has {known}, expected {_FORMAT} with all parts: {advice}")
         return cls(data)
 
     def save(self, path: str | Path) -> None:
@@ -175,12 +175,10 @@ class Report:
         if not job["parted"]:  # P includes reading, at the rate C
             prep = 1 / max(1e-12, 1 / rates.prep - 1 / rates.cache)
             rates = replace(rates, prep=prep, prep_hit=prep)
-        loading = Loading(
-            job["batch_size"], job["num_workers"], job["ahead"], job["loader"] == "stallfree" and job["parted"]
-        )
-        cores = max(1, min(job["num_workers"] or 1, machine["cpus"]))
+        workers, overlap = job["num_workers"], job["loader"] == "stallfree" and job["parted"]
+        cores = max(1, min(workers, machine["cpus"]))
         sizes = job["sample_bytes"], job["record_bytes"], job["samples"]
-        setting = Setting(rates, loading, job["cache_share"], cores, *sizes)
+        setting = Setting(rates, job["cache_share"], cores, workers, overlap, *sizes)
         fastest = max((value for value in map(rate, _RUNS) if math.isfinite(value)), default=math.inf)
         return setting.reaching(fastest, own_cpu=machine["device"] == "cpu")
 
@@ -193,7 +191,7 @@ def make_report(
     notes: Sequence[str],
     *,
     drift: float = 0.0,
-    remedy: prediction.Remedy | None = None,
+    remedy: Option | None = None,
     placement: dict[str, Any] | None = None,
 ) -> Report:
     """Create the report of the runs of an analysis.

@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import time
+from dataclasses import astuple, dataclass
 from functools import wraps
 from threading import get_ident
 from typing import Any
@@ -28,27 +29,53 @@ _LOADERS = ("torch.utils.data.dataloader", "stallfree.loader.dataloader")
 clock = time.perf_counter
 
 
-class Row:
-    """The times of the loaders with one kind of data set that are iterated on one line.
+@dataclass
+class Times:
+    """Seconds of waits for batches, and between them.
 
     Attributes:
-        key: class of the data set, samples per batch (None with a batch sampler), workers, file and line of the loop.
         passes, batches: their numbers.
         first: seconds from the start of a pass to its first batch, over all passes.
         waited: seconds of the other waits.
         between: seconds between one wait and the following one.
     """
 
+    passes: int = 0
+    batches: int = 0
+    first: float = 0.0
+    waited: float = 0.0
+    between: float = 0.0
+
+    def add_wait(self, seconds: float, first: bool) -> None:
+        """Count a wait, for the first batch of a pass or for another one."""
+        if first:
+            self.first += seconds
+        else:
+            self.waited += seconds
+
+    def json(self) -> dict[str, Any]:
+        """The times as written."""
+        waits = self.first + self.waited
+        times = {"first_seconds": self.first, "waited_seconds": self.waited, "between_seconds": self.between}
+        share = waits / (waits + self.between) if waits + self.between else 0.0
+        return {"passes": self.passes, "batches": self.batches, **times, "stall_share": share}
+
+
+class Row(Times):
+    """The times of the loaders with one kind of data set that are iterated on one line.
+
+    Attributes:
+        key: class of the data set, samples per batch (None with a batch sampler), workers, file and line of the loop.
+    """
+
     def __init__(self, key: tuple[Any, ...], persistent: bool) -> None:
+        super().__init__()
         self.key, self.persistent = key, persistent
-        self.passes = self.batches = 0
-        self.first = self.waited = self.between = 0.0
 
     def json(self) -> dict[str, Any]:
         """The row as written."""
         names = dict(zip(("dataset", "batch_size", "num_workers", "where"), self.key, strict=True))
-        figures = _figures(self.passes, self.batches, self.first, self.waited, self.between)
-        return {**names, "persistent_workers": self.persistent, **figures}
+        return {**names, "persistent_workers": self.persistent, **super().json()}
 
 
 class Pass:
@@ -56,42 +83,33 @@ class Pass:
 
     def __init__(self, row: Row) -> None:
         self.row, self.is_fresh = row, True
-        self.last: float | None = None  # when `next` returned
-        self.thread: Any = None  # of that call, if it was not within the `next` of another loader
-        self.mark = 0  # number of the wait in that thread
+        self.last: float | None = None  # when `next` returned a batch
+        self.thread: Any = None  # of that call
 
 
-class Thread:
+class Thread(Times):
     """The waits of one thread in sequence, without nested ones.
 
-    The time between two waits counts if any pass was active: if a pass that had delivered a batch is asked for another
-    one later. So two alternating loaders, or nested loops, are not counted twice.
+    The time between two waits counts if the second one is for a further batch of a pass. So two alternating loaders, or
+    nested loops, are not counted twice.
     """
 
     def __init__(self) -> None:
-        self.depth = self.waits = 0
-        self.last: float | None = None
-        self.gaps: list[tuple[int, float]] = []  # number of the previous wait, seconds; not counted yet
-        self.first = self.waited = self.between = 0.0
+        super().__init__()
+        self.depth, self.last = 0, 0.0
 
     def enter(self, now: float, one: Pass | None) -> None:
         """Begin a wait of the pass `one`, or of one being created."""
-        if self.last is None:
-            return
-        if one is None or one.last is None or one.thread is not self:
-            self.gaps.append((self.waits, now - self.last))
-            return
-        self.between += now - self.last
-        while self.gaps and self.gaps[-1][0] >= one.mark:
-            self.between += self.gaps.pop()[1]
+        self.depth += 1
+        if self.depth == 1 and one is not None and one.last is not None and one.thread is self:
+            self.between += now - self.last
 
     def leave(self, now: float, seconds: float, first: bool) -> None:
         """End a wait of `seconds`."""
-        self.waits, self.last = self.waits + 1, now
-        if first:
-            self.first += seconds
-        else:
-            self.waited += seconds
+        self.depth -= 1
+        if self.depth == 0:
+            self.last = now
+            self.add_wait(seconds, first)
 
 
 _BENEATH = ("stallfree", "accelerate", "lightning", "pytorch_lightning", "transformers")
@@ -141,21 +159,17 @@ class Watch:
             while caller.f_back is not None and _is_beneath(caller):
                 caller = caller.f_back
             thread, started = self._thread(), clock()
-            if thread.depth == 0:
-                thread.enter(started, None)
-            thread.depth += 1
+            thread.enter(started, None)
             try:
                 iterator = original(loader)
             finally:
-                thread.depth -= 1
                 seconds = clock() - started
-                if thread.depth == 0:
-                    thread.leave(started + seconds, seconds, first=True)
+                thread.leave(started + seconds, seconds, first=True)
             where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
             key = type(loader.dataset).__name__, loader.batch_size, loader.num_workers, where
             row = self.rows.setdefault(key, Row(key, bool(getattr(loader, "persistent_workers", False))))
             row.first += seconds
-            row.passes += 1
+            row.passes, thread.passes = row.passes + 1, thread.passes + 1
             self._passes[iterator] = Pass(row)
             kind: Any = type(iterator)
             if not hasattr(kind.__next__, "is_timed"):
@@ -172,31 +186,22 @@ class Watch:
             one = passes.get(iterator)
             if one is None or os.getpid() != self._pid:
                 return original(iterator)
-            thread, started, row = self._thread(), clock(), one.row
-            outermost, ended = thread.depth == 0, False
-            if outermost:
-                thread.enter(started, one)
+            thread, started, row, ended = self._thread(), clock(), one.row, False
+            thread.enter(started, one)
             if one.last is not None:
                 row.between += started - one.last
-            thread.depth += 1
             try:
                 batch = original(iterator)
-                row.batches += 1
+                row.batches, thread.batches = row.batches + 1, thread.batches + 1
                 return batch
             except StopIteration:
                 ended = True
                 raise
             finally:
-                thread.depth -= 1
                 now = clock()
-                if one.is_fresh:
-                    row.first += now - started
-                else:
-                    row.waited += now - started
-                if outermost:
-                    thread.leave(now, now - started, one.is_fresh)
-                    one.mark = thread.waits
-                one.last, one.thread, one.is_fresh = None if ended else now, thread if outermost else None, False
+                row.add_wait(now - started, one.is_fresh)
+                thread.leave(now, now - started, one.is_fresh)
+                one.last, one.thread, one.is_fresh = None if ended else now, thread, False
 
         __next__.is_timed = True  # type: ignore[attr-defined]
         return __next__
@@ -204,16 +209,14 @@ class Watch:
     def _thread(self) -> Thread:
         return self._threads.get(get_ident()) or self._threads.setdefault(get_ident(), Thread())
 
-    def finish(self, target: str, out: str) -> None:
+    def finish(self, target: str, out: str, cache: bool) -> None:
         """Print the summary to standard error, and write it as JSON to `out` if that is not empty."""
         if os.getpid() != self._pid:
             return
-        loaders, threads = [row.json() for row in self.rows.values()], self._threads.values()
-        counts = (sum(row[name] for row in loaders) for name in ("passes", "batches"))
-        times = (sum(getattr(thread, name) for thread in threads) for name in ("first", "waited", "between"))
-        total = _figures(*counts, *times)
-        data = {"format": "stallfree-run", "version": 1, "target": target, "seconds": clock() - self._started}
-        data |= {"loaders": loaders, "total": total}
+        total = Times(*map(sum, zip(*map(astuple, self._threads.values()), strict=True)))
+        data = {"format": "stallfree-run", "version": 1, "target": target, "cache": cache}
+        data |= {"seconds": clock() - self._started, "total": total.json()}
+        data |= {"loaders": [row.json() for row in self.rows.values()]}
         try:
             sys.stdout.flush()
             sys.__stderr__.write(summary(data))  # type: ignore[union-attr]
@@ -227,12 +230,6 @@ class Watch:
             print(f"error: the summary cannot be written: {error}", file=sys.__stderr__)
 
 
-def _figures(passes: int, batches: int, first: float, waited: float, between: float) -> dict[str, Any]:
-    loop = first + waited + between
-    times = {"first_seconds": first, "waited_seconds": waited, "between_seconds": between}
-    return {"passes": passes, "batches": batches, **times, "stall_share": (first + waited) / loop if loop else 0.0}
-
-
 # -- the summary ------------------------------------------------------------------------------------------------------
 
 
@@ -243,7 +240,7 @@ def summary(data: dict[str, Any]) -> str:
         return f"stallfree: {data['target']} iterated no DataLoader in its own process: there is nothing to time\n"
     head = f"stallfree: {data['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
     names = ("passes", "batches", "first", "waited", "between", "stalled")
-    lines = ["", head, _advice(total, loaders), "", _line(names)]
+    lines = ["", head, _advice(total, loaders, cache=data["cache"]), "", _line(names)]
     for row in loaders:
         batch = "" if row["batch_size"] is None else f", batch {row['batch_size']}"
         workers = f"{row['num_workers']} worker{'' if row['num_workers'] == 1 else 's'}"
@@ -260,15 +257,13 @@ def _line(cells: tuple[str, ...]) -> str:
     return "".join(f"{cell:>11}" for cell in cells)
 
 
-def _advice(total: dict[str, Any], loaders: list[dict[str, Any]]) -> str:
+def _advice(total: dict[str, Any], loaders: list[dict[str, Any]], *, cache: bool) -> str:
     """One or two sentences of advice."""
     if total["stall_share"] < SMALL:
         return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
     loop = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
-    advice = "`stallfree analyze` shows what limits."
-    used = getattr(sys.modules.get("torch.utils.data"), "DataLoader", None)
-    starting = []
-    if not any(kind.__module__.startswith("stallfree") for kind in getattr(used, "__mro__", ())):  # see `use_cache`
+    advice, starting = "`stallfree analyze` shows what limits.", list[dict[str, Any]]()
+    if not cache:
         starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
         advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
     if not starting:
@@ -307,7 +302,7 @@ def use_cache() -> None:
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:
     """Run the script or module as `__main__`; the summary is printed when the interpreter exits."""
     watch = Watch()
-    atexit.register(watch.finish, target, out)
+    atexit.register(watch.finish, target, out, bool(cache))
     if cache:
         use_cache()
     sys.argv = [target, *arguments]

@@ -80,9 +80,7 @@ class Pipeline:
         load: a loader's time for a batch.
         transfer: the copy to the device.
         compute: the step.
-        prefetch: copy the next batch while the device computes.
-        depth: batches on the device in addition to the one in use, with `prefetch`.
-        queue: capacity of the queue in ready batches; two per loader if None.
+        prefetch: copy the next batch while the device computes; one waits on the device at most.
         variation: coefficient of variation of all three times, which are gamma distributed; 0: constant.
 
     Raises `InputError` for invalid values.
@@ -93,25 +91,19 @@ class Pipeline:
     transfer: float
     compute: float
     prefetch: bool = False
-    depth: int = 1
-    queue: int | None = None
     variation: float = 0.1
 
     def __post_init__(self) -> None:
-        for name in ("loaders", "depth", "queue"):
-            if (value := getattr(self, name)) is not None:
-                parse_whole(value, name, 1)
+        parse_whole(self.loaders, "loaders", 1)
         for name in ("load", "transfer", "compute", "variation"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-                raise errors.InputError(f"{name}={value!r}: give a number of 0 or more")
-        if self.compute + self.transfer <= 0 or self.load <= 0:
-            raise errors.InputError("load, and transfer or compute, must be above 0 seconds")
+            _check_number(getattr(self, name), name, zero=name != "load")
+        if self.compute + self.transfer <= 0:
+            raise errors.InputError("transfer or compute must be above 0 seconds")
 
     @property
-    def queue_size(self) -> int:
+    def queue(self) -> int:
         """Capacity of the queue in ready batches."""
-        return self.queue or 2 * self.loaders
+        return 2 * self.loaders
 
     @property
     def law(self) -> float:
@@ -127,18 +119,16 @@ class Run:
     Attributes:
         pipeline: the simulated pipeline.
         seconds: simulated time.
-        events: finished events, in the order of their ends.
-        unfinished: other events, with their projected ends.
+        events: in the order of their ends; those that began in this time and end after it are the last.
     """
 
     pipeline: Pipeline
     seconds: float
     events: tuple[Event, ...]
-    unfinished: tuple[Event, ...]
 
     def batches(self, start: float = 0.0) -> int:
         """Steps that ended after `start`."""
-        return sum(event.actor == "device" and event.end > start for event in self.events)
+        return sum(event.actor == "device" and start < event.end < self.seconds for event in self.events)
 
 
 def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
@@ -148,7 +138,7 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
 
     Raises `InputError` for an invalid time.
     """
-    _check_seconds(seconds)
+    _check_number(seconds, "seconds")
     random, variation, events = np.random.default_rng(seed), pipeline.variation, list[Event]()
 
     def work(actor: str, what: str, batch: int, start: float, mean: float) -> float:
@@ -160,9 +150,8 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
 
     loading = [(work(f"loader {n}", "load", n, 0.0, pipeline.load), n, n) for n in range(pipeline.loaders)]
     heapq.heapify(loading)
-    taken = deque([0.0] * pipeline.queue_size, pipeline.queue_size)  # when the last batches left the queue
-    used = deque([0.0] * pipeline.depth, pipeline.depth)  # when the last batches left their places on the device
-    copier = device = 0.0  # when each is free
+    taken = deque([0.0] * pipeline.queue, pipeline.queue)  # when the last batches left the queue
+    copier = device = used = 0.0  # when each is free, and when the last batch was used
     begun = pipeline.loaders
     while loading[0][0] < seconds:
         loaded, batch, loader = heapq.heappop(loading)
@@ -171,19 +160,18 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
         begun += 1
         taken.append(max(queued, copier))
         copied = work("copy", "copy", batch, taken[-1], pipeline.transfer)
-        copier = max(copied, used[0]) if pipeline.prefetch else copied
-        used.append(max(copier, device))
-        device = work("device", "compute", batch, used[-1], pipeline.compute)
+        copier = max(copied, used) if pipeline.prefetch else copied
+        used = max(copier, device)
+        device = work("device", "compute", batch, used, pipeline.compute)
         if not pipeline.prefetch:
             copier = device
-    events.sort(key=lambda event: (event.end, event.start, event.actor))
-    ended = [event for event in events if event.end < seconds]
-    return Run(pipeline, seconds, tuple(ended), tuple(events[len(ended) :]))
+    return Run(pipeline, seconds, tuple(sorted(events, key=lambda event: (event.end, event.start, event.actor))))
 
 
-def _check_seconds(seconds: float) -> None:
-    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < math.inf:
-        raise errors.InputError(f"seconds={seconds!r}: give a number above 0")
+def _check_number(value: float, name: str, *, zero: bool = False) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and (0 < value < math.inf or (zero and value == 0))):
+        raise errors.InputError(f"{name}={value!r}: give a number {'of 0 or more' if zero else 'above 0'}")
 
 
 def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
@@ -199,7 +187,7 @@ def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dic
 
     Raises `InputError` for no seeds, for no time, and for a time with over 2,000,000 batches.
     """
-    _check_seconds(seconds)
+    _check_number(seconds, "seconds")
     seeds, both = parse_whole(seeds, "seeds", 1), [replace(pipeline, prefetch=prefetch) for prefetch in (False, True)]
     batches = seeds * seconds * sum(one.law for one in both)
     if batches > _MOST_BATCHES:
@@ -266,9 +254,8 @@ def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0
     """Both runs of a pipeline, of seed 0, and their comparison, in the format of `simulation_page`."""
     comparison, runs = compare(pipeline, seeds=seeds, seconds=seconds), []
     for prefetch, name in enumerate(_KINDS):
-        run, depth = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds), prefetch * pipeline.depth
-        events = (*run.events, *run.unfinished)
-        runs.append(run_data(name, events, seconds=seconds, queue=pipeline.queue_size, depth=depth))
+        run = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
+        runs.append(run_data(name, run.events, seconds=seconds, queue=pipeline.queue, depth=prefetch))
     load, transfer, compute = map(format_seconds, (pipeline.load, pipeline.transfer, pipeline.compute))
     title = (
         f"{render.plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to "
@@ -305,6 +292,8 @@ def run_data(
     Raises `InputError` if there are no events, or if they take no time.
     """
     ordered = sorted(events, key=lambda event: (event.start, event.end))
+    if seconds is not None:
+        _check_number(seconds, "seconds")
     if not ordered:
         raise errors.file_unreadable(f"{name}: there are no events: give a log of at least one batch")
     first = ordered[0].start

@@ -15,9 +15,6 @@ from stallfree.loader import dataloader
 from stallfree.typevars import BatchT_co
 
 _Torchs: Any = torch.utils.data.DataLoader
-_KEPT = ("collate_fn", "pin_memory", "timeout", "worker_init_fn", "generator")
-_OF_WORKERS = ("persistent_workers", "prefetch_factor", "multiprocessing_context")
-"""Arguments of a loader that becomes torch's, and those that torch's accepts only with workers."""
 
 _named = set[str]()
 
@@ -36,6 +33,7 @@ class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
         return super().__new__(cls)
 
     def __init__(self, dataset: Any, *arguments: Any, **options: Any) -> None:
+        self._given = (dataset, *arguments), dict(options)
         if not _reason_against(dataset) and not hasattr(dataset, "reader"):
             options.setdefault("cache", "auto")
         super().__init__(dataset, *arguments, **options)
@@ -58,13 +56,8 @@ class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
             if error.page != "sampler-output":
                 raise
         _name(self.dataset, "its sampler gives other keys than whole numbers")
-        single = self.batch_size is None and self.batch_sampler is None
-        order = {"batch_size": None, "sampler": self.sampler} if single else {"batch_sampler": self.batch_sampler}
-        workers = self.num_workers if self._requested else 0
-        kept = (*_KEPT, *_OF_WORKERS) if workers else _KEPT
-        self._theirs = _Torchs(
-            self.dataset, **order, num_workers=workers, **{name: getattr(self, name) for name in kept}
-        )
+        arguments, options = self._given
+        self._theirs = _Torchs(*arguments, **options)
         return iter(self._theirs)
 
 

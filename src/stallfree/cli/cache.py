@@ -60,14 +60,13 @@ def _listing(root: Path) -> console.RenderableType:
     from stallfree.cache.redis.servers import running_servers
     from stallfree.cache.store import list_caches
 
-    figures = ("|used", "|capacity")
-    caches = _table("", ["name", "policy", "state", "|hits", "|misses", "|resident", "|samples", *figures])
+    caches = _table("", "name", "policy", "state", "hits", "misses", "resident", "samples", "used", "capacity")
     for cache in list_caches(root):
         states = [word for word, holds in (("in use", cache.in_use), ("persistent", cache.persist)) if holds]
         counts = [*_requests(cache.path).values(), cache.resident_items, cache.samples]
         cells = _figures(counts, cache.used_bytes, cache.capacity_bytes) if cache.capacity_bytes > 0 else ["?"] * 6
         caches.add_row(cache.name, cache.policy or "?", ", ".join(states) or "left behind", *cells)
-    servers = _table("servers of this host", ["store", "state", "|hits", "|misses", "|keys", *figures])
+    servers = _table("servers of this host", "store", "state", "hits", "misses", "keys", "used", "capacity")
     for store, info in running_servers(root):
         if info is None:
             servers.add_row(store, "lost", *"-----")
@@ -82,15 +81,14 @@ def _figures(counts: list[int | None], used: int, capacity: int) -> list[str]:
     return [*("?" if n is None else f"{n:,}" for n in counts), format_size(used), format_size(capacity)]
 
 
-def _table(title: str, headings: list[str]) -> table.Table:
-    """A table with columns of words, which are cut if there is no room, and of numbers, marked by "|"."""
-    made = table.Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None)
-    made.title_justify = "left"
+def _table(title: str, *headings: str) -> table.Table:
+    """A table of columns of words and of numbers, which are cut if there is no room."""
+    made = table.Table(
+        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left"
+    )
     for heading in headings:
-        if heading.startswith("|"):
-            made.add_column(heading[1:], justify="right", no_wrap=True)
-        else:
-            made.add_column(heading, overflow="ellipsis", no_wrap=True)
+        is_word = heading in ("name", "store", "policy", "state")
+        made.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
     return made
 
 

@@ -1,13 +1,12 @@
 """`stallfree simulate`: loaders, queue, copy and device, simulated or from the log of a real loader."""
 
-import math
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from stallfree.cli._output import JsonFile, show, writable, write
-from stallfree.errors import InputError, argument_conflict
+from stallfree.errors import argument_conflict
 from stallfree.units import parse_seconds
 
 
@@ -48,8 +47,6 @@ def simulate(
     if events is not None:
         if extra := [name for name, value in values.items() if value is not None]:
             raise argument_conflict(f"--events simulates nothing: leave out {', '.join(extra)}, or --events")
-        if seconds is not None and not 0 < seconds < math.inf:
-            raise InputError(f"--seconds {seconds:g}: give a number above 0")
         run = simulation.run_data(events.name, simulation.read_events(events), seconds=seconds)
         data = simulation.page_data(events.name, [run])
     else:

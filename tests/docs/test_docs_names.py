@@ -1,62 +1,19 @@
-"""The code of the documentation and the notebooks runs, and its commands are those of the command line."""
+"""The names and commands on the pages are those of the package and of the command line."""
 
 import ast
 import inspect
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
-from doc_names import named
-from doc_pages import PAGES, ROOT, blocks, commands, name_of
-from doc_runs import Part, chosen, tracebacks
-from doc_setups import SETUPS, Setup
+from doc_tools import PAGES, blocks, commands, name_of, named
 
 from stallfree.cli import app
-from warm import Interpreter
 
 _CODE = [page for page in PAGES if blocks(page, "python")]
 _COMMAND: Any = typer.main.get_command(app)
-_NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
-
-
-def _parts(page: Path) -> list[Part]:
-    """All that is run for a page."""
-    setup = SETUPS.get(name_of(page), Setup())
-    parts = [Part("setup", 1, "", setup.world)]
-    for block in (block for block in blocks(page, "python") if not block.not_run):
-        file = block.title if block.title.endswith(".py") and " " not in block.title else ""
-        parts.append(Part(block.page, block.line, file, setup.shrink(block.text)))
-    return parts
-
-
-@pytest.fixture(scope="module")
-def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: Path) -> dict[str, str]:
-    """The tracebacks of the pages whose blocks failed, of those that are tested now."""
-    return tracebacks(interpreter, store_root, {name_of(page): _parts(page) for page in chosen(request, "page")})
-
-
-_FIRST = [page for page in _CODE if page.name in ("README.md", "tutorial.md")]
-_OTHERS = [pytest.param(page, marks=pytest.mark.slow) for page in _CODE if page not in _FIRST]
-
-
-@pytest.mark.parametrize("page", [*_FIRST, *_OTHERS], ids=name_of)
-def test_blocks_of_a_page_run(page: Path, came: dict[str, str]) -> None:
-    """In order, in one namespace, in an empty folder. A traceback names the page and its line."""
-    assert name_of(page) not in came, came[name_of(page)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("path", _NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_keeps_no_output(path: Path, interpreter: Interpreter, store_root: Path) -> None:
-    shrink = SETUPS[f"examples/{path.name}"].shrink
-    cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
-    parts = [Part(f"{path.name}[{at}]", 1, "", shrink("".join(cell["source"]))) for at, cell in enumerate(cells, 1)]
-    failed = tracebacks(interpreter, store_root, {path.name: parts})
-    assert not failed, failed[path.name]
-    assert not any(cell["outputs"] or cell["execution_count"] is not None for cell in cells)
 
 
 @pytest.mark.parametrize("page", _CODE, ids=name_of)
