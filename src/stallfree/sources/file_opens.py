@@ -22,7 +22,7 @@ import sysconfig
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import xxhash
@@ -84,6 +84,12 @@ class ServedFile(io.BytesIO):
     def writable(self) -> bool:
         """False."""
         return False
+
+    def write(self, *_: Any) -> NoReturn:
+        """Raise `io.UnsupportedOperation`."""
+        raise io.UnsupportedOperation("File not open for writing")
+
+    writelines = truncate = write
 
 
 class Files:
