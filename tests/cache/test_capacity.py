@@ -194,6 +194,7 @@ def test_a_file_system_that_fills_up_meanwhile(tmpfs: Path, policy: str, left: i
             stored = fill(cache, range(300))
             assert stored == cache.stats().resident_items
             assert 0.8 * left <= stored * len(SAMPLE) <= left
+            assert os.statvfs(tmpfs).f_bavail * PAGE >= left // 20, "a part is left to others"
             assert cache.gather(range(300), [np.zeros((300, len(SAMPLE)), np.uint8)]).sum() == stored
             assert Child(fill, cache, range(300, 600)).wait() == 0
             assert problems(cache) == []

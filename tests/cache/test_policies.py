@@ -76,6 +76,24 @@ def test_importance_by_hand() -> None:
         assert problems(cache) == []
 
 
+def test_residents_that_the_queue_has_no_room_for_are_not_passed_over() -> None:
+    """The queue has 64 entries. It is filled with 48, of which 20 insertions push out the last."""
+    scores = np.arange(400.0)
+    with small("importance", 150, 400) as cache:
+        cache.set_scores(range(400), scores)
+        put(cache, *range(150))
+        expected = set(range(150))
+        for new in range(200, 280):
+            if new in (201, 212):
+                changed = range(100, 120) if new == 201 else [149]
+                scores[changed] = np.linspace(10.1, 10.9, 20) if new == 201 else 46.5
+                cache.set_scores(changed, scores[changed])
+            expected.remove(min(expected, key=scores.__getitem__))
+            expected.add(new)
+            put(cache, new)
+            assert residents(cache) == sorted(expected)
+
+
 def test_who_is_chosen_is_chosen_once_although_its_score_fell_in_the_queue() -> None:
     """Its old entry stands there too. Taken twice, its place would be given to two newcomers."""
     count = 40

@@ -25,9 +25,9 @@ def until(met: Callable[[], Any], what: str = "it happens") -> Any:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended, even if its parent has not waited for it."""
+    """Whether a process has ended."""
     try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
 
