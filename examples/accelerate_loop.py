@@ -14,6 +14,7 @@ from torch import nn
 import stallfree as sf
 
 
+@sf.mark_deterministic
 class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Points on either side of a line."""
 

@@ -21,6 +21,7 @@ import stallfree as sf
 SAMPLES, EPOCHS = 96, 3
 
 
+@sf.mark_deterministic
 class Points(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Points on either side of a line."""
 

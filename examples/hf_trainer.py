@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 import stallfree as sf
 
 
+@sf.mark_deterministic
 class Points(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Points on either side of a line."""
 

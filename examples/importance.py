@@ -14,6 +14,7 @@ import stallfree as sf
 SAMPLES, CLASSES, SIDE, BATCH = 1000, 5, 8, 50
 
 
+@sf.mark_deterministic
 class Pictures(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
     """Noise, on which a pattern shows the class."""
 

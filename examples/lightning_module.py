@@ -16,6 +16,7 @@ import stallfree as sf
 from stallfree.integrations.lightning import StallMonitor
 
 
+@sf.mark_deterministic
 class SlowPoints(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
     """Points on either side of a line, on storage that takes its time."""
 
