@@ -110,7 +110,7 @@ def test_batches_that_fail_or_are_empty(path: Path) -> None:
     used = each("compute", 1) - Counter([("compute", 0, 1)])
     assert count(read_events(path)) == each("prep", 1) - Counter([("prep", 0, 1)]) + used
     assert len(list(sf.DataLoader(Made(SAMPLES, bad), BATCH, on_error="skip", event_log=path))) == 3
-    assert count(read_events(path)) == each("prep", 1) + used
+    assert count(read_events(path)) == each("fetch", 1) + each("prep", 1) + used
 
 
 def test_a_path_that_cannot_be_written() -> None:

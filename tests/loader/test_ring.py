@@ -111,7 +111,7 @@ class RingModel(RuleBasedStateMachine):
 
 
 TestRingModel = RingModel.TestCase
-TestRingModel.settings = settings(max_examples=8, stateful_step_count=30)
+TestRingModel.settings = settings(max_examples=5, stateful_step_count=30)
 
 
 class ResizedRing(RuleBasedStateMachine):
@@ -166,7 +166,7 @@ class ResizedRing(RuleBasedStateMachine):
 
 
 TestResizedRing = ResizedRing.TestCase
-TestResizedRing.settings = settings(max_examples=8, stateful_step_count=30)
+TestResizedRing.settings = settings(max_examples=5, stateful_step_count=30)
 
 
 # --- the ring of a loader ---------------------------------------------------------------------------------------------
