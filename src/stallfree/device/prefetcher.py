@@ -146,13 +146,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
         return self.state_at(self._consumed)
 
     @property
-    def ahead(self) -> bool:
-        """Whether the loader may have delivered batches that have not been yielded here."""
-        return self._consumed is not None
-
-    @property
     def position(self) -> Snapshot | None:
-        """The position of the latest iteration, for `state_at`."""
+        """The position of the latest iteration, for `state_at`; None if it has ended, or the loader has no state."""
         return self._consumed
 
     def state_at(self, position: Snapshot | None) -> Any:
