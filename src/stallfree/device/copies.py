@@ -163,12 +163,15 @@ class BatchBuffer:
         copied: event reached when the copies from `pinned` and from the tensors in `held` are done.
         used: event reached when the previous batch in this buffer is not needed any more.
         pinned: pinned host memory, for tensors that are not pinned themselves.
+        views, layout: tensors over `pinned` for the last batch, and the layout that they were made for.
         held: objects that copies may still read.
     """
 
     copied: Event
     used: Event
-    pinned: torch.Tensor | None = None
+    pinned: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    views: list[torch.Tensor] = field(default_factory=list)
+    layout: list[Any] = field(default_factory=list)
     held: Any = None
 
 
@@ -254,10 +257,13 @@ class Copier:
     def _send_staged(self, sent: Sent, groups: list[Group]) -> None:
         """Copy the groups through the pinned memory of the buffer."""
         buffer, leaves = sent.buffer, [leaf for group in groups for leaf in group.values()]
-        size = sum(map(_padded_bytes, leaves))
-        if buffer.pinned is None or buffer.pinned.numel() < size:
-            buffer.pinned = self.backend.empty_pinned(size + size // 8)
-        self.backend.stage(_over(buffer.pinned, leaves), leaves)
+        layout = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]
+        if buffer.layout != layout:
+            size = sum(map(_padded_bytes, leaves))
+            if buffer.pinned.numel() < size:
+                buffer.pinned = self.backend.empty_pinned(size + size // 8)
+            buffer.layout, buffer.views = layout, _over(buffer.pinned, leaves)
+        self.backend.stage(buffer.views, leaves)
         start = 0
         for group in groups:
             target = self._allocate(group, sent)
