@@ -4,7 +4,7 @@ import contextlib
 import functools
 import gc
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -32,8 +32,8 @@ _PARTS = {torch.sparse_coo: ("_indices", "_values"), torch.sparse_csr: _ROWS, to
 _PARTS |= {torch.sparse_csc: _COLUMNS, torch.sparse_bsc: _COLUMNS}
 """Methods that return the memory of sparse tensors."""
 
-Group = list[tuple[int, torch.Tensor]]
-"""Tensors that share one allocation and one copy, each with its position among the leaves of the batch."""
+Group = dict[int, torch.Tensor]
+"""Tensors that share one allocation and one copy, by their position among the leaves of the batch."""
 
 
 class Cuda:
@@ -163,12 +163,15 @@ class BatchBuffer:
         copied: event reached when the copies from `pinned` and from the tensors in `held` are done.
         used: event reached when the previous batch in this buffer is not needed any more.
         pinned: pinned host memory, for tensors that are not pinned themselves.
+        views, layout: tensors over `pinned` for the last batch, and the layout that they were made for.
         held: objects that copies may still read.
     """
 
     copied: Event
     used: Event
-    pinned: torch.Tensor | None = None
+    pinned: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    views: list[torch.Tensor] = field(default_factory=list)
+    layout: list[Any] = field(default_factory=list)
     held: Any = None
 
 
@@ -232,7 +235,7 @@ class Copier:
         buffer.used.synchronize()
         buffer.held = leaves
         sent = Sent(buffer, rebuild, list(leaves))
-        small: Group = []
+        small: Group = {}
         large: list[Group] = []
         for at, leaf in enumerate(leaves):
             if not is_plain(leaf):
@@ -241,23 +244,26 @@ class Copier:
             if leaf.requires_grad or leaf.is_conj() or leaf.is_neg():
                 leaf = leaf.detach().resolve_conj().resolve_neg()
             if leaf.nbytes < SMALL:
-                small.append((at, leaf))
+                small[at] = leaf
             elif self.backend.is_pinned(leaf) and _stride(leaf) == leaf.stride():
-                self._allocate([(at, leaf)], sent)
+                self._allocate({at: leaf}, sent)
                 self.backend.copy(sent.leaves[at], leaf)
             else:
-                large.append([(at, leaf)])
+                large.append({at: leaf})
         if small or large:
             self._send_staged(sent, [small, *large] if small else large)
         return sent
 
     def _send_staged(self, sent: Sent, groups: list[Group]) -> None:
         """Copy the groups through the pinned memory of the buffer."""
-        buffer, leaves = sent.buffer, [leaf for group in groups for _, leaf in group]
-        size = sum(map(_padded_bytes, leaves))
-        if buffer.pinned is None or buffer.pinned.numel() < size:
-            buffer.pinned = self.backend.empty_pinned(size + size // 8)
-        self.backend.stage(_over(buffer.pinned, leaves), leaves)
+        buffer, leaves = sent.buffer, [leaf for group in groups for leaf in group.values()]
+        layout = [(leaf.dtype, leaf.shape, leaf.stride()) for leaf in leaves]
+        if buffer.layout != layout:
+            size = sum(map(_padded_bytes, leaves))
+            if buffer.pinned.numel() < size:
+                buffer.pinned = self.backend.empty_pinned(size + size // 8)
+            buffer.layout, buffer.views = layout, _over(buffer.pinned, leaves)
+        self.backend.stage(buffer.views, leaves)
         start = 0
         for group in groups:
             target = self._allocate(group, sent)
@@ -266,10 +272,9 @@ class Copier:
 
     def _allocate(self, group: Group, sent: Sent) -> torch.Tensor:
         """Allocate device memory for a group and make its leaves over it; returns the memory."""
-        leaves = [leaf for _, leaf in group]
-        memory = self.backend.empty(sum(map(_padded_bytes, leaves)))
+        memory = self.backend.empty(sum(map(_padded_bytes, group.values())))
         sent.memory.append(memory)
-        for (at, _), tensor in zip(group, _over(memory, leaves), strict=True):
+        for at, tensor in zip(group, _over(memory, group.values()), strict=True):
             sent.leaves[at] = tensor
         return memory
 
@@ -360,7 +365,7 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Any:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-def _over(memory: torch.Tensor, leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+def _over(memory: torch.Tensor, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors like `leaves` over `memory`, which begins its storage, one after the other.
 
     They are not views for autograd: changes of one do not raise the version counters of the others.

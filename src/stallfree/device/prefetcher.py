@@ -88,7 +88,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self._latest: Callable[[], _Iteration | None] = lambda: None
         self._threads: list[LoaderThread] = []
         self._unused: list[list[BatchBuffer]] = []
-        self._consumed: Snapshot | None = None  # the state of the loader after the last batch of the latest iteration
+        # After the last batch of the latest iteration, for `state_at`; None if it has ended or the loader has no state.
+        self.position: Snapshot | None = None
 
     def __reduce__(self) -> Any:
         return partial(type(self), transform_on_device=self.transform_on_device), (self.loader, self.device, self.depth)
@@ -109,7 +110,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         with self._lock:
             source = loader.prefetched_by(self) if hasattr(loader, "prefetched_by") else iter(loader)
             snapshot = partial(_snapshot, loader) if hasattr(loader, "state_dict") else None
-            self._consumed = None if snapshot is None else snapshot()
+            self.position = None if snapshot is None else snapshot()
         thread = LoaderThread(source, snapshot, self._lock, self._copier())
         self._threads.append(thread)
         iteration = _Iteration(self, thread)
@@ -143,17 +144,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
         Raises `InputError` if the loader has no state.
         """
-        return self.state_at(self._consumed)
-
-    @property
-    def ahead(self) -> bool:
-        """Whether the loader may have delivered batches that have not been yielded here."""
-        return self._consumed is not None
-
-    @property
-    def position(self) -> Snapshot | None:
-        """The position of the latest iteration, for `state_at`."""
-        return self._consumed
+        return self.state_at(self.position)
 
     def state_at(self, position: Snapshot | None) -> Any:
         """Return the loader's state at a position."""
@@ -170,7 +161,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         """
         self._need("load_state_dict")
         self.close()
-        self._consumed = None
+        self.position = None
         self.loader.load_state_dict(state)  # type: ignore[attr-defined]
 
     def _need(self, name: str) -> None:
@@ -199,7 +190,7 @@ def _pin(
     device, both do nothing.
     """
     if backend is None or not owner.is_here:
-        return _do_nothing
+        return lambda: None
     undo = backend.pin(memory)
 
     def finish_and_undo() -> None:
@@ -218,7 +209,7 @@ class _Iteration(Iterator[Any]):
         self._prefetcher, self.thread = prefetcher, thread
         self._owner = Owner()
         self._taken: Item | None = None  # the last item
-        self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", _do_nothing)
+        self._count_wait: Callable[[float], object] = getattr(prefetcher.loader, "count_wait", lambda _: None)
 
     @short_traceback
     def __next__(self) -> Any:
@@ -236,7 +227,7 @@ class _Iteration(Iterator[Any]):
         self._count_wait(time.monotonic() - begun)
         prefetcher = self._prefetcher
         if prefetcher._latest() is self and (item.snapshot is not None or item.end):
-            prefetcher._consumed = item.snapshot
+            prefetcher.position = item.snapshot
         if item.end:
             self.close()
             raise StopIteration
@@ -278,10 +269,6 @@ class _Iteration(Iterator[Any]):
 
     def __del__(self) -> None:
         self.close()
-
-
-def _do_nothing(*_: object) -> None:
-    pass
 
 
 def _snapshot(loader: Any) -> Snapshot:

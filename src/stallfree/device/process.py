@@ -32,7 +32,7 @@ from stallfree.ipc.channel import pack_error, unpack_error
 from stallfree.ipc.process import Child, Owner, Parent, end_all
 from stallfree.notes import raisable
 from stallfree.pipeline.randomness import draw_seed
-from stallfree.platform import need_linux
+from stallfree.platform import how_it_ended, need_linux
 from stallfree.pytree import take_apart
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_whole
@@ -212,10 +212,9 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         return queue.popleft()
 
     def _end_error(self) -> errors.ProducerError:
-        code = self._child.join(_ANSWER_SECONDS)
-        how = "" if code is None else f" by signal {-code}" if code < 0 else f" with exit code {code}"
+        how = how_it_ended(self._child.join(_ANSWER_SECONDS))
         return errors.ProducerError(
-            f"the loading process (process {self.pid}) has ended{how}, or was closed: make a new ProcessPrefetcher. "
+            f"the loading process (process {self.pid}) has ended, or was closed: {how}. Make a new ProcessPrefetcher. "
             "Its output shows the cause; a script that makes one needs `if __name__ == '__main__':`"
         )
 
@@ -327,8 +326,7 @@ class _Factory:
 def _make_loader(pickled: bytes, seed: int) -> Iterable[Any]:
     """Seed torch's generator with a number drawn in the training process, and make the loader."""
     torch.manual_seed(seed)
-    make: Callable[[], Iterable[Any]] = pickle.loads(pickled)
-    return make()
+    return pickle.loads(pickled)()  # type: ignore[no-any-return]
 
 
 def _produce(parent: Parent, make_loader: Callable[[], Iterable[Any]], device: torch.device, depth: int) -> None:

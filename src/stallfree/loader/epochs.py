@@ -141,7 +141,7 @@ class EpochsBase:
     def state_dict(self) -> dict[str, Any]:
         """Return the state after the last batch delivered to the training loop."""
         prefetcher = None if self._prefetcher is None else self._prefetcher()
-        if prefetcher is not None and prefetcher.ahead:
+        if prefetcher is not None and prefetcher.position is not None:
             return prefetcher.state_dict()  # type: ignore[no-any-return]
         return self.state_at(self.position)
 
