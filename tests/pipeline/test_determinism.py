@@ -290,6 +290,11 @@ def test_split() -> None:
     assert [split(nothing).verdicts for nothing in (None, Compose([]))] == [(), ()]
 
 
+def test_a_step_of_a_library_that_draws_is_random_from_then_on() -> None:
+    step = foreign("Resize", V1, __call__=lambda self, value: value + random.random())
+    assert [verdict(step), verdict(step, 1), verdict(step)] == [(False, "torchvision"), *[(True, "seen")] * 2]
+
+
 @pytest.mark.parametrize(
     ("transform", "probe", "why"),
     [

@@ -103,17 +103,20 @@ def f(x, shuffle=False): return g(x, random_state=0)
 --- a function of that name
 def shuffle(x): return x[::-1]
 def f(x): return shuffle(x)
---- in __init__
-class C:
+--- in __init__ of a base class that is named
+class B:
     def __init__(self): self.order = np.random.permutation(9)
     def __getitem__(self, i): return self.order[i]
-f = C()
---- in __init__, called by super
-class B:
-    def __call__(self, x): return x
 class C(B):
+    def __getitem__(self, i): return B.__getitem__(self, i + 1)
+f = C()
+--- in __init__ of what it holds
+class H:
     def __init__(self): self.w = random.random()
-    def __call__(self, x): return super().__call__(x)
+    def read(self, i): return i * self.w
+class C:
+    def __init__(self): self.h = H()
+    def __getitem__(self, i): return self.h.read(i)
 f = C()
 --- overridden
 class B:
