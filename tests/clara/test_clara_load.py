@@ -53,7 +53,7 @@ def numbers(batches: Iterable[Any]) -> list[int]:
 def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path, tmp_path: Path) -> None:
     volumes, cached = kind.startswith("Seg"), kind.endswith("WithCache")
     transforms = [*(LOAD if volumes else LOAD_IMAGE), NOISE]
-    cache = {"num_cache_objects": 2, "replace_percent": None} if cached else {}
+    cache = {"num_cache_objects": 1, "replace_percent": None} if cached else {}
     parts = {
         "train": section(kind, transforms, num_workers=workers),
         "validate": section(kind, transforms[:-1], num_workers=workers, data_list_key="validation", **cache),
@@ -66,13 +66,13 @@ def test_every_pipeline_trains_and_validates(kind: str, workers: int, data: Path
         assert isinstance(train.dataset, sf.SmartCacheDataset) is cached
         if cached:
             assert (train.dataset.cache_num, train.dataset.replace_num) == (4, 1)
-            assert (validate.dataset.cache_num, validate.dataset.replace_num) == (2, 0)
+            assert (validate.dataset.cache_num, validate.dataset.replace_num) == (1, 0)
         orders = []
         for _ in range(3):
             orders.append(numbers(train))
             assert len(set(orders[-1])) == (4 if cached else 8)
             assert set(orders[-1]) <= set(range(8))
-            assert numbers(validate) == [8, 9]
+            assert numbers(validate) == ([8] if cached else [8, 9])
         assert len(set(map(tuple, orders))) > 1
         batch = next(iter(train))
         found = [(batch[field].shape, batch[field].dtype) for field in BOTH]

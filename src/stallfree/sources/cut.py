@@ -12,7 +12,7 @@ from stallfree.ipc.process import call_in_child
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Source, Transform, mark_of
 from stallfree.pipeline.fingerprint import same
-from stallfree.pipeline.objects import attribute, comes_from, random_name
+from stallfree.pipeline.objects import VALUES, attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
 from stallfree.sources import mapped
 from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder, Unpacked
@@ -28,8 +28,8 @@ _TRANSFORM = re.compile(f"(transform|aug|norm|process|crop|resize|tensor){_LAST}
 _READER = re.compile(f"(load|open|read|decode|fetch|collate|callback){_LAST}", re.IGNORECASE)
 """Names of attributes that are likely to hold a transform, and of those that hold none."""
 
-_MOST_ITEMS = 4096
-"""Lists and dicts of more items are not searched for transforms."""
+_MOST_ITEMS = 256
+"""Lists and dicts of more items are searched for transforms only if they hold data sets."""
 
 _LIBRARIES = ("torchvision.datasets", "datasets.")
 """Their data sets are cut without being asked for."""
@@ -147,14 +147,20 @@ def _callables(holder: Any, prefix: str = "", depth: int = 4) -> Iterator[str]:
     if isinstance(holder, (list, tuple)):
         holder = dict(enumerate(holder))
     for name, value in (holder if isinstance(holder, dict) else attribute(holder, "__dict__") or {}).items():
-        kind = type(value)
-        joint = kind.__name__ == "StandardTransform" and comes_from(kind, "torchvision.datasets")
-        few = isinstance(value, (list, tuple, dict)) and len(value) <= _MOST_ITEMS
-        nested = hasattr(kind, "__getitem__") and hasattr(kind, "__len__") and hasattr(value, "__dict__")
+        joint = type(value).__name__ == "StandardTransform" and comes_from(type(value), "torchvision.datasets")
         if callable(value) and not isinstance(value, type) and not joint:  # a composition may have a length and items
             yield f"{prefix}{name}"
-        elif depth and (joint or few or nested):
+        elif depth and (joint or _may_hold_transforms(value)):
             yield from _callables(value, f"{prefix}{name}.", depth - 1)
+
+
+def _may_hold_transforms(value: Any) -> bool:
+    """Return whether it is a data set, a list of them, or a short list or dict that does not begin with plain data."""
+    if isinstance(value, (list, tuple, dict)):
+        first = next(iter(value.values() if isinstance(value, dict) else value), None)
+        short = len(value) <= _MOST_ITEMS and not isinstance(first, VALUES)
+        return short or (not isinstance(first, (list, tuple, dict)) and _may_hold_transforms(first))
+    return hasattr(type(value), "__getitem__") and hasattr(type(value), "__len__") and hasattr(value, "__dict__")
 
 
 # --- comparing, in a child process ----------------------------------------------------------------------------------

@@ -240,8 +240,7 @@ _FUNCTIONS: dict[tuple[str, ...], Callable[..., Any]] = {
 """What stands for a function, by its module and name."""
 
 
-@functools.cache
-def _replacement(real: Any, instead: Callable[..., Any], *, is_method: bool) -> Any:
+def _replacement(real: Any, instead: Callable[..., Any], owner: Any) -> Any:
     """Return what stands for a function in the threads that make samples; in all others it calls that function."""
 
     @functools.wraps(real)
@@ -249,15 +248,25 @@ def _replacement(real: Any, instead: Callable[..., Any], *, is_method: bool) -> 
         files = getattr(_thread, "files", None)
         return real(*args, **kwargs) if files is None else instead(files, real, *args, **kwargs)
 
-    return replacement if is_method else staticmethod(replacement)  # a class that keeps it does not bind it
+    return replacement if isinstance(owner, type) else staticmethod(replacement)  # for classes that keep it
 
 
 _thread = threading.local()
 _lock = threading.Lock()
 _threads = 0
 """Threads that make a sample."""
-_replaced: dict[tuple[str, ...], tuple[Any, Any]] = {}
-"""What stands for each function, and the function itself."""
+_replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
+"""What stands for a function, and the function itself, by the module or class and the name."""
+
+
+@functools.lru_cache(1)
+def _owners(modules: int) -> list[tuple[Any, str, Callable[..., Any]]]:
+    """Return the modules and classes whose functions are replaced, as long as that many modules are imported."""
+    owners = []
+    for (module, *path, name), instead in _FUNCTIONS.items():
+        owner = functools.reduce(lambda holder, inner: getattr(holder, inner, None), path, sys.modules.get(module))
+        owners += [(owner, name, instead)] if owner is not None else []
+    return owners
 
 
 @contextlib.contextmanager
@@ -278,14 +287,14 @@ def _count_threads(change: int) -> None:
     global _threads
     with _lock:
         _threads += change
-        for place, instead in _FUNCTIONS.items():
-            module, *path, name = place
-            owner = functools.reduce(lambda holder, inner: getattr(holder, inner, None), path, sys.modules.get(module))
-            current = getattr(owner, "__dict__", {}).get(name)  # None while another thread imports it
-            replacement, real = _replaced.get(place, (None, None))
+        for owner, name, instead in _owners(len(sys.modules)):
+            current = vars(owner).get(name)  # None while another thread imports it
+            replacement, real = _replaced.get((owner, name), (None, None))
             if _threads and current not in (None, replacement):
-                _replaced[place] = _replacement(current, instead, is_method=bool(path)), current
-                setattr(owner, name, _replaced[place][0])
+                if current is not real:
+                    replacement = _replacement(current, instead, owner)
+                    _replaced[owner, name] = replacement, current
+                setattr(owner, name, replacement)
             elif not _threads and current is replacement and real is not None:
                 setattr(owner, name, real)
 
