@@ -90,6 +90,7 @@ def test_tensorboard(own: bool, loader: sf.DataLoader, tmp_path: Path) -> None:
     log.Reload()
     found = [(event.step, event.value) for event in log.Scalars("train/stallfree_loader_samples_total")]
     assert found == [(0, 4), (10, 8), (20, 10)]
+    assert "mine" in log.Tags()["scalars"]
 
 
 def scrape(port: int) -> dict[tuple[str, str], float]:

@@ -75,10 +75,10 @@ ONE = '{"start": 1, "end": 1, "actor": "device", "what": "compute", "batch": 0}\
 @pytest.mark.parametrize(
     ("arguments", "message", "log"),
     [
-        (ARTICLE[:4], "--transfer, --compute missing: give, for instance, --loaders 8", ""),
+        (ARTICLE[:4], "given: --loaders, --load. Give all of --loaders 8 --load", ""),
         ((*ARTICLE, "--load", "80"), "--load='80' has no unit", ""),
         ((*ARTICLE, "--loaders", "0"), "loaders=0: give a whole number, 1 or more", ""),
-        ((*ARTICLE, "--events", "log"), "leave out --loaders, --load, --transfer, --compute, or --events", ""),
+        ((*ARTICLE, "--events", "log"), "given: --loaders, --load, --transfer, --compute. Give", ""),
         (("--events", "/nowhere/log"), "/nowhere/log cannot be read", ""),
         (("--events", "log"), "there are no events", ""),
         (("--events", "log"), r"cannot be read as a log .*\(after 1 events\)", ONE + "no json\n"),

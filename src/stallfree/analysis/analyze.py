@@ -162,7 +162,9 @@ class Analysis:
                 call = partial(jobs.find_files, job.source, self._some, self._seconds)
                 self._files = call_in_child(call, "the reading of samples")
                 self._known = np.array(list(self._files))
-        self._few = self._some_batches()
+        ids, advice = np.resize(self._known, 4 * job.batch_size).tolist(), "Iterate the loader to see where"
+        with jobs.users_code("making a batch", advice), self._loaded(self._cold, ids) as batches:
+            self._few = [_moved(batch) for batch in batches]
         decodes = any(getattr(_inner(step), "on_device", False) for step in job.steps)
         self._ready = self._few if decodes else [_moved(batch, job.device) for batch in self._few]
         for batch in self._ready[:3]:
@@ -355,13 +357,6 @@ class Analysis:
             for batch in batches:
                 self._job.train(batch)
                 yield self._job.batch_size
-
-    def _some_batches(self) -> list[Any]:
-        """Four batches of the job's loader, copied."""
-        ids = np.resize(self._known, 4 * self._job.batch_size).tolist()
-        advice = "Iterate the loader to see where"
-        with jobs.users_code("making a batch", advice), self._loaded(self._cold, ids) as batches:
-            return [_moved(batch) for batch in batches]
 
     def _files_of(self, id: int) -> list[str]:
         return list(filter(os.path.isfile, [self._job.source.where(id)])) if self._job.parted else self._files[id]

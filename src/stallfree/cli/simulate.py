@@ -7,7 +7,7 @@ import typer
 
 from stallfree.cli._output import JsonFile, show, writable, write
 from stallfree.errors import argument_conflict
-from stallfree.units import parse_seconds
+from stallfree.units import parse_seconds, parse_whole
 
 
 def simulate(
@@ -43,21 +43,19 @@ def simulate(
     if html is not None:
         render.plotly()
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
-    values = {"--loaders": loaders, **times}
+    given = [name for name, value in {"--loaders": loaders, **times}.items() if value is not None]
+    if len(given) != (4 if events is None else 0):
+        raise argument_conflict(
+            f"given: {', '.join(given) or 'nothing'}. Give all of --loaders 8 --load 80ms --transfer 15ms "
+            "--compute 30ms, or none of them and a log with --events"
+        )
     if events is not None:
-        if extra := [name for name, value in values.items() if value is not None]:
-            raise argument_conflict(f"--events simulates nothing: leave out {', '.join(extra)}, or --events")
         run = simulation.run_data(events.name, simulation.read_events(events), seconds=seconds)
         data = simulation.page_data(events.name, [run])
     else:
-        missing = [name for name, value in values.items() if value is None]
-        if loaders is None or missing:
-            raise argument_conflict(
-                f"{', '.join(missing)} missing: give, for instance, --loaders 8 --load 80ms --transfer 15ms "
-                "--compute 30ms, or a log with --events"
-            )
         spent = [parse_seconds(text or "", name) for name, text in times.items()]
-        pipeline = simulation.Pipeline(loaders, spent[0], spent[1], spent[2], prefetch, variation=variation)
+        count = parse_whole(loaders, "--loaders", 1)
+        pipeline = simulation.Pipeline(count, spent[0], spent[1], spent[2], prefetch, variation=variation)
         data = simulation.simulation_data(pipeline, seeds=seeds, seconds=1.0 if seconds is None else seconds)
     show(f"{data['title']}\n{render.as_text(simulation.simulation_blocks(data))}", data, json)
     if html is not None:
