@@ -152,6 +152,17 @@ def test_a_sample_that_cannot_be_stored_is_an_error_with_its_id() -> None:
         assert data.cache.resident([0, 1, 2, 3]).tolist() == [True, True, False, True]
 
 
+def test_an_error_in_the_row_of_a_batch_is_raised_with_its_sample() -> None:
+    pictures, bad = [np.full((9, 9, 3), id, np.uint8) for id in range(24)], unseen_ids(24)[-1]
+    pictures[bad] = np.zeros(4, np.uint8)
+    source = Given(pictures, [sf.vision.RandomResizedCrop(4)])
+    with (
+        sf.CachedDataset(source, capacity="1MiB") as data,
+        pytest.raises(sf.InputError, match=f"preparing sample {bad} "),
+    ):
+        list(sf.DataLoader(data, batch_size=4))
+
+
 class Cyclic:
     def __len__(self) -> int:
         return 9

@@ -1,13 +1,27 @@
-"""The plan in which nodes prefer what they own: exactly once, and as much at home as there can be."""
+"""The samples of ranks that prefer what their node owns: exactly once, and as much at home as there can be."""
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stallfree.datasets.cached_dataset import local_shares
-from stallfree.datasets.epoch_source import make_plan
+import stallfree as sf
+
+
+class Stored:
+    """Stands in for a data set that is cached over several nodes."""
+
+    cache = True
+
+    def __init__(self, owner: Any, nodes: int, me: int) -> None:
+        self.owner = owner
+        self.tier = SimpleNamespace(num_nodes=nodes, me=me, owner=lambda ids: owner[ids])
+
+    def __len__(self) -> int:
+        return len(self.owner)
 
 
 @settings(max_examples=30)
@@ -16,17 +30,18 @@ def test_every_sample_once_and_at_home_where_it_can_be(
     data: st.DataObject, nodes: int, per_node: int, samples: int, epoch: int, drop_last: bool
 ) -> None:
     owner = np.array(data.draw(st.lists(st.integers(0, nodes - 1), min_size=samples, max_size=samples)), np.int16)
-    ranks = nodes * per_node
-    shares = local_shares(owner, nodes, per_node, shuffle=True, seed=7, epoch=epoch, drop_last=drop_last)
+    ranks, shares = nodes * per_node, []
+    for rank in range(ranks):
+        stored: Any = Stored(owner, nodes, rank // per_node)
+        sampler = sf.LocalSampler(stored, rank=rank, num_ranks=ranks, seed=7, drop_last=drop_last)
+        sampler.set_epoch(epoch)
+        shares.append(list(sampler))
     each = samples // ranks if drop_last else -(-samples // ranks)
-    assert shares.shape == (ranks, each)
-
-    plan = make_plan(samples, shuffle=True, seed=7, epoch=epoch).ids.tolist()
-    wanted = Counter(plan[: each * ranks] if drop_last else [plan[at % samples] for at in range(each * ranks)])
-    assert Counter(shares.ravel().tolist()) == wanted
-
-    quota = each * per_node
+    assert [len(mine) for mine in shares] == [each] * ranks
+    times = Counter(id for mine in shares for id in mine)
+    rounds, more = divmod(each * ranks, samples)
+    assert Counter(times.values()) == +Counter({rounds + 1: more, rounds: samples - more if rounds else 0})
     for node in range(nodes):
-        owned = sum(count for id, count in wanted.items() if owner[id] == node)
-        mine = shares[node * per_node : (node + 1) * per_node]
-        assert int((owner[mine] == node).sum()) == min(owned, quota)
+        owned = sum(count for id, count in times.items() if owner[id] == node)
+        mine = [id for share in shares[node * per_node : (node + 1) * per_node] for id in share]
+        assert int((owner[mine] == node).sum()) == min(owned, each * per_node)

@@ -102,14 +102,13 @@ class CacheLoader:
             raise InputError(f"load={load!r:.80} cannot be called: give a function that makes the value of a key")
         plain, places = self._places(key)
         value, free = self._find(plain, places)
-        if value is not MISS:
-            return value  # type: ignore[no-any-return]
-        value = load(key)
-        self.cache.count_fetch(1, 0)
-        self._keep(plain, value, places)
-        if len(free):
-            self.cache.tier.put_many(free, [(plain, value)], 0)
-        return value
+        if value is MISS:
+            value = load(key)
+            self.cache.count_fetch(1, 0)
+            self._keep(plain, value, places)
+            if len(free):
+                self.cache.tier.put_many(free, [(plain, value)], 0)
+        return value  # type: ignore[no-any-return]
 
     def _keep(self, key: str | int, value: Any, places: Ids) -> None:
         """Store the value of `key` in a free place, or in one that the policy empties."""
@@ -137,10 +136,7 @@ class CacheLoader:
         found = cache.find(places[cache.resident(places)], is_ours)
         if found is not MISS:
             return found[1], places[:0]
-        if cache.tier is None:
-            return MISS, places[:0]
-        places = np.unique(places)
-        values = cache.tier.get_many(places, 0)
+        values = [] if cache.tier is None else cache.tier.get_many(places, 0)
         for value in values:
             if value is not MISS and is_ours(value):
                 cache.count_tier(1, 0)
@@ -153,7 +149,7 @@ class CacheLoader:
         plain: str | int = str.__str__(key) if isinstance(key, str) else _as_int(key)
         text = f"str:{plain}" if isinstance(plain, str) else f"int:{plain:x}"
         number = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
-        return plain, (mixed(_WAYS, number) % np.uint64(self.cache.num_ids)).astype(np.int64)
+        return plain, np.unique(mixed(_WAYS, number) % np.uint64(self.cache.num_ids)).astype(np.int64)
 
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.

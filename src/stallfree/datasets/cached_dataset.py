@@ -473,29 +473,19 @@ class LocalSampler(DistributedSampler[Any]):
         )
 
     def __iter__(self) -> Iterator[int]:
+        """The ids of this rank, in the order of the epoch's plan; a function of ownership, not of residency.
+
+        A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go
+        to nodes with too few, the last ones first.
+        """
+        nodes, per_node = self._nodes, self.num_replicas // self._nodes
         plan = make_plan(len(self._owner), shuffle=self.shuffle, seed=self.seed, epoch=self.epoch)
-        shares = local_shares(np.resize(plan.ids, self.total_size), self._owner, self._nodes, self.num_replicas)
-        return iter(shares[self.rank].tolist())
-
-
-def local_shares(ids: Ids, owner: Array, nodes: int, ranks: int) -> Ids:
-    """The ids of each rank, int64 of shape (ranks, ids per rank), in the order in which they come in `ids`.
-
-    A node's ranks get the samples that the node owns, up to an equal number per rank. Surplus samples of a node go to
-    nodes with too few, the last ones first. A pure function of its arguments; it does not query residency.
-
-    Args:
-        ids: of the epoch, in order; their number is a multiple of `ranks`.
-        owner: node of each id of the data set, from 0.
-        nodes: number of nodes.
-        ranks: number of ranks, a multiple of `nodes`. The first ones are on node 0.
-    """
-    node, quota = owner[ids].astype(np.int64), len(ids) // nodes
-    order = np.argsort(node, kind="stable")
-    counts = np.bincount(node, minlength=nodes)
-    within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
-    surplus = np.sort(order[within >= quota])
-    node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
-    order = np.argsort(node, kind="stable")
-    shares = ids[order].reshape(nodes, len(ids) // ranks, ranks // nodes)
-    return shares.transpose(0, 2, 1).reshape(ranks, len(ids) // ranks)
+        ids = np.resize(plan.ids, self.total_size)
+        node, quota = self._owner[ids].astype(np.int64), self.num_samples * per_node
+        order = np.argsort(node, kind="stable")
+        counts = np.bincount(node, minlength=nodes)
+        within = np.arange(len(ids)) - np.repeat(np.cumsum(counts) - counts, counts)
+        surplus = np.sort(order[within >= quota])
+        node[surplus] = np.repeat(np.arange(nodes), np.maximum(0, quota - counts))
+        shares = ids[np.argsort(node, kind="stable")].reshape(nodes, self.num_samples, per_node)
+        return iter(shares[self.rank // per_node, :, self.rank % per_node].tolist())

@@ -5,7 +5,6 @@ other processes that share the cache read the new split from its `uncached_steps
 """
 
 import contextlib
-import math
 import os
 import warnings
 from collections.abc import Sequence
@@ -58,7 +57,7 @@ class TransformSplit:
         self._steps = deterministic.transforms + later_steps.transforms
         self._cached_steps = len(deterministic.transforms)
         self.quiet, self._home = False, os.getpid()
-        self._looks = self._first = self._false_alarms = 0
+        self._looks = self._false_alarms = 0
         self._adopt(deterministic, later_steps, 0)
 
     def _adopt(self, deterministic: Compose, later_steps: Compose, uncached: int) -> None:
@@ -82,10 +81,9 @@ class TransformSplit:
         if not self._compares:
             return False
         self._looks += 1
-        if self._looks == 1:
-            worker = get_worker_info()
-            self._first = math.ceil(_FIRST_LOOKS / max(1, worker.num_workers)) if worker is not None else _FIRST_LOOKS
-        return self._looks <= self._first or self._looks % _LOOK_EVERY == 0
+        worker = get_worker_info()
+        first = _FIRST_LOOKS if worker is None else -(-_FIRST_LOOKS // max(1, worker.num_workers))
+        return self._looks <= first or self._looks % _LOOK_EVERY == 0
 
     def make_twice(self, record: Any, id: int, steps: Sequence[Transform]) -> Any:
         """Return the output of `steps` for the record of sample `id`, after they made it twice.
