@@ -1,12 +1,10 @@
 """`CachedDataset`: a map-style data set whose samples stay in a cache that all processes share; and `LocalSampler`."""
 
 import logging
-import operator
 import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -28,6 +26,7 @@ from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
+from stallfree.sources.mapped import normalize_id
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
 from stallfree.units import parse_whole
@@ -195,10 +194,8 @@ class CachedDataset(Dataset[SampleT_co]):
             store, len(source), key, [*unknown, *unknown_steps], example=example_for([*values.values()]), **options
         )
         self.reader = Reader(source, self.cache, before, after, steps=self.steps)
-        self.cache.count_fetch(len(first.samples), sum(payload_bytes(sample.record) for sample in first.samples))
-        for id, value in values.items():
-            with nullcontext() if id == first.first.id else suppress(errors.CodecError):  # raised when it is asked for
-                self.reader.store([id], [value])
+        self.cache.count_fetch(len(first.samples), payload_bytes([sample.record for sample in first.samples]))
+        self.reader.store([*values], [*values.values()])
 
     def _cache_files(self, steps: list[Any], store: Store, **options: Any) -> None:
         """Cache the files that the data set opens: see `stallfree.sources.cached_files`."""
@@ -353,12 +350,8 @@ def cached_after(first: FirstLook | None, dataset: Any, **options: Any) -> Cache
 
 
 def checked_ids(ids: Sequence[int], length: int) -> Ids:
-    """`ids` as an array, negative ones counted from the end. Raises `IndexError`, and `TypeError` for no integers."""
-    wanted = np.array([operator.index(id) for id in ids], np.int64)
-    bad = wanted[(wanted < -length) | (wanted >= length)]
-    if len(bad):
-        raise errors.IdError(f"id {bad[0]} is out of range: the data set has {length} samples")
-    return np.where(wanted < 0, wanted + length, wanted)
+    """`ids` as an array, negative ones counted from the end. Raises `IdError`, and `TypeError` for no integers."""
+    return np.array([normalize_id(id, length) for id in ids], np.int64)
 
 
 def private_name(store: Any, unknown: str, *, persist: bool) -> str:

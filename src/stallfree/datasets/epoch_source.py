@@ -5,7 +5,6 @@ order, a sampler, a moving window or an importance plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -18,9 +17,6 @@ from stallfree.errors import state_format
 from stallfree.pipeline.randomness import sample_seed
 
 Ids = npt.NDArray[np.int64]
-
-_SERIAL = 32_768
-"""Most elements for which torch starts no threads."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +209,6 @@ def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan
         return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
     generator = torch.Generator()  # takes half the time of NumPy's
     generator.manual_seed(sample_seed(seed, epoch, 0))
-    with one_thread() if num_samples > _SERIAL else nullcontext():
+    with one_thread():
         ids = torch.randperm(num_samples, generator=generator).numpy()
     return Plan(ids, None, epoch)

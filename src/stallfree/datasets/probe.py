@@ -14,20 +14,8 @@ from stallfree.datasets.reader import plain_beneath
 from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of
 from stallfree.ipc.forked import call_in_child
 from stallfree.notes import note_sample
-from stallfree.pipeline.classify import (
-    SOURCE,
-    Found,
-    Split,
-    StepError,
-    Trust,
-    declared,
-    divide,
-    earliest,
-    make_twice,
-    named,
-    spread,
-    warn_of_doubt,
-)
+from stallfree.pipeline import classify
+from stallfree.pipeline.classify import SOURCE, Found, Split, StepError, Trust
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.pipeline.compose import Compose, Source, Transform, drew, mark_of
 from stallfree.pipeline.objects import random_name
@@ -134,27 +122,29 @@ def look(source: Source, steps: Compose, run: Callable[..., Any] = call_in_child
     random_part, samples = run(partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}")
     if random_part is not None and random_part.at == SOURCE:
         raise _refused(origin, random_part.why, certain=random_part.certain)
-    warn_of_doubt(steps.transforms, random_part)
-    return FirstLook(samples, divide(tuple(steps), random_part))
+    classify.warn_of_doubt(steps.transforms, random_part)
+    return FirstLook(samples, classify.divide(tuple(steps), random_part))
 
 
 def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -> tuple[Found | None, list[Sample]]:
     """Return what is random, and the samples, in a child process. Raises the first error if all fail."""
     origin = source if plain is None else plain.dataset
-    checked = steps[: declared(steps)]
+    checked = steps[: classify.declared(steps)]
     trust = [*map(Trust.of, (origin, *checked))]
     names = None if plain is None or trust[0].outputs else random_name(origin)
-    random_part = earliest(named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None)
+    random_part = classify.earliest(
+        classify.named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None
+    )
     states = States(find_generators([*checked, origin]))
     records: dict[int, Any] = {}
     problem, began = None, time.monotonic()
-    for id in spread(len(source), LOOKS):
+    for id in classify.spread(len(source), LOOKS):
         if len(records) >= _LEAST and time.monotonic() - began > _SECONDS:
             break
         fetch, again = partial(_fetch, source, id, records), None if plain is None else partial(source.fetch, id)
         before = checked if random_part is None else checked[: random_part.at + (not random_part.certain)]
         try:
-            _, differs = make_twice(fetch, again, before, trust, states)
+            _, differs = classify.make_twice(fetch, again, before, trust, states)
         except StepError as failed:
             records.pop(id, None)
             if problem is None:
@@ -163,14 +153,14 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
             continue
         if differs is not None and differs.at == SOURCE:
             differs = replace(differs, why=f"{differs.why} at sample {id}")
-        random_part = earliest(random_part, differs)
+        random_part = classify.earliest(random_part, differs)
         if random_part is not None and random_part.at == SOURCE and random_part.certain:
             break
     if problem is not None and not records:
         raise problem
     if random_part is not None and random_part.at == SOURCE:
         return random_part, []
-    prepare = divide(steps, random_part).deterministic
+    prepare = classify.divide(steps, random_part).deterministic
     return random_part, [
         Sample(id, record, private(prepare(private(record))) if len(prepare) else record)
         for id, record in records.items()

@@ -69,7 +69,6 @@ class Reader:
         steps: Compose | None = None,
     ) -> None:
         self.source, self.cache = source, cache
-        self.io_threads = IO_THREADS
         plain = plain_beneath(source)
         self._dataset = None if plain is None else plain.dataset
         self.split = TransformSplit(
@@ -166,7 +165,7 @@ class Reader:
         """Return the threads of a batch; they stay the same if the reader is closed meanwhile."""
         if pending.pool is None:
             if self._pool is None or self._pid != os.getpid():
-                self._pool, self._pid = FetchThreads(self.io_threads), os.getpid()
+                self._pool, self._pid = FetchThreads(IO_THREADS), os.getpid()
             pending.pool = self._pool
         return pending.pool
 

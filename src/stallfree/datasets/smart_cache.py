@@ -144,11 +144,9 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self.reader = Reader(self.source, self.cache, parts.deterministic, parts.random, steps=steps)
         self.window = Window(self.cache, plan, on_late)
         if self.window.epoch < 0:
-            coming = set(self.window.plan.window(0).tolist())
-            for id, value in values.items():
-                self.cache.count_fetch(1, payload_bytes(value))
-                if id in coming:
-                    self.reader.store([id], [value])
+            self.cache.count_fetch(len(values), payload_bytes([*values.values()]))
+            coming = [id for id in values if id in self.window.plan.window(0)]
+            self.reader.store(coming, [values[id] for id in coming])
         fillers = num_fill_workers if self.replace_num and not current_process().daemon else 0
         self._fillers = FillProcesses(self.window, self.reader, fillers, context)
         self.start()

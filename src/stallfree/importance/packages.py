@@ -32,7 +32,7 @@ from stallfree.importance.epoch import FRESH
 from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import Structure, encode, read_record, record_size, write_record
-from stallfree.pipeline.values import payload_bytes, private
+from stallfree.pipeline.values import private
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -351,12 +351,10 @@ class PackageWork:
         fetches: Iterable[Any] = map(self._fetch, ids.tolist())
         if self._pool is not None:
             fetches = self._pool.map(self._fetch, ids.tolist())
-        reads = size = 0
         states = self._reader.split.watch()
         for id, fetched in zip(ids.tolist(), fetches, strict=True):
             if fetched is None:
                 continue
-            reads, size = reads + 1, size + payload_bytes(fetched[0])
             try:
                 value = self._prepared(id, fetched[0])
                 if states is not None and states.moved():
@@ -371,8 +369,6 @@ class PackageWork:
             length = record_size(*record)
             self._bytes += length
             self._seen = (self._seen[0] + 1, self._seen[1] + length)
-        if reads:
-            self._cache.count_fetch(reads, size)
         if self._bytes >= self._package_bytes:
             self._full = not self.packages.add(self._ids, self._records)
             self._taken[self._ids] = False
@@ -387,7 +383,7 @@ class PackageWork:
 
     def _fetch(self, id: int) -> tuple[Any] | None:
         try:
-            return (self._reader.source.fetch(id),)
+            return (self._reader.fetch_one(id),)
         except Exception:
             return None
 

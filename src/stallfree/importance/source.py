@@ -17,13 +17,7 @@ import numpy as np
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Position, SourceSetup
 from stallfree.datasets.reader import Reader
-from stallfree.errors import (
-    StorageError,
-    argument_conflict,
-    sampler_mismatch,
-    state_mismatch,
-    text_of,
-)
+from stallfree.errors import StorageError, argument_conflict, sampler_mismatch, state_mismatch, text_of
 from stallfree.frames import users_level
 from stallfree.importance.epoch import ActiveEpoch, Serving
 from stallfree.importance.jobs import benefit

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset
 
-from stallfree.errors import dataset_changed, dataset_empty, dataset_type, iterable_unsupported
+from stallfree.errors import IdError, dataset_changed, dataset_empty, dataset_type, iterable_unsupported
 from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose, OnItem, Source, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
@@ -23,11 +23,11 @@ _FOLDER = "torchvision.datasets.folder"
 def normalize_id(id: int, length: int) -> int:
     """`id` as an int in 0..length-1: negative ids count from the end, integers of any type are taken.
 
-    Raises `IndexError` when it is out of range, as a list does, and `TypeError` when it is no integer.
+    Raises `IdError`, an `IndexError`, when it is out of range, and `TypeError` when it is no integer.
     """
     index = operator.index(id)
     if not -length <= index < length:
-        raise IndexError(f"id {index} is out of range: the data set has {length} samples")
+        raise IdError(f"id {index} is out of range: the data set has {length} samples")
     return index + length if index < 0 else index
 
 
