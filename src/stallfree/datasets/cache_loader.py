@@ -1,7 +1,6 @@
 """`CacheLoader`: cache any value by a key."""
 
 import contextlib
-import operator
 from collections.abc import Callable
 from typing import Any, Self, TypeVar
 
@@ -18,7 +17,7 @@ from stallfree.errors import CodecError, InputError, WaitError, text_of, value_u
 from stallfree.ipc.folders import check_name
 from stallfree.stats import CacheStats
 from stallfree.typevars import T
-from stallfree.units import parse_size
+from stallfree.units import parse_size, parse_whole
 
 KeyT = TypeVar("KeyT", bound=str | int)
 
@@ -146,7 +145,7 @@ class CacheLoader:
 
     def _places(self, key: str | int) -> tuple[str | int, Ids]:
         """`key` as a plain str or int, and the places that it may take."""
-        plain: str | int = str.__str__(key) if isinstance(key, str) else _as_int(key)
+        plain: str | int = str.__str__(key) if isinstance(key, str) else parse_whole(key, "key (a str or an int)")
         text = f"str:{plain}" if isinstance(plain, str) else f"int:{plain:x}"
         number = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
         return plain, np.unique(mixed(_WAYS, number) % np.uint64(self.cache.num_ids)).astype(np.int64)
@@ -179,10 +178,3 @@ class CacheLoader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _as_int(key: Any) -> int:
-    if not isinstance(key, bool):
-        with contextlib.suppress(TypeError):
-            return operator.index(key)
-    raise InputError(f"key={key!r}: a key is a str or an int")

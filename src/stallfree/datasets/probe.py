@@ -131,10 +131,9 @@ def _look(source: Source, plain: MapSource | None, steps: Sequence[Transform]) -
     origin = source if plain is None else plain.dataset
     checked = steps[: classify.declared(steps)]
     trust = [*map(Trust.of, (origin, *checked))]
-    names = None if plain is None or trust[0].outputs else random_name(origin)
-    random_part = classify.earliest(
-        classify.named(checked), Found(SOURCE, f"its code names {names}", certain=False) if names else None
-    )
+    random_part = classify.named(checked)
+    if plain is not None and not trust[0].outputs and (names := random_name(origin)):
+        random_part = Found(SOURCE, f"its code names {names}", certain=False)
     states = States(find_generators([*checked, origin]))
     records: dict[int, Any] = {}
     problem, began = None, time.monotonic()

@@ -27,8 +27,6 @@ from stallfree.pipeline.settings import Settings, warn_of_changes
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 
-_NO_STEPS = Compose([])
-
 IO_THREADS = 8
 """Concurrent fetches of one process. They wait for storage, so there may be more of them than cores."""
 
@@ -286,4 +284,4 @@ def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
     if isinstance(reader, Reader):
         return reader
     source = as_source(dataset, divide=divide)
-    return Reader(source, None, _NO_STEPS, source.pipeline)
+    return Reader(source, None, Compose([]), source.pipeline)

@@ -198,16 +198,19 @@ class SampleBatch:
         values, failures = dict[int, Any](), dict[int, Exception]()
         states = split.watch() if reader.caches else None
         for id in ids:
+            doing = "fetching"
             try:
-                value = self._make_one(id)
+                record = self._fetched(id)
+                self.samples.storage_bytes += payload_bytes(record)
+                doing = "preparing"
+                values[id] = self._cached_form(record, id)
             except (Reclassified, WaitError):
                 raise
             except Exception as error:
+                note_sample(error, reader.source, id, doing)
                 failures[id] = raisable(error)
                 if not self.skip:
                     break
-            else:
-                values[id] = as_cached(value) if reader.caches else value
         if states is not None and states.moved():
             split.confirm(ids)
         self._store(values)
@@ -216,36 +219,29 @@ class SampleBatch:
         failed = self._use(values, missing)
         self.samples.skipped += [failures[self.ids[at]] for at in failed]
 
-    def _make_one(self, id: int) -> Any:
-        """Return sample `id` as the cache holds it."""
-        reader, samples, doing, started = self.reader, self.samples, "fetching", time.perf_counter()
-        try:
-            try:
-                record = self._fetched(id)
-            finally:
-                samples.fetch_seconds += time.perf_counter() - started
-            samples.storage_bytes += payload_bytes(record)
-            doing = "preparing"
-            if reader.cache is not None:
-                record = private(record)  # the source may keep a reference
-            if reader.caches and reader.split.takes_look():
-                return reader.split.make_twice(record, id, reader.deterministic.transforms)
-            value = reader.deterministic(record)
-            if reader.cache is None or value is record:
-                return value
-            return private(value)  # it may be a buffer that a step fills again for the next sample
-        except (Reclassified, WaitError):
-            raise
-        except Exception as error:
-            note_sample(error, reader.source, id, doing)
-            raise
-
     def _fetched(self, id: int) -> Any:
-        future = self.pending.fetches.pop(id, None)
-        if future is not None:
-            with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
-                return self.pending.result(future)
-        return self.reader.fetch_one(id)
+        started = time.perf_counter()
+        try:
+            future = self.pending.fetches.pop(id, None)
+            if future is not None:
+                with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
+                    return self.pending.result(future)
+            return self.reader.fetch_one(id)
+        finally:
+            self.samples.fetch_seconds += time.perf_counter() - started
+
+    def _cached_form(self, record: Any, id: int) -> Any:
+        """Return what the steps before the cache make of the record of sample `id`."""
+        reader = self.reader
+        if reader.cache is None:
+            return reader.deterministic(record)
+        record = private(record)  # the source may keep a reference
+        if not reader.caches:
+            return record
+        if reader.split.takes_look():
+            return as_cached(reader.split.make_twice(record, id, reader.deterministic.transforms))
+        value = reader.deterministic(record)
+        return as_cached(value if value is record else private(value))  # it may be a buffer that a step fills again
 
     def _store(self, values: dict[int, Any]) -> None:
         """Store new samples. Raises `CodecError` with the id of the one that cannot be stored."""
