@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import closing
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -37,34 +38,33 @@ def make(rank: int, plan: str, on_miss: str, *, residents: str = "drifting", **a
     return sf.DataLoader(SAMPLES, 5, sampler=sampler, **arguments)
 
 
+def take(loader: sf.DataLoader, batches: Any, rng: np.random.Generator) -> list[tuple[list[int], list[float]]]:
+    """Ids and weights of some batches, whose samples get losses."""
+    taken = []
+    for batch in batches:
+        assert batch.data.tolist() == batch.ids.tolist()
+        taken.append((batch.ids.tolist(), batch.weights.tolist()))
+        loader.update(batch.ids, rng.exponential(size=len(batch.ids)) * (1 + batch.data.numpy()))
+    return taken
+
+
 def train(loader: sf.DataLoader, epochs: range, rank: int, *, save: bool = False) -> list[Any]:
     """Of each epoch: the plan, the batches, their weights, and how many were expected. Losses differ by rank."""
     rng, found = np.random.default_rng(rank), []
     for epoch in epochs:
         assert isinstance(loader.sampler, sf.ImportanceSampler)
-        under_way = iter(loader)
-        steps, plan = len(loader), loader.sampler.plan(epoch)
-        weights = [] if plan.weights is None else plan.weights.tolist()
-        batches, given = [], []
-        state: Any = None
-        for number, batch in enumerate(under_way):
-            assert batch.data.tolist() == batch.ids.tolist()
-            batches.append(batch.ids.tolist())
-            given += batch.weights.tolist()
-            loader.update(batch.ids, rng.exponential(size=len(batch.ids)) * (1 + batch.data.numpy()))
-            if save and number == 1 and epoch == 1:
-                state = json.loads(json.dumps(loader.state_dict()))
-                break
-        if state is not None:
-            plan_before = plan.ids.tolist()
-            loader = make(rank, loader.sampler.rule.plan, loader.sampler.on_miss)
+        left: Any = iter(loader)
+        steps, plan, taken = len(loader), loader.sampler.plan(epoch), []
+        if save and epoch == 1:
+            taken = take(loader, islice(left, 2), rng)
+            state = json.loads(json.dumps(loader.state_dict()))
+            left = loader = make(rank, loader.sampler.rule.plan, loader.sampler.on_miss)
             loader.load_state_dict(state)
-            assert loader.sampler.plan(epoch).ids.tolist() == plan_before
-            for batch in loader:
-                batches.append(batch.ids.tolist())
-                given += batch.weights.tolist()
-                loader.update(batch.ids, rng.exponential(size=len(batch.ids)) * (1 + batch.data.numpy()))
-        found.append((plan.ids.tolist(), weights, batches, given, steps))
+            assert loader.sampler.plan(epoch).ids.tolist() == plan.ids.tolist()
+        taken += take(loader, left, rng)
+        weights = [] if plan.weights is None else plan.weights.tolist()
+        given = [weight for _, of_batch in taken for weight in of_batch]
+        found.append((plan.ids.tolist(), weights, [ids for ids, _ in taken], given, steps))
     return found
 
 
