@@ -12,12 +12,10 @@ from cached_data import (
     Given,
     Numbers,
     as_plain,
-    doubled,
     doubled_in_place,
     shifted_in_place,
     with_draws,
 )
-from stallfree.cache.policies import POLICIES
 from unseen import unseen_ids
 
 STORES = ("memory", "disk")
@@ -60,24 +58,6 @@ def test_a_hit_is_what_a_miss_was(form: str, store: str) -> None:
 
 def wrapped(record: Any) -> Any:
     return {"it": record}
-
-
-@pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_samples_are_right_when_few_of_them_fit(policy: str, tmp_path: Path) -> None:
-    store = str(tmp_path) if policy == "lru" else "memory"
-    source = Numbers(64, [doubled], size=512)
-    with sf.CachedDataset(source, capacity=FEW, policy=policy, store=store, form="prepared") as data:
-        for seed in range(2):
-            ids = np.random.default_rng(seed).permutation(64).tolist()
-            for at in range(0, 64, 16):
-                for id, (array, label) in zip(ids[at : at + 16], data.__getitems__(ids[at : at + 16]), strict=True):
-                    assert label == id
-                    assert array.tolist() == [2 * id] * 512
-        stats = data.stats()
-    assert 0 < stats.resident_items < 64
-    assert stats.hits > 0
-    # Without scores all samples are worth the same, and none takes the place of another.
-    assert (stats.evictions > 0) == (policy not in ("minio", "importance", "oracle"))
 
 
 @pytest.mark.parametrize("form", ["fetched", "prepared"])

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import os
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import CancelledError, Executor
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose, Source, drew, works_in_place
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes
-from stallfree.pipeline.values import payload_bytes
+from stallfree.pipeline.values import as_cached, payload_bytes, private
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 
 IO_THREADS = 8
@@ -143,13 +143,6 @@ class Reader:
         self.fetch([id for id, value in zip(ids.tolist(), values, strict=True) if value is MISS], pending)
         return values
 
-    def fetch_one(self, id: int) -> Any:
-        """Return the record of `id` from the source; with a cache, counted as a read."""
-        record = self.source.fetch(id)
-        if self.cache is not None:
-            self.cache.count_fetch(1, payload_bytes(record))
-        return record
-
     def fetch(self, ids: Sequence[int], pending: Pending) -> None:
         """Start fetches of `ids` in threads, unless they are started already."""
         if self.threads and len(ids):
@@ -157,7 +150,33 @@ class Reader:
             with contextlib.suppress(RuntimeError):  # the pool is closed, so the batch is not needed any more
                 for id in ids:
                     if id not in pending.fetches:
-                        pending.fetches[id] = pool.submit(self.fetch_one, id)
+                        pending.fetches[id] = pool.submit(self._fetch_one, id)
+
+    def _fetch_one(self, id: int) -> Any:
+        record = self.source.fetch(id)
+        if self.cache is not None:
+            self.cache.count_fetch(1, payload_bytes(record))
+        return record
+
+    def fetched(self, id: int, pending: Pending) -> Any:
+        """Return the record of `id`, after its fetch if that was started. Raises the error of the fetch."""
+        future = pending.fetches.pop(id, None)
+        if future is not None:
+            with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
+                return pending.result(future)
+        return self._fetch_one(id)
+
+    def cached_form(self, record: Any, id: int) -> Any:
+        """Return what the steps before the cache make of the record of sample `id`. Some are made twice."""
+        if self.cache is None:
+            return self.deterministic(record)
+        record = private(record)  # the source may keep a reference
+        if not self.caches:
+            return record
+        if self.split.takes_look():
+            return as_cached(self.split.make_twice(record, id, self.deterministic.transforms))
+        value = self.deterministic(record)
+        return as_cached(value if value is record else private(value))  # it may be a buffer that a step fills again
 
     def _pool_of(self, pending: Pending) -> Executor:
         """Return the threads of a batch; they stay the same if the reader is closed meanwhile."""

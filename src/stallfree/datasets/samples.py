@@ -20,7 +20,7 @@ from stallfree.datasets.split import Reclassified
 from stallfree.errors import CodecError, WaitError, batch_timeout
 from stallfree.notes import note_sample, note_samples, raisable
 from stallfree.pipeline.compose import Source
-from stallfree.pipeline.values import as_cached, payload_bytes, private
+from stallfree.pipeline.values import payload_bytes, private
 from stallfree.sources.mapped import MapSource
 
 T = TypeVar("T")
@@ -198,12 +198,15 @@ class SampleBatch:
         values, failures = dict[int, Any](), dict[int, Exception]()
         states = split.watch() if reader.caches else None
         for id in ids:
-            doing = "fetching"
+            doing, started = "fetching", time.perf_counter()
             try:
-                record = self._fetched(id)
+                try:
+                    record = reader.fetched(id, self.pending)
+                finally:
+                    self.samples.fetch_seconds += time.perf_counter() - started
                 self.samples.storage_bytes += payload_bytes(record)
                 doing = "preparing"
-                values[id] = self._cached_form(record, id)
+                values[id] = reader.cached_form(record, id)
             except (Reclassified, WaitError):
                 raise
             except Exception as error:
@@ -218,30 +221,6 @@ class SampleBatch:
             raise next(iter(failures.values()))
         failed = self._use(values, missing)
         self.samples.skipped += [failures[self.ids[at]] for at in failed]
-
-    def _fetched(self, id: int) -> Any:
-        started = time.perf_counter()
-        try:
-            future = self.pending.fetches.pop(id, None)
-            if future is not None:
-                with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
-                    return self.pending.result(future)
-            return self.reader.fetch_one(id)
-        finally:
-            self.samples.fetch_seconds += time.perf_counter() - started
-
-    def _cached_form(self, record: Any, id: int) -> Any:
-        """Return what the steps before the cache make of the record of sample `id`."""
-        reader = self.reader
-        if reader.cache is None:
-            return reader.deterministic(record)
-        record = private(record)  # the source may keep a reference
-        if not reader.caches:
-            return record
-        if reader.split.takes_look():
-            return as_cached(reader.split.make_twice(record, id, reader.deterministic.transforms))
-        value = reader.deterministic(record)
-        return as_cached(value if value is record else private(value))  # it may be a buffer that a step fills again
 
     def _store(self, values: dict[int, Any]) -> None:
         """Store new samples. Raises `CodecError` with the id of the one that cannot be stored."""

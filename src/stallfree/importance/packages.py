@@ -13,8 +13,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,12 +26,12 @@ import xxhash
 
 from stallfree.cache.capacity import free_space
 from stallfree.datasets.reader import IO_THREADS, Reader
+from stallfree.datasets.samples import Pending
 from stallfree.errors import StallfreeError
 from stallfree.importance.epoch import FRESH
 from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import Structure, encode, read_record, record_size, write_record
-from stallfree.pipeline.values import private
 from stallfree.units import format_size
 
 Array = npt.NDArray[Any]
@@ -275,9 +274,6 @@ class PackageWork:
         self._package_bytes = package_bytes
         self.packages = Packages(folder, shared, allow_pickle=reader.cache.allow_pickle, write_budget=write_budget)
         self._random = np.random.default_rng()
-        self._pool: ThreadPoolExecutor | None = None
-        if getattr(reader.source, "threads", True):
-            self._pool = ThreadPoolExecutor(IO_THREADS, thread_name_prefix="stallfree-fetch")
         self._taken = np.zeros(len(self._flags), np.bool_)  # for the next package, or unreadable
         self._ids: list[int] = []
         self._records: list[Record] = []
@@ -348,19 +344,14 @@ class PackageWork:
     def _pack(self, ids: Array) -> None:
         """Fetch and prepare `ids`; write a package when it is full. Skip samples that fail; the loader handles them."""
         self._taken[ids] = True
-        fetches: Iterable[Any] = map(self._fetch, ids.tolist())
-        if self._pool is not None:
-            fetches = self._pool.map(self._fetch, ids.tolist())
-        states = self._reader.split.watch()
-        for id, fetched in zip(ids.tolist(), fetches, strict=True):
-            if fetched is None:
-                continue
+        reader, pending = self._reader, Pending(ids)
+        reader.fetch(ids.tolist(), pending)
+        states = reader.split.watch()
+        for id in ids.tolist():
             try:
-                value = self._prepared(id, fetched[0])
-                if states is not None and states.moved():
+                value = reader.cached_form(reader.fetched(id, pending), id)
+                if (states is not None and states.moved()) or self._cache.uncached_steps:
                     continue  # the loader detects an undeclared random step when it requests the sample
-                if not self._reader.current:
-                    continue
                 record = encode(value, allow_pickle=self._cache.allow_pickle)
             except Exception:
                 continue
@@ -373,19 +364,6 @@ class PackageWork:
             self._full = not self.packages.add(self._ids, self._records)
             self._taken[self._ids] = False
             self._ids, self._records, self._bytes = [], [], 0
-
-    def _prepared(self, id: int, record: Any) -> Any:
-        """Return the output of the deterministic steps. Raises `Reclassified` if one of them proves random."""
-        split = self._reader.split
-        if split.takes_look():
-            return split.make_twice(private(record), id, split.deterministic.transforms)
-        return private(split.deterministic(private(record)))  # source and steps may keep references
-
-    def _fetch(self, id: int) -> tuple[Any] | None:
-        try:
-            return (self._reader.fetch_one(id),)
-        except Exception:
-            return None
 
     # -- reading ------------------------------------------------------------------------------------------------------
 
@@ -425,8 +403,7 @@ class PackageWork:
 
     def close(self) -> None:
         """Stop the fetch threads, and free the packages."""
-        if self._pool is not None:
-            self._pool.shutdown(wait=False, cancel_futures=True)
+        self._reader.close()
         self.packages.close()
 
 
