@@ -86,7 +86,7 @@ def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> 
 
 @pytest.mark.parametrize(
     ("form", "method"),
-    [("fetched", "fork"), ("prepared", "forkserver"), pytest.param("fetched", "spawn", marks=pytest.mark.slow)],
+    [("fetched", "fork"), *(pytest.param("prepared", way, marks=pytest.mark.slow) for way in ("forkserver", "spawn"))],
 )
 def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert same(epochs(shared, form, 2, method), epochs(shared, None))

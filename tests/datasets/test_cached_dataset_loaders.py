@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 import stallfree as sf
 from cached_data import Numbers, doubled, tripled, with_draws
-from children import Child, Holder
+from children import Holder
 from stallfree.testing import ThrottledSource
 from unseen import unseen_ids
 
@@ -128,15 +128,6 @@ def test_a_set_epoch_reaches_persistent_workers(source: ThrottledSource) -> None
 UNSEEN = len(unseen_ids(40))
 
 
-def job(source: Any, epochs: int = 2) -> None:
-    """Trains for some epochs and looks at every sample."""
-    with sf.CachedDataset(source, capacity="1MiB") as data:
-        for _ in range(epochs):
-            for batch in sf.DataLoader(data, 4, shuffle=True):
-                for array, label in zip(batch[0].tolist(), batch[1].tolist(), strict=True):
-                    assert array == [2 * label] * 16
-
-
 def test_jobs_with_the_same_data_share_one_cache(store_root: Path) -> None:
     source = ThrottledSource(Numbers(40, [doubled, with_draws]))
 
@@ -157,18 +148,4 @@ def test_jobs_with_the_same_data_share_one_cache(store_root: Path) -> None:
     holder.end()
     source.close()
     del other
-    assert not list(store_root.iterdir())
-
-
-def test_jobs_at_once_see_the_right_samples_and_count_every_read(store_root: Path) -> None:
-    source = ThrottledSource(Numbers(60, [doubled, with_draws]), latency=0.0005)
-    with sf.CachedDataset(source, capacity="1MiB") as data:
-        jobs = [Child(job, source, 3) for _ in range(3)]
-        assert [child.wait() for child in jobs] == [0, 0, 0]
-        job(source)
-        stats = data.stats()
-        assert stats.storage_reads == source.requests
-        assert stats.storage_bytes == source.bytes
-        assert stats.resident_items == 60
-    source.close()
     assert not list(store_root.iterdir())

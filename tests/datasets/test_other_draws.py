@@ -1,7 +1,6 @@
 """Random numbers that others draw, clocks and process ids do not make a deterministic data set random."""
 
 import contextlib
-import gc
 import io
 import logging
 import os
@@ -9,7 +8,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +92,6 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
     "numpy": np.random.random,
     "torch": lambda: float(torch.rand((), dtype=torch.float64)),
-    "urandom": lambda: os.urandom(8),
 }
 
 
@@ -115,30 +113,6 @@ def test_a_thread_that_draws_now_and_then(kind: str, way: str, calls: Calls) -> 
         stop.set()
         thread.join()
     assert len(set(numbers)) == len(numbers) > 0
-
-
-@pytest.fixture
-def garbage(kind: str) -> Iterator[None]:
-    """What an earlier cell of a notebook left: it draws when it is freed."""
-
-    class Loader:
-        def __init__(self) -> None:
-            self.me = self
-
-        def __del__(self) -> None:
-            DRAWS[kind]()
-
-    gc.disable()
-    for _ in range(3):
-        Loader()
-    yield
-    gc.enable()
-
-
-@pytest.mark.usefixtures("garbage")
-@pytest.mark.parametrize(("kind", "way"), [("urandom", "data set"), ("numpy", "worker")])
-def test_finalizers_that_run_while_a_sample_is_made(kind: str, way: str, calls: Calls) -> None:
-    check(Rows(calls, lambda rows, id: gc.collect() if id % 32 == 5 else 0), way)
 
 
 HARMLESS: dict[str, Callable[[Rows, int], object]] = {

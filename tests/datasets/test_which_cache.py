@@ -47,10 +47,8 @@ def install(site: Path, by: int) -> None:
 
 def test_a_project_in_site_packages_is_edited(tmp_path: Path, interpreter: Interpreter) -> None:
     """Its version stays the same."""
-    for number, by in enumerate((2, 3, 2)):
-        site = tmp_path / str(number) / "site-packages"
+    for by in (2, 3):
+        site = tmp_path / str(by) / "site-packages"
         install(site, by)
         done = interpreter.run(RUN, str(site), str(tmp_path / "store"))
         assert (done.code, done.out.split()) == (0, [str(3 * by)] * 3), done.err
-        caches = list((tmp_path / "store").glob("*/*-minio-*"))
-        assert len(caches) == (3 if number == 0 else 6)  # the third run finds those of the first

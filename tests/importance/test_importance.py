@@ -23,17 +23,13 @@ from importance_tools import (
     knowing,
     z_score,
 )
-from stallfree.datasets.epoch_source import Plan
 from stallfree.importance import sampler as importance
-from stallfree.importance.epoch import Marks
 from stallfree.importance.plans import Draw, Known, draw_plan, leaning, ranks, shares, systematic
 
 STATIC: dict[str, dict[str, Any]] = {
     "no cache": {},
-    "half of the operations": {"target_io": 0.5},
     "low floor": {"target_io": 0.2, "p_min": 0.02},
-    "infobatch": {"plan": "infobatch"},
-    "infobatch, most left out": {"plan": "infobatch", "prune": 0.8},
+    "infobatch": {"plan": "infobatch", "prune": 0.8},
 }
 
 
@@ -56,8 +52,6 @@ def estimates(draws: list[Draw], task: Task, *, power: float = 1.0) -> tuple[lis
         ("no cache", "nobody"),
         ("low floor", "the unimportant"),
         ("infobatch", "any"),
-        pytest.param("half of the operations", "any", marks=pytest.mark.slow),
-        pytest.param("infobatch, most left out", "the unimportant", marks=pytest.mark.slow),
     ],
 )
 def test_the_expected_gradient_is_the_full_one(name: str, some: str) -> None:
@@ -182,16 +176,6 @@ def test_nobody_is_unseen_for_long(given: dict[str, Any], scored: bool, batch_si
             losses[rng.random(len(ids)) < 0.02] = rng.choice([np.nan, np.inf, 0.0])
             sampler.update(ids, losses)
         assert epoch - last.min() < given["max_age"], "somebody was left out that often in a row"
-
-
-def test_what_was_served_in_place_of_the_plan_is_recorded() -> None:
-    marks, drawn = Marks(4), np.full(4, -1, np.int32)
-    marks.plan(Plan(np.array([0, 1]), None, 1), drawn)
-    marks.begin()
-    marks.plan(Plan(np.array([1, 2]), None, 2), drawn)  # asked for before epoch 1 has ended
-    marks.served[3] = marks.ended[:] = True
-    marks.apply(drawn)
-    assert drawn.tolist() == [-1, 2, 2, 1]
 
 
 def test_selection_goes_by_the_share_of_losses_below() -> None:

@@ -168,11 +168,9 @@ class Reader:
 
     def cached_form(self, record: Any, id: int) -> Any:
         """Return what the steps before the cache make of the record of sample `id`. Some are made twice."""
-        if self.cache is None:
+        if not self.caches:
             return self.deterministic(record)
         record = private(record)  # the source may keep a reference
-        if not self.caches:
-            return record
         if self.split.takes_look():
             return as_cached(self.split.make_twice(record, id, self.deterministic.transforms))
         value = self.deterministic(record)
