@@ -87,7 +87,8 @@ def test_with_a_name_it_is_shared() -> None:
 
 def test_a_transform() -> None:
     class Doubled:
-        lock = threading.Lock()
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
 
         def __call__(self, value: torch.Tensor) -> torch.Tensor:
             with self.lock:

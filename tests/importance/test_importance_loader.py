@@ -158,12 +158,10 @@ Told = tuple[list[int], list[float]]
 
 def train(loader: sf.DataLoader, epoch: int, told: list[Told], states: list[Any] | None = None) -> None:
     """An epoch, or what is left of it."""
-    assert isinstance(loader.sampler, sf.ImportanceSampler)
     for batch in loader:
         told.append((batch.ids.tolist(), batch.weights.tolist()))
         loader.update(batch.ids, loss_of(batch.ids, epoch))
         if states is not None:
-            loader.sampler.plan(epoch + 1)  # the epoch under way keeps its weights
             states.append(json.dumps(loader.state_dict()))
 
 
@@ -237,6 +235,19 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
 
 def small(name: str | None = None) -> sf.CachedDataset:
     return sf.CachedDataset(Made(COUNT, sample), capacity="64KiB", policy="importance", name=name)
+
+
+def test_a_resumed_epoch_has_its_own_weights_though_the_next_plan_was_asked_for() -> None:
+    sampler = sf.ImportanceSampler(COUNT, seed=1)
+    with sf.DataLoader(Made(COUNT, sample), 20, sampler=sampler) as loader:
+        train(loader, 0, [])
+        next(iter(loader))
+        expected = weights_by_id(sampler, 1)
+        sampler.plan(2)
+        state = json.loads(json.dumps(loader.state_dict()))
+    with sf.DataLoader(Made(COUNT, sample), 20, sampler=sf.ImportanceSampler(COUNT, seed=1)) as loader:
+        loader.load_state_dict(state)
+        assert len([id for batch in loader for id in check(batch, expected)]) == len(expected) - 20
 
 
 def test_the_sampler_and_the_data_set_have_one_cache() -> None:
