@@ -116,10 +116,11 @@ def look(source: Source, steps: Compose, run: Callable[..., Any] = call_in_child
     plain = plain_beneath(source)
     origin = source if plain is None else plain.dataset
     if mark_of(origin):
-        raise dataset_random(f"{_name(origin)} is marked as random; {_FREEZE}")
+        raise dataset_random(f"{type(origin).__name__} is marked as random; {_FREEZE}")
     if mark_of(origin) is None and drew(origin):
         raise _refused(origin, "its samples proved random while a cache was filled", certain=True)
-    random_part, samples = run(partial(_look, source, plain, tuple(steps)), f"the first look at {_name(origin)}")
+    call = partial(_look, source, plain, tuple(steps))
+    random_part, samples = run(call, f"the first look at {type(origin).__name__}")
     if random_part is not None and random_part.at == SOURCE:
         raise _refused(origin, random_part.why, certain=random_part.certain)
     classify.warn_of_doubt(steps.transforms, random_part)
@@ -187,11 +188,7 @@ def reason_in(error: InputError) -> str:
 
 def _refused(origin: object, why: str, *, certain: bool) -> InputError:
     gives = "gives" if certain else "may give"
-    return dataset_random(f"{_name(origin)} {gives} random samples: {why}; {_FREEZE}; or, {_INSIST}")
-
-
-def _name(origin: object) -> str:
-    return type(origin).__name__
+    return dataset_random(f"{type(origin).__name__} {gives} random samples: {why}; {_FREEZE}; or, {_INSIST}")
 
 
 def choose_form(

@@ -237,8 +237,6 @@ def agreed(value: int, name: str) -> int:
             "ranks=... was given without seed=..., and there is no process group through which the ranks can use one "
             "seed: give seed=, the same in all ranks, or call torch.distributed.init_process_group() first"
         )
-    if torch.distributed.get_world_size() == 1:
-        return value
     store, key = _default_store(), f"stallfree/{name}"
     if torch.distributed.get_rank() == 0:
         store.set(key, str(value))

@@ -68,10 +68,8 @@ class Reader:
     ) -> None:
         self.source, self.cache = source, cache
         plain = plain_beneath(source)
-        self._dataset = None if plain is None else plain.dataset
-        self.split = TransformSplit(
-            source, cache, source if plain is None else self._dataset, deterministic, later_steps
-        )
+        self._dataset, origin = (None, source) if plain is None else (plain.dataset, plain.dataset)
+        self.split = TransformSplit(source, cache, origin, deterministic, later_steps)
         watched = cache is not None or type(source) is not MapSource
         self.settings = Settings(source, *deterministic, *later_steps) if watched else Settings()
         self._pipeline = deterministic.transforms + later_steps.transforms if steps is None else steps.transforms
