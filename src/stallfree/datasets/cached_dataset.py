@@ -34,7 +34,6 @@ from stallfree.units import parse_whole
 if TYPE_CHECKING:
     from stallfree.sources.cached_files import CachedFiles
 
-Array = np.ndarray[Any, Any]
 
 _FORMAT = "records-2"
 _MOST_EPOCHS = 2**31 - 2
