@@ -23,7 +23,9 @@ from importance_tools import (
     knowing,
     z_score,
 )
+from stallfree.datasets.epoch_source import Plan
 from stallfree.importance import sampler as importance
+from stallfree.importance.epoch import Marks
 from stallfree.importance.plans import Draw, Known, draw_plan, leaning, ranks, shares, systematic
 
 STATIC: dict[str, dict[str, Any]] = {
@@ -176,6 +178,16 @@ def test_nobody_is_unseen_for_long(given: dict[str, Any], scored: bool, batch_si
             losses[rng.random(len(ids)) < 0.02] = rng.choice([np.nan, np.inf, 0.0])
             sampler.update(ids, losses)
         assert epoch - last.min() < given["max_age"], "somebody was left out that often in a row"
+
+
+def test_what_was_served_in_place_of_the_plan_is_recorded() -> None:
+    marks, drawn = Marks(4), np.full(4, -1, np.int32)
+    marks.plan(Plan(np.array([0, 1]), None, 1), drawn)
+    marks.begin()
+    marks.plan(Plan(np.array([1, 2]), None, 2), drawn)  # asked for before epoch 1 has ended
+    marks.served[3] = marks.ended[:] = True
+    marks.apply(drawn)
+    assert drawn.tolist() == [-1, 2, 2, 1]
 
 
 def test_selection_goes_by_the_share_of_losses_below() -> None:
