@@ -439,10 +439,10 @@ class LocalSampler(DistributedSampler[Any]):
         cache = getattr(dataset, "cache", None)
         if cache is None:
             raise errors.cache_required(f"LocalSampler was given {type(dataset).__name__}: give it a CachedDataset")
-        ranks, options = find_ranks(), {"shuffle": shuffle, "seed": parse_whole(seed, "seed"), "drop_last": drop_last}
+        ranks, seed = find_ranks(), parse_whole(seed, "seed")
         number = ranks.rank if rank is None else rank
         count = ranks.count if num_ranks is None else num_ranks
-        super().__init__(dataset, num_replicas=count, rank=number, **options)
+        super().__init__(dataset, num_replicas=count, rank=number, shuffle=shuffle, seed=seed, drop_last=drop_last)
         servers: Any = dataset.tier
         self._nodes: int = getattr(servers, "num_nodes", 1)
         if count % self._nodes:

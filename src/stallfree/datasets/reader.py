@@ -68,7 +68,8 @@ class Reader:
     ) -> None:
         self.source, self.cache = source, cache
         plain = plain_beneath(source)
-        self._dataset, origin = (None, source) if plain is None else (plain.dataset, plain.dataset)
+        self._dataset: Any = None if plain is None else plain.dataset
+        origin = source if plain is None else plain.dataset
         self.split = TransformSplit(source, cache, origin, deterministic, later_steps)
         watched = cache is not None or type(source) is not MapSource
         self.settings = Settings(source, *deterministic, *later_steps) if watched else Settings()

@@ -161,8 +161,9 @@ class SampleBatch:
         reader.request([id for id in wanted if id not in asked], pending)  # those that were evicted since the start
         for ids, future in pending.asked:
             with contextlib.suppress(CancelledError):  # by another loader of this process, which has ended
-                held = zip(ids.tolist(), pending.result(future), strict=True)
-                values.update((id, value) for id, value in held if id in wanted and value is not MISS)
+                held = pending.result(future)
+                pairs = zip(ids.tolist(), held, strict=True)
+                values.update((id, value) for id, value in pairs if id in wanted and value is not MISS)
         if values:
             cache.count_tier(sum(self.ids[at] in values for at in missing), 0)
             if not cache.full:

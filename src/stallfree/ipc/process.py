@@ -338,11 +338,8 @@ class Child(Channel):
 
 
 def end_all(children: Iterable[Child], seconds: float) -> None:
-    """Request processes to end, wait for them together, and kill those that are running after `seconds`.
-
-    Those of another process, of which this one is a forked child, are left alone.
-    """
-    children, deadline = [child for child in children if child._owner.is_here], time.monotonic() + seconds
+    """Request processes to end, wait for them together, and kill those that are running after `seconds`."""
+    children, deadline = list(children), time.monotonic() + seconds
     for child in children:
         child.finish()
     for child in children:
