@@ -1,4 +1,4 @@
-"""Sizes, rates, times and whole numbers as people write them."""
+"""Sizes, rates, times and whole numbers as people write them, and the ends of processes in words."""
 
 import math
 from typing import Any
@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stallfree.errors import CapacityError, InputError
+from stallfree.platform import how_it_ended
 from stallfree.units import format_seconds, format_size, parse_rate, parse_seconds, parse_size, parse_whole
 
 READ: list[tuple[Any, dict[Any, Any]]] = [
@@ -30,6 +31,10 @@ READ: list[tuple[Any, dict[Any, Any]]] = [
     (format_seconds, {
         0: "0 s", 3e-9: "3 ns", 15e-6: "15 µs", 0.0009996: "1 ms", 0.08: "80 ms", 0.12345: "123 ms",
         0.9994: "999 ms", 0.9996: "1 s", 1.254: "1.25 s", 999.4: "999 s", 999.6: "1,000 s", 7200: "7,200 s",
+    }),
+    (how_it_ended, {
+        None: "how it ended is not known", 0: "it exited with code 0", -40: "it was ended by signal 40",
+        -9: "it was ended by SIGKILL, as the system does when memory is short", -15: "it was ended by SIGTERM",
     }),
 ]  # fmt: skip
 

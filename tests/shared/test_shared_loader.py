@@ -222,6 +222,17 @@ def test_a_job_that_stands_still_in_an_epoch_gets_an_error() -> None:
         assert flat(slow) == MANY, "and it may join again"
 
 
+def test_a_job_that_breaks_off_an_epoch_holds_up_nobody() -> None:
+    early, other = two_jobs(timeout=120)
+    with early, other:
+        first, second = iter(early), iter(other)
+        next(first)
+        del first
+        begun = time.monotonic()
+        assert flat(second) == MANY
+        assert time.monotonic() - begun < 30, "half of the timeout is what a laggard costs"
+
+
 def test_a_job_that_is_late_between_epochs_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that was dropped is closed without a wait for the end of the coordinator, which others use."""
     monkeypatch.setattr(member, "ANSWER_SECONDS", 20.0)
