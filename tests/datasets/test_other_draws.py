@@ -1,6 +1,7 @@
 """Random numbers that others draw, clocks and process ids do not make a deterministic data set random."""
 
 import contextlib
+import gc
 import io
 import logging
 import os
@@ -8,7 +9,7 @@ import random
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ log = logging.getLogger(__name__)
 class Rows(Dataset[Any]):
     """Deterministic: sample `id` is 16 times `id`, after some time of storage. Beside, it acts."""
 
-    pid, spent = 0, 0.0
+    pid, spent, last = 0, 0.0, -1
 
     def __init__(self, calls: Calls, act: Callable[[Any, int], object] | None = None) -> None:
         self.calls, self.act, self.seconds = calls, act, 0.0003
@@ -92,10 +93,14 @@ DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
     "numpy": np.random.random,
     "torch": lambda: float(torch.rand((), dtype=torch.float64)),
+    "urandom": lambda: os.urandom(8),
 }
 
 
-@pytest.mark.parametrize(("kind", "way"), [("python", "data set"), ("torch", "auto"), ("numpy", "torch, step")])
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [("python", "data set"), ("torch", "auto"), ("numpy", "step"), ("numpy", "torch"), ("numpy", "auto, worker")],
+)
 def test_a_thread_that_draws_now_and_then(kind: str, way: str, calls: Calls) -> None:
     """Nor does any number come twice: the states of the generators are not set back under the thread."""
     numbers: list[Any] = []
@@ -115,11 +120,36 @@ def test_a_thread_that_draws_now_and_then(kind: str, way: str, calls: Calls) -> 
     assert len(set(numbers)) == len(numbers) > 0
 
 
+@pytest.fixture
+def garbage(kind: str) -> Iterator[None]:
+    """What an earlier cell of a notebook left: it draws when it is freed."""
+
+    class Loader:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            DRAWS[kind]()
+
+    gc.disable()
+    for _ in range(3):
+        Loader()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("garbage")
+@pytest.mark.parametrize(("kind", "way"), [("urandom", "data set"), ("numpy", "worker"), ("torch", "auto")])
+def test_finalizers_that_run_while_a_sample_is_made(kind: str, way: str, calls: Calls) -> None:
+    check(Rows(calls, lambda rows, id: gc.collect() if id % 32 == 5 else 0), way)
+
+
 HARMLESS: dict[str, Callable[[Rows, int], object]] = {
     "guards its process": lambda rows, id: rows.pid == os.getpid() or setattr(rows, "pid", os.getpid()),
     "logs the time": lambda rows, id: log.debug("sample %d at %f", id, time.time()),
     "measures itself": lambda rows, id: setattr(rows, "spent", rows.spent + time.perf_counter()),
     "logs its address": lambda rows, id: log.debug("%d of %x in %d", id, hash(rows), threading.get_ident()),
+    "keeps what it read last": lambda rows, id: setattr(rows, "last", id),
 }
 
 

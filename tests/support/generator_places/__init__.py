@@ -5,14 +5,20 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-SEED, P, HIDDEN = 1, 0.5, False
+SEED = 1
+P = 0.5
+HIDDEN = False
 """What the modules of this package read when they are imported."""
 
 
 def fresh(seed: int, *, p: float = 0.5, hidden: bool = False) -> dict[str, Callable[[Any], Any]]:
-    """Return the steps by place, which flip with probability `p`, with new generators of that seed.
+    """Return the steps by place, with new generators.
 
-    With `hidden`, these are ones of the user's own: no name in the code of a step is that of a generator.
+    Args:
+        seed: of all generators.
+        p: probability of a flip.
+        hidden: whether the generators are ones of the user's own, so that no name in the code of a step is that of a
+            generator or of its methods.
     """
     global SEED, P, HIDDEN
     SEED, P, HIDDEN = seed, p, hidden

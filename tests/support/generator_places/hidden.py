@@ -26,6 +26,3 @@ def flipped(x: Any, source: Any) -> Any:
 
 def method_of(source: Any) -> Any:
     return source.value
-
-
-FAR = made()

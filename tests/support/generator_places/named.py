@@ -17,6 +17,3 @@ def flipped(x: Any, rng: Any) -> Any:
 
 def method_of(rng: Any) -> Any:
     return rng.random
-
-
-FAR = made()

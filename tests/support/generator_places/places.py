@@ -1,7 +1,10 @@
 """The places. Each step flips its input if the next number of its generator is small."""
 
+import collections
 import contextvars
+import enum
 import functools
+import sys
 import threading
 import types
 import weakref
@@ -10,18 +13,20 @@ from typing import Any
 
 import torch
 
-import generator_places
-from generator_places import HIDDEN, P
+import generator_places.sub.held
+from generator_places import P
+from generator_places.held import IMPORTED
+from generator_places.tools import flipped, made, method_of
 
-if HIDDEN:
-    import generator_places.hidden as tools
-else:
-    import generator_places.named as tools  # type: ignore[no-redef]
+# -- modules and functions --------------------------------------------------------------------------------------------
 
-flipped, made = tools.flipped, tools.made
-GLOBAL, _lazy = made(), None
-LOCAL, VARIABLE = threading.local(), contextvars.ContextVar("source", default=made())  # noqa: B039
-NAMESPACE = types.SimpleNamespace(sources=[{"source": (made(),)}])
+GLOBAL, LOOKED_UP, OF_MODULES, _lazy = made(), made(), made(), None
+
+
+def imported_in_the_function(x: Any) -> Any:
+    from generator_places.held import LATE
+
+    return flipped(x, LATE)
 
 
 def lazy_global(x: Any) -> Any:
@@ -31,13 +36,18 @@ def lazy_global(x: Any) -> Any:
     return flipped(x, _lazy)
 
 
-def thread_local(x: Any) -> Any:
-    if not hasattr(LOCAL, "source"):
-        LOCAL.source = made()
-    return flipped(x, LOCAL.source)
+def function_attribute(x: Any) -> Any:
+    return flipped(x, function_attribute.source)
 
 
-def default_argument(x: Any, *, source: Any = made()) -> Any:  # noqa: B008
+function_attribute.source = made()
+
+
+def default_argument(x: Any, source: Any = made()) -> Any:  # noqa: B008
+    return flipped(x, source)
+
+
+def keyword_only_default(x: Any, *, source: Any = made()) -> Any:  # noqa: B008
     return flipped(x, source)
 
 
@@ -52,7 +62,7 @@ def _cached() -> Any:
 
 
 def _numbers() -> Iterator[float]:
-    draw = tools.method_of(made())
+    draw = method_of(made())
     while True:
         yield draw()
 
@@ -61,26 +71,105 @@ def _flip_by(source: Any, x: Any) -> Any:
     return flipped(x, source)
 
 
+next_number, stream = method_of(made()), _numbers()
+
+STEPS: dict[str, Callable[[Any], Any]] = {
+    "module_level": lambda x: flipped(x, GLOBAL),
+    "imported_by_name": lambda x: flipped(x, IMPORTED),
+    "two_dots_away": lambda x: flipped(x, generator_places.sub.held.FAR),
+    "imported_in_the_function": imported_in_the_function,
+    "through_globals": lambda x: flipped(x, globals()["LOOKED_UP"]),
+    "through_sys_modules": lambda x: flipped(x, sys.modules[__name__].OF_MODULES),
+    "lazy_global": lazy_global,
+    "function_attribute": function_attribute,
+    "default_argument": default_argument,
+    "keyword_only_default": keyword_only_default,
+    "closure": _enclosing(),
+    "lru_cached": lambda x: flipped(x, _cached()),
+    "bound_method": lambda x: -x if next_number() < P else x,
+    "python_generator": lambda x: -x if next(stream) < P else x,
+    "partial": functools.partial(_flip_by, made()),
+}
+
+# -- classes and objects ----------------------------------------------------------------------------------------------
+
+
 class Config:
     source = made()
+
+    @classmethod
+    def get(cls) -> Any:
+        return cls.source
 
     @staticmethod
     def flip(x: Any) -> Any:
         return flipped(x, Config.source)
 
 
+class ClassLevel:
+    source = made()
+
+    def __call__(self, x: Any) -> Any:
+        return flipped(x, self.source)
+
+
+class ClassLevelList:
+    sources = (made(),)
+
+    def __call__(self, x: Any) -> Any:
+        return flipped(x, self.sources[0])
+
+
 class Instance:
-    __slots__ = ("__weakref__", "source")
+    def __init__(self) -> None:
+        self.source = made()
+
+    def __call__(self, x: Any) -> Any:
+        return flipped(x, self.source)
+
+
+class WithProperty:
+    shared = made()
+
+    @property
+    def source(self) -> Any:
+        return WithProperty.shared
+
+    def __call__(self, x: Any) -> Any:
+        return flipped(x, self.source)
+
+
+class Descriptor:
+    source = made()
+
+    def __get__(self, thing: Any, kind: Any = None) -> Any:
+        return self.source
+
+
+class WithDescriptor:
+    source = Descriptor()
+
+    def __call__(self, x: Any) -> Any:
+        return flipped(x, self.source)
+
+
+class WithSlots:
+    __slots__ = ("source",)
 
     def __init__(self) -> None:
         self.source = made()
 
-    @property
-    def behind(self) -> Any:
-        return self.source
-
     def __call__(self, x: Any) -> Any:
-        return flipped(x, self.behind)
+        return flipped(x, self.source)
+
+
+class Meta(type):
+    source = made()
+
+
+class WithMeta(metaclass=Meta):
+    def __call__(self, x: Any) -> Any:
+        return flipped(x, type(self).source)
 
 
 class Module(torch.nn.Module):
@@ -92,25 +181,48 @@ class Module(torch.nn.Module):
         return flipped(x, self.source)
 
 
-KEPT, stream, next_number = Instance(), _numbers(), tools.method_of(made())
-WEAK = weakref.ref(KEPT)
-
-STEPS: dict[str, Callable[[Any], Any]] = {
-    "module_level": lambda x: flipped(x, GLOBAL),
-    "two_dots_away": lambda x: flipped(x, generator_places.places.tools.FAR),  # type: ignore[attr-defined]
-    "lazy_global": lazy_global,
-    "thread_local": thread_local,
-    "context_variable": lambda x: flipped(x, VARIABLE.get()),
-    "default_argument": default_argument,
-    "closure": _enclosing(),
-    "lru_cached": lambda x: flipped(x, _cached()),
-    "bound_method": lambda x: -x if next_number() < P else x,
-    "python_generator": lambda x: -x if next(stream) < P else x,
-    "partial": functools.partial(_flip_by, made()),
+STEPS |= {
     "class_attribute": lambda x: flipped(x, Config.source),
+    "class_method": lambda x: flipped(x, Config.get()),
     "static_method": Config.flip,
+    "own_class_attribute": ClassLevel(),
+    "own_class_level_list": ClassLevelList(),
     "instance": Instance(),
+    "method_of_an_instance": Instance().__call__,
+    "property": WithProperty(),
+    "descriptor": WithDescriptor(),
+    "slots": WithSlots(),
+    "metaclass": WithMeta(),
     "nn_module": Module(),
-    "nested_containers": lambda x: flipped(x, NAMESPACE.sources[0]["source"][0]),
+}
+
+# -- containers -------------------------------------------------------------------------------------------------------
+
+
+class Sources(enum.Enum):
+    FIRST = made()
+
+
+NAMESPACE, TOOLS, QUEUE = types.SimpleNamespace(source=made()), {"sources": [(made(),)]}, collections.deque([made()])
+KEPT = Instance()
+WEAK, WEAK_VALUES = weakref.ref(KEPT), weakref.WeakValueDictionary({"source": KEPT})
+VARIABLE = contextvars.ContextVar("source", default=made())  # noqa: B039
+LOCAL = threading.local()
+
+
+def thread_local(x: Any) -> Any:
+    if not hasattr(LOCAL, "source"):
+        LOCAL.source = made()
+    return flipped(x, LOCAL.source)
+
+
+STEPS |= {
+    "namespace": lambda x: flipped(x, NAMESPACE.source),
+    "nested_containers": lambda x: flipped(x, TOOLS["sources"][0][0]),
+    "in_a_deque": lambda x: flipped(x, QUEUE[0]),
+    "in_an_enum": lambda x: flipped(x, Sources.FIRST.value),
     "behind_a_weak_reference": lambda x: flipped(x, WEAK().source),  # type: ignore[union-attr]
+    "in_a_weak_dictionary": lambda x: flipped(x, WEAK_VALUES["source"].source),
+    "context_variable": lambda x: flipped(x, VARIABLE.get()),
+    "thread_local": thread_local,
 }
