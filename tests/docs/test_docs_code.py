@@ -10,7 +10,7 @@ import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import is_dataclass
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,28 +116,40 @@ for name, parts in json.loads({pieces!r}):
     os.chdir(top)
 print("came of it:", json.dumps(came))
 """
-"""All pieces in one process, each in a folder and a namespace of its own: what one imports, the others need not."""
+"""All pieces of a kind in one process, each in a folder and a namespace of its own: what one imports, all have."""
+
+
+def kind_of(piece: str) -> str:
+    """Pages, notebooks or examples: each kind is run in one process."""
+    return Path(piece).suffix if piece.endswith((".md", ".ipynb")) else "example"
 
 
 @pytest.fixture(scope="module")
-def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: Path) -> dict[str, str]:
-    """The tracebacks of the pieces that failed, of those that are tested now."""
+def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: Path) -> Callable[[str], dict[str, str]]:
+    """Run the pieces of a kind, of those that are tested now. Returns the tracebacks of those that failed."""
     items: list[Any] = [item for item in request.session.items if "came" in getattr(item, "fixturenames", ())]
-    pieces = [(name, PIECES[name]()) for name in (item.callspec.params["piece"] for item in items)]
-    ended = interpreter.run(_RUNNER.format(pieces=json.dumps(pieces)))
-    assert ended.code == 0, ended.err
-    assert not list(store_root.iterdir()), "a cache was left behind"
-    found: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
-    assert found or "Traceback" not in ended.err, ended.err
-    return found
+    names = [item.callspec.params["piece"] for item in items]
+
+    @cache
+    def failed(kind: str) -> dict[str, str]:
+        pieces = [(name, PIECES[name]()) for name in names if kind_of(name) == kind]
+        ended = interpreter.run(_RUNNER.format(pieces=json.dumps(pieces)))
+        assert ended.code == 0, ended.err
+        assert not list(store_root.iterdir()), "a cache was left behind"
+        found: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
+        assert found or "Traceback" not in ended.err, ended.err
+        return found
+
+    return failed
 
 
 @pytest.mark.parametrize(
     "piece", [piece if piece in QUICK else pytest.param(piece, marks=pytest.mark.slow) for piece in PIECES]
 )
-def test_code_runs(piece: str, came: dict[str, str]) -> None:
+def test_code_runs(piece: str, came: Callable[[str], dict[str, str]]) -> None:
     """A traceback names the page or the public name, and the line."""
-    assert piece not in came, came[piece]
+    failed = came(kind_of(piece))
+    assert piece not in failed, failed[piece]
 
 
 def test_each_has_an_example_of_few_lines() -> None:
