@@ -1,7 +1,16 @@
 """Code, values and marks decide which cache a data set gets: none finds the samples of other ones."""
 
+import argparse
+import os
+import warnings
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import pytest
+
+import stallfree as sf
+from cases import half
 from warm import Interpreter
 
 PROJECT = """
@@ -47,8 +56,75 @@ def install(site: Path, by: int) -> None:
 
 def test_a_project_in_site_packages_is_edited(tmp_path: Path, interpreter: Interpreter) -> None:
     """Its version stays the same."""
-    for by in (2, 3):
-        site = tmp_path / str(by) / "site-packages"
+    for number, by in enumerate((2, 3, 2)):
+        site = tmp_path / str(number) / "site-packages"
         install(site, by)
         done = interpreter.run(RUN, str(site), str(tmp_path / "store"))
         assert (done.code, done.out.split()) == (0, [str(3 * by)] * 3), done.err
+        caches = list((tmp_path / "store").glob("*/*-minio-*"))
+        assert len(caches) == (3 if number == 0 else 6)  # the third run finds those of the first
+
+
+args = argparse.Namespace(scale=1)
+
+
+class Rows:
+    def __init__(self) -> None:
+        self.count = 16
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, id: int) -> Any:
+        return np.full(4, id, np.float32)
+
+
+class Scaled(Rows):
+    def __getitem__(self, id: int) -> Any:
+        return super().__getitem__(id) * args.scale
+
+
+class Holds(Rows):
+    args = args
+
+    def __getitem__(self, id: int) -> Any:
+        return super().__getitem__(id) * self.args.scale
+
+
+def scale(x: Any) -> Any:
+    return x * args.scale
+
+
+class Scale:
+    def __call__(self, x: Any) -> Any:
+        return scale(x)
+
+
+USES: dict[str, tuple[Any, Any]] = {
+    "function": (Rows, scale),
+    "object": (Rows, Scale()),
+    "data set": (Scaled, None),
+    "attribute": (Holds, None),
+}
+
+
+@pytest.mark.parametrize(("use", "held"), half(USES, [False, True]))
+def test_two_jobs_of_a_sweep(use: str, held: bool, monkeypatch: pytest.MonkeyPatch, store_root: Path) -> None:
+    """A cache is private if code names an object beside which there is one without a fingerprint."""
+    dataset, transform = USES[use]
+    with open(os.devnull) as file:
+        monkeypatch.setattr(args, "log", file if held else None, raising=False)
+        caches = []
+        for by in (2, 3):
+            monkeypatch.setattr(args, "scale", by)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                options = {} if transform is None else {"transform": transform, "form": "prepared"}
+                caches.append(sf.CachedDataset(dataset(), capacity="1MiB", **options))
+            assert caches[-1][3].tolist() == [3 * by] * 4
+            assert [str(each.message) for each in caught if "private" in str(each.message)] == [] or held
+            assert held == any(
+                "log of type _io.TextIOWrapper has no fingerprint" in str(each.message) for each in caught
+            )
+        for cached in caches:
+            cached.close()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import multiprocessing
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -228,6 +229,30 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
     assert shorter == len(told(loader, loader)) <= 40, "the same losses give the same plan"
     for each in (loader, loader.dataset, other, other.dataset):
         each.close()  # type: ignore[union-attr]
+
+
+def send_sizes(loader: sf.DataLoader, answers: Any) -> None:
+    answers.send([len(told(loader, loader)) for _ in range(2)])
+    loader.close()
+
+
+@pytest.mark.slow
+def test_it_can_be_sent_to_another_process(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")
+    with (
+        sf.CachedDataset(FORTY, capacity="1MiB", policy="importance", name="sent") as data,
+        sf.DataLoader(data, 4, sampler=sf.ImportanceSampler(40, cache=data.cache, packages=tmp_path)) as loader,
+    ):
+        told(loader, loader)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=send_sizes, args=(loader, theirs))
+        process.start()
+        assert ours.poll(60)
+        assert 0 < ours.recv()[0] <= 40
+        process.join()
+        assert process.exitcode == 0
+        assert len(told(loader, loader)) > 0, "this one goes on as well"
+        ours.close(), theirs.close()
 
 
 # -- misuse, and a busy cache ------------------------------------------------------------------------------------------

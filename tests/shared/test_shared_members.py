@@ -19,7 +19,7 @@ from children import Holder, until
 from loader_data import Made
 from stallfree.errors import WorkerError
 from stallfree.ipc.folders import sweep
-from stallfree.shared import member
+from stallfree.shared import link, member
 
 SLOTS = 2 + 4 * 2  # of the ring of two jobs and a worker: two per worker, four per job
 FAR = BATCHES // 2  # so many batches are more than the ring holds
@@ -228,10 +228,13 @@ def test_a_newcomer_after_the_death_of_a_coordinator_begins_with_an_epoch_of_its
     assert right(epoch.result()) == 2
 
 
-def test_the_coordinator_is_stopped(team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that does not answer is replaced, and does nothing more afterwards."""
+@pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), (2, 60)])
+def test_the_coordinator_is_stopped(timeout: float, after: float, team: Team, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is seen to be stopped, or does not answer, is replaced, and does nothing more afterwards."""
+    monkeypatch.setattr(link, "_STOPPED_SECONDS", after)
+    monkeypatch.setattr(link, "_CHECK_SECONDS", 0.1)
     monkeypatch.setattr(member, "ANSWER_SECONDS", 0.5)
-    jobs = team.jobs(2, timeout=2)
+    jobs = team.jobs(2, timeout=timeout)
     begun = [jobs[0].take(2), jobs[1].take(5)]
     stopped = coordinator()
     stopped.suspend()

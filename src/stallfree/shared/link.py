@@ -7,8 +7,10 @@ that no job sees another job's changes to its batch, and released as their tenso
 
 import contextlib
 import enum
+import logging
 import mmap
 import os
+import signal
 import socket
 import threading
 import time
@@ -26,8 +28,13 @@ from stallfree.loader.ring import Slots
 
 Bytes = npt.NDArray[np.uint8]
 
-_RELEASE_SECONDS, _REPEAT_SECONDS = 0.002, 1.0
+_RELEASE_SECONDS = 0.002
 """Seconds of waiting for a batch after which pending releases are sent; until then they wait for the next request."""
+
+_CHECK_SECONDS, _STOPPED_SECONDS = 1.0, 10.0
+"""Seconds after which a stopped coordinator (SIGSTOP) is killed, so that it is replaced, and between looks at it."""
+
+log = logging.getLogger("stallfree")
 
 NEWCOMER = -1
 """Sent by a newcomer as the number of its first message; other members send the batch that they need next."""
@@ -126,6 +133,7 @@ class Link(Connection):
         self._outbox: deque[bytes] = deque()  # messages that are still to be sent
         self._leases: dict[int, _Lease] = {}  # by number of the held batch
         self._ended: deque[_Lease] = deque()  # leases whose memory is freed
+        self._runs = time.monotonic()  # the last time that the coordinator was not stopped
         prepare_for_forks(self)
 
     def send(self, *messages: bytes) -> None:
@@ -151,8 +159,21 @@ class Link(Connection):
             if time.monotonic() >= deadline:
                 return None
             self.send()
-            wait = _REPEAT_SECONDS
+            if wait == _CHECK_SECONDS and self._is_stopped():
+                log.warning("process %d, the coordinator of a group, is stopped: it is killed and replaced", self.pid)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)  # it may resume later
+            wait = _CHECK_SECONDS
         return message
+
+    def _is_stopped(self) -> bool:
+        """Return whether the coordinator has been stopped for 10 s; False for one of another PID namespace."""
+        state = ""
+        with contextlib.suppress(OSError, IndexError):
+            state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state != "T":
+            self._runs = time.monotonic()
+        return time.monotonic() - self._runs >= _STOPPED_SECONDS
 
     # -- leases -------------------------------------------------------------------------------------------------------
 
