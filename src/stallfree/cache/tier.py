@@ -223,10 +223,7 @@ class TierClient:
     def drain(self, ids: Array) -> None:
         """Wait until no process of this host has `ids` in its queue; after 250 ms they count as lost."""
         until = time.monotonic() + _DRAIN_SECONDS
-        while (self._state[ids] & _MOVING).any():
-            if time.monotonic() > until:
-                self._state[ids] &= ~np.uint8(_MOVING)
-                return
+        while (self._state[ids] & _MOVING).any() and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
 
     # -- writing ------------------------------------------------------------------------------------------------------
