@@ -133,8 +133,7 @@ class SourceSetup:
         seed: of the loader; None before it is drawn.
         seed_of_data: whether the seed is that of the data set.
         counter: its attribute `next_epoch` is the epoch count of all loaders of a data set; None: one count per loader.
-        source: source of the samples.
-        reader: reads them; None for a plain data set whose samples are indexed in this process.
+        reader: reads the samples; None if the order is used without them.
         auto: what makes the cache of `cache="auto"`; or None.
         context: `multiprocessing` context.
         counts: of the loader, by the names of `LoaderStats`.
@@ -151,7 +150,6 @@ class SourceSetup:
     seed: int | None = None
     seed_of_data: bool = False
     counter: Any = None
-    source: Any = None
     reader: Any = None
     auto: Any = None
     context: Any = None

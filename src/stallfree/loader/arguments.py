@@ -20,20 +20,11 @@ WAIT_SECONDS = 300.0
 FREE_SHARE = 0.5
 """Default capacity of `cache="auto"`: half of the free memory."""
 
-_NOT_OF_ITERABLES = {
-    ("shuffle", "sampler", "batch_sampler", "ranks"): (
-        "which decides itself which samples come and in which order: leave out {name}, and let __iter__ of the data "
-        "set do it"
-    ),
-    ("cache", "capacity", "transform"): (
-        "whose samples have no ids to cache them by: leave out {name}, or give a map-style data set, such as "
-        "stallfree.TarDataset for tar shards"
-    ),
-    ("workers", "with_ids", "staging", "on_error", "event_log"): (
-        "whose batches torch's own loader makes: leave out {name}, or give a map-style data set"
-    ),
-}
-"""Arguments that a loader of an iterable data set does not have, and what to do."""
+_NOT_OF_ITERABLES = (
+    *("shuffle", "sampler", "batch_sampler", "ranks", "cache", "capacity", "transform"),
+    *("workers", "with_ids", "staging", "on_error", "event_log"),
+)
+"""Arguments that a loader of an iterable data set does not have: its samples have no ids."""
 
 
 def check_arguments(loader: Any) -> int | float | None:
@@ -42,11 +33,14 @@ def check_arguments(loader: Any) -> int | float | None:
     Raises `InputError` if arguments of a `DataLoader`, which are its attributes, are invalid or contradict each other.
     """
     if loader._dataset_kind:
-        for names, why in _NOT_OF_ITERABLES.items():
-            for name in names:
-                value = getattr(loader, name)
-                if not (value is None or value is False or (isinstance(value, str) and value == "raise")):
-                    raise iterable_unsupported(f"{name}={value!r:.80} and an IterableDataset, {why.format(name=name)}")
+        for name in _NOT_OF_ITERABLES:
+            value = getattr(loader, name)
+            if not (value is None or value is False or (name == "on_error" and value == "raise")):
+                raise iterable_unsupported(
+                    f"{name}={value!r:.80} and an IterableDataset, which decides itself which samples come, without "
+                    f"ids, and whose batches torch's own loader makes: leave out {name}, or give a map-style data set, "
+                    "such as stallfree.TarDataset for tar shards"
+                )
     capacity = None
     if (loader.cache, loader.capacity, loader.transform) != (None, None, None):
         capacity = _auto_capacity(loader.cache, loader.capacity, loader.transform, loader.sampler)

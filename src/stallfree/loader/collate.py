@@ -10,16 +10,15 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 from torch.utils.data import default_collate
 from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
+from stallfree.loader.messages import Bytes
 from stallfree.pipeline import codec
 from stallfree.pipeline.codec import Structure, encode
 from stallfree.pipeline.compose import Out
 
-Bytes = npt.NDArray[np.uint8]
 Collate = Callable[[list[Any]], Any]
 Reserve = Callable[[int], Bytes]
 
@@ -196,5 +195,5 @@ class BatchBuffer:
             row[:] = array
 
 
-def _address(array: npt.NDArray[np.uint8]) -> int:
+def _address(array: Bytes) -> int:
     return int(array.__array_interface__["data"][0])

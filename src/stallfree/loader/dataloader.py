@@ -12,7 +12,6 @@ import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
-from stallfree.datasets.reader import Reader, reader_of
 from stallfree.errors import argument_conflict
 from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
@@ -21,8 +20,8 @@ from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, shown_samplers, source_of
 from stallfree.loader.pool import Options, new_counts
-from stallfree.pipeline.compose import Source, Transform
-from stallfree.sources.mapped import MapSource, as_source, is_iterable
+from stallfree.pipeline.compose import Transform
+from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_size, parse_whole
@@ -157,38 +156,10 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         ranks: tuple[int, int] | str | None = None,
         workers: Any = None,
     ) -> None:
-        own = vars(self)  # not by `__setattr__`, whose checks are for attributes that are set later
         # All arguments are attributes: other libraries read them to recreate a loader.
-        own.update(
-            dataset=dataset,
-            batch_size=batch_size,
-            shuffle=bool(shuffle),
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            drop_last=drop_last,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            generator=generator,
-            prefetch_factor=prefetch_factor,
-            workers=workers,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            seed=seed,
-            with_ids=with_ids,
-            on_error=on_error,
-            staging=staging,
-            device=device,
-            cache=cache,
-            capacity=capacity,
-            transform=transform,
-            event_log=event_log,
-            ranks=ranks,
-            _dataset_kind=int(is_iterable(dataset)),
-        )
+        arguments = {name: value for name, value in locals().items() if name != "self"}
+        own = vars(self)  # not by `__setattr__`, whose checks are for attributes that are set later
+        own.update(arguments, shuffle=bool(shuffle), _dataset_kind=int(is_iterable(dataset)))
         memory = check_arguments(self)
         auto = None
         if memory is not None:
@@ -210,12 +181,12 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._counts = counts = new_counts() | {"num_workers": self.num_workers}
         if self._dataset_kind:
             self._epochs = IterableEpochs(self, counts)
-            own["sampler"], own["batch_sampler"] = self._epochs.samplers
+            own["sampler"], own["batch_sampler"] = self._epochs.torchs.sampler, self._epochs.torchs.batch_sampler
         else:
-            options = self._options(*self._read_by(), None if event_log is None else EventLog(event_log))
+            options = self._options(None, None if event_log is None else EventLog(event_log))
             by_dataset = seed is None and self.seed is not None
-            seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.source)}-{self.batch_size}")
             source = self._source(options, sampler, batch_sampler, seed_of_data=by_dataset)
+            seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{self.batch_size}")
             self._epochs = Epochs(source, options, seeds, counts, auto)
             own["sampler"], own["batch_sampler"] = shown_samplers(self, self._epochs, sampler, batch_sampler)
         if device is not None:
@@ -230,22 +201,9 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     def _default_collate(self) -> Callable[[Any], Any]:
         return default_convert if self.batch_size is None and self.batch_sampler is None else default_collate
 
-    def _read_by(self) -> tuple[Source, Reader | None]:
-        """Return the source of the samples and its reader; None if that is made when a pass needs it (`Epochs`)."""
-        divide, plan = self.num_workers > 0 or self.workers is not None, "epoch_source"
-        planned = hasattr(type(self.dataset), plan) or hasattr(type(self.sampler), plan)
-        has_reader = isinstance(getattr(self.dataset, "reader", None), Reader)
-        if not (divide or self._auto or planned or has_reader or self.on_error == "skip"):
-            source = as_source(self.dataset, divide=False)
-            if type(source) is MapSource:
-                return source, None
-        reader = reader_of(self.dataset, divide=divide)
-        return reader.source, reader
-
-    def _options(self, source: Source, reader: Reader | None, log: EventLog | None) -> Options:
-        """Return the options that follow from the attributes."""
+    def _options(self, reader: Any, log: EventLog | None) -> Options:
+        """Return the options that follow from the attributes; `reader`: see `Options`."""
         return Options(
-            source=source,
             reader=reader,
             dataset=self.dataset,
             collate=None if self.collate_fn is self._default_collate else self.collate_fn,
@@ -254,7 +212,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             skip=self.on_error == "skip",
             workers=self.num_workers,
             ahead=(self.prefetch_factor or 2) * max(1, self.num_workers),
-            context=None if reader is None else context_of(self.multiprocessing_context, requested=self._requested),
+            context=context_of(self.multiprocessing_context, requested=self._requested),
             worker_init=self.worker_init_fn,
             seconds=self.timeout or WAIT_SECONDS,
             staging=self._staging,
@@ -267,7 +225,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
 
     def _source(self, options: Options, sampler: Any, batch_sampler: Any, *, seed_of_data: bool) -> EpochSource:
         setup = SourceSetup(
-            samples=len(options.source),
+            samples=len(options.reader.source),
             batch_size=self.batch_size,
             shuffle=self.shuffle,
             sampler=sampler,
@@ -276,7 +234,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             ranks=self.ranks,
             seed=self.seed,
             seed_of_data=seed_of_data,
-            source=options.source,
             reader=options.reader,
             auto=self._auto,
             context=options.context,
@@ -313,10 +270,8 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         else:
             before, source = epochs.options, epochs.source
             same_data = self.dataset is before.dataset and bool(self.num_workers) == bool(before.workers)
-            data, reader = (before.source, before.reader) if same_data else self._read_by()
-            options = self._options(data, reader, before.log)
-            same_data = options.source is before.source and options.reader is before.reader
-            if not same_data or not all(map(operator.is_, values[:3], self._adopted)):
+            options = self._options(before.reader if same_data else None, before.log)
+            if options.reader is not before.reader or not all(map(operator.is_, values[:3], self._adopted)):
                 by_batches = self.batch_sampler is not None
                 samplers = (None, self.batch_sampler) if by_batches else (self.sampler, None)
                 source = self._source(options, *samplers, seed_of_data=False)

@@ -6,7 +6,6 @@ For iterable data sets, torch's own loader makes the batches; epochs, state and 
 import contextlib
 import copy
 import inspect
-import os
 import time
 import weakref
 from collections.abc import Iterator
@@ -19,7 +18,7 @@ import torch.utils.data
 
 from stallfree.datasets.epoch_source import EpochSource, Ids, Position, check_state
 from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
-from stallfree.datasets.reader import Reader, reader_of
+from stallfree.datasets.reader import Reader
 from stallfree.errors import iteration_over, state_mismatch
 from stallfree.loader.order import Order, Repeats
 from stallfree.loader.pool import Counts, Options, WorkerPool
@@ -85,14 +84,12 @@ class Seeds:
         if new_workers:
             self.base = draw_seed(self.generator)
         new = draw_seed(self.generator) if self.shuffle else self.base
-        seed, drawn = new if self.seed is None else self.seed, self.seed is None
-        name, self._name = self._name, ""
-        if name and rank_and_count(self._ranks)[1] > 1 and (drawn or has_process_group()):
-            seed = agreed(seed if self._given is None else self._given, name)
-            self._given = None if self._given is None else seed
+        seed = new if self.seed is None else self.seed
+        if self._name and rank_and_count(self._ranks)[1] > 1 and (self.seed is None or has_process_group()):
+            seed = agreed(seed if self._given is None else self._given, self._name)
             _check_seed(self._restored, seed)
-        _check_seed(self._restored, self._given)
-        self.seed = seed
+            self._given = None if self._given is None else seed
+        self.seed, self._name = seed, ""
         return seed
 
 
@@ -127,6 +124,10 @@ class EpochsBase:
 
     def _living(self) -> list[Any]:
         return [one for known in self._passes if (one := known()) is not None]
+
+    def _end_passes(self) -> None:
+        for one in self._living():
+            one.close()
 
     @property
     def _active(self) -> Any:
@@ -169,15 +170,10 @@ class Epochs(EpochsBase):
 
     def __init__(self, source: EpochSource, options: Options, seeds: Seeds, counts: Counts, tuner: Any) -> None:
         self.source, self.options, self.counts = source, options, counts
-        self._seeds, self._tuner, self._uncached = seeds, tuner, options.reader
+        super().__init__()
+        self._seeds, self._tuner = seeds, tuner
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
-        self._begin_process()
-
-    def _begin_process(self) -> None:
-        """Begin without a pool and passes; in a forked child, those that there are belong to the parent."""
-        super().__init__()
-        self._process = os.getpid()
         self.kept: WorkerPool | None = None
 
     def __len__(self) -> int:
@@ -189,8 +185,6 @@ class Epochs(EpochsBase):
             self._epoch = self.next_epoch
             self.source.close()
             self.source = source
-        if options.reader is not self.options.reader:
-            self._uncached = options.reader
         self.options, self._seeds.generator = options, generator
 
     @property
@@ -227,8 +221,6 @@ class Epochs(EpochsBase):
         return order.ids(number)
 
     def _begin(self, prefetcher: Any) -> EpochPass:
-        if self._process != os.getpid():
-            self._begin_process()
         source = self.source
         source.check_ranks()
         resume, self._resume = self._resume, None
@@ -236,14 +228,9 @@ class Epochs(EpochsBase):
         if self._tuner is not None:
             self._tuner.follow()
         plan = source.begin(epoch, resume)
-        seed = self._seeds.draw(new_workers=not self._has_workers())
-        source.set_seed(seed)
-        if prefetcher is not None or self.options.reader is not None:
-            self._prepare_reader(seed)
-        plain = prefetcher is None and self._is_plain()
-        if not plain:
-            self._set_seed(seed)
-        options = self.options
+        self._set_seed(self._seeds.draw(new_workers=not self._has_workers()))
+        self._prepare_reader()
+        plain, options = prefetcher is None and self._is_plain(), self.options
         self.counts["num_workers"] = options.workers
         if options.persistent:
             self._end_passes()
@@ -260,33 +247,27 @@ class Epochs(EpochsBase):
     def _is_plain(self) -> bool:
         """Whether batches are made as torch's loader makes them without workers."""
         options, reader = self.options, self.options.reader
-        if reader is None:
-            return True
         if options.workers or options.remote is not None or options.skip or reader.cache is not None:
             return False
         # A data set of stallfree's, and one that `cache="auto"` has made, caches at least the files that samples open.
         cached = None if self._tuner is None else self._tuner.cached
         return reader.direct and cached is None and not isinstance(getattr(options.dataset, "reader", None), Reader)
 
-    def _prepare_reader(self, seed: int) -> None:
-        """Make the reader if there is none, and adopt changes of the data set. A cache keeps its samples, and warns."""
+    def _prepare_reader(self) -> None:
+        """Adopt changes of the data set. A cache keeps its samples, and warns."""
+        tuner = self._tuner
+        if tuner is not None:  # which follows changes itself
+            self.options = tuner.tuned(self.options)
         reader = self.options.reader
-        if reader is None:
-            reader = reader_of(self.options.dataset, divide=False)
-            self.options = replace(self.options, reader=reader)
-        if self._tuner is not None:
-            self._set_seed(seed)
-            self.options = self._tuner.tuned(self.options)
-            reader = self.options.reader
         reader.follow()
-        if reader.cache is not None:
-            if reader.cache.tier is not None:
-                reader.cache.tier.begin_epoch()
-            if self._tuner is None:  # which follows changes itself
-                reader.check_settings()
-        elif self._tuner is None and reader.settings.changes():
-            divided = reader_of(self.options.dataset, divide=self.options.workers > 0)
-            self.options = replace(self.options, reader=divided)
+        if reader.cache is None:
+            if tuner is None and reader.settings.changes():
+                self.options = replace(self.options, reader=None)
+            return
+        if reader.cache.tier is not None:
+            reader.cache.tier.begin_epoch()
+        if tuner is None:
+            reader.check_settings()
 
     def _set_seed(self, seed: int) -> None:
         self.source.set_seed(seed)
@@ -309,10 +290,6 @@ class Epochs(EpochsBase):
         self.kept = pool if self.options.persistent else None
         return pool
 
-    def _end_passes(self) -> None:
-        for one in self._living():
-            one.close()
-
     # -- state --------------------------------------------------------------------------------------------------------
 
     @property
@@ -329,7 +306,7 @@ class Epochs(EpochsBase):
             epoch, batches_known = progress.number, 0
             with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
                 batches_known = self.source.num_batches(epoch)
-            limits = max(_MANY, len(self.options.source)), batches_known
+            limits = max(_MANY, len(self.options.reader.source)), batches_known
             left = progress.position(batches, None if self.source.planned else limits)
         return {
             "version": STATE_VERSION,
@@ -360,15 +337,13 @@ class Epochs(EpochsBase):
 
     def close(self) -> None:
         """End all iterations, and stop their workers. More may be started afterwards."""
-        if self._process != os.getpid():
-            self._begin_process()
         self._end_passes()
         kept, self.kept = self.kept, None
         if kept is not None:
             kept.close()
         self.source.close()
         if self._tuner is not None:  # its cache is closed next
-            self.options = replace(self.options, reader=self._uncached)
+            self.options = replace(self.options, reader=None)
         if self.options.log is not None:
             self.options.log.flush()
 
@@ -424,6 +399,7 @@ class IterableEpochs(EpochsBase):
         counts: of the loader.
 
     Attributes:
+        torchs: torch's loader.
         seed: of the workers' generators; None: torch's loader draws it.
         source: see `Epochs`. Whether the data set partitions its samples among the ranks is not known.
     """
@@ -446,21 +422,10 @@ class IterableEpochs(EpochsBase):
         if self.seed is not None:
             self._arguments["generator"] = torch.Generator()
         self.counts["num_workers"] = loader.num_workers
-        self._torchs: torch.utils.data.DataLoader[Any] | None = torch.utils.data.DataLoader(**self._arguments)
-
-    @property
-    def _loader(self) -> torch.utils.data.DataLoader[Any]:
-        if self._torchs is None:
-            self._torchs = torch.utils.data.DataLoader(**self._arguments)
-        return self._torchs
-
-    @property
-    def samplers(self) -> tuple[Any, Any]:
-        """`sampler` and `batch_sampler` of torch's loader."""
-        return self._loader.sampler, self._loader.batch_sampler
+        self.torchs = torch.utils.data.DataLoader(**self._arguments)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.torchs)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next iteration, for the data set too if it has `set_epoch`."""
@@ -474,12 +439,12 @@ class IterableEpochs(EpochsBase):
     def _begin(self, prefetcher: Any) -> EpochPass:
         progress = self._resume or _StreamProgress(self._next)
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
-            self._end_passes(stop_workers=False)
+            self._end_passes()
         if progress.state is not None:
             self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
         if self.seed is not None:
             self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.number, 0))
-        begun = _TorchPass(self, progress, iter(self._loader), in_loop=prefetcher is None)
+        begun = _TorchPass(self, progress, iter(self.torchs), in_loop=prefetcher is None)
         self._progress, self._resume, self._next = progress, None, progress.number + 1
         return begun
 
@@ -529,18 +494,13 @@ class IterableEpochs(EpochsBase):
 
     def close(self) -> None:
         """End all iterations and their workers. More may be started afterwards."""
-        self._end_passes(stop_workers=True)
-        self._torchs = None
-
-    def _end_passes(self, *, stop_workers: bool) -> None:
-        for one in self._living():
-            stop = getattr(one.batches, "_shutdown_workers", None)
-            one.close()
-            if stop_workers and stop is not None and one.closed:  # an exception may keep the iterator alive
-                stop()
+        self._end_passes()
+        if self.torchs._iterator is not None:  # that of persistent workers
+            self.torchs._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self.torchs = torch.utils.data.DataLoader(**self._arguments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"_torchs": None}
+        return super().__getstate__() | {"torchs": torch.utils.data.DataLoader(**self._arguments)}
 
 
 class _TorchPass(EpochPass):
@@ -571,4 +531,7 @@ class _TorchPass(EpochPass):
         return batch, None
 
     def _stop(self) -> None:
+        batches: Any = self.batches
         self.batches = iter(())
+        if hasattr(batches, "_shutdown_workers") and not batches._persistent_workers:
+            batches._shutdown_workers()  # an exception may keep the iterator alive

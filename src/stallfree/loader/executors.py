@@ -225,15 +225,14 @@ class GatherThreads(ThreadExecutor):
     def _build(self, task: Task) -> Result:
         wanted = task.token >= self._wanted
         try:
-            slot = self._ring.take() if wanted else None
-        except Exception as error:  # the folder cannot be created
+            if wanted:
+                task.slot = self._ring.take()
+        except Exception as error:  # the ring is closed
             return failure(task, error)
         finally:
             self._begun.put(None)
         if not wanted:
             return Result(UNDONE, task.token, task.number, task.slot)
-        if slot is not None:
-            task.slot = slot
         result = self._builder.gather(task)
         result.worker = GATHERER
         return result
@@ -328,53 +327,48 @@ class WorkerProcesses(Executor):
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         start_method(context)  # before anything is created in a process that may start none
         self._context, self._setup, self.count = context, setup, count
-        self._workers: list[_Worker | None] = [None] * count
+        self._workers: dict[int, _Worker] = {}
         self._wanted = self.replaced = self.hung = 0
 
     @property
     def stuck(self) -> bool:  # type: ignore[override]
         """Whether all forked workers hang, so that further ones probably would too."""
-        return self.hung > len(self._workers)
+        return self.hung > self.count
 
     @property
     def descriptors(self) -> list[tuple[int, int]]:  # type: ignore[override]
         """The descriptors to wait for, with events of `poll`: results, deaths of workers, space for tasks."""
-        return [
-            (worker.child.fileno(), worker.child.events)
-            for worker in self._workers
-            if worker is not None and worker.busy
-        ]
+        return [(worker.child.fileno(), worker.child.events) for worker in self._workers.values() if worker.busy]
 
     def describe(self, task: Task) -> str:
         """The worker that has the task; "" if none has."""
-        for worker in self._workers:
-            if worker is not None and any(mine is task for mine in worker.tasks):
+        for worker in self._workers.values():
+            if any(mine is task for mine in worker.tasks):
                 alive = "alive" if worker.child.alive else "dead"
                 return f"worker process {worker.child.pid}, {alive}, with {len(worker.tasks)} batches to do"
         return ""
 
     def submit(self, task: Task) -> None:
         """Send a task to the worker with the fewest tasks."""
-        loads = [0 if worker is None else len(worker.tasks) for worker in self._workers]
+        loads = [len(self._workers[number].tasks) if number in self._workers else 0 for number in range(self.count)]
         number = loads.index(min(loads))
+        if number not in self._workers:
+            self._workers[number] = self._start(number)
         worker = self._workers[number]
-        if worker is None:
-            worker = self._workers[number] = self._start(number)
         worker.tasks.append(task)
         worker.child.send(task.pack())  # `poll` detects and replaces a dead worker
 
     def forget(self, token: int) -> None:
         """Drop batches of iterations before `token`."""
         self._wanted = token
-        for worker in self._workers:
-            if worker is not None:
-                worker.child.send(forget_message(token))
+        for worker in self._workers.values():
+            worker.child.send(forget_message(token))
 
     def poll(self, number: int | None) -> list[Result]:
         """The available results. Replaces workers that died; idle ones when they get a task."""
         results: list[Result] = []
-        for place, worker in enumerate(self._workers):
-            if worker is None or not worker.busy:
+        for place, worker in [*self._workers.items()]:
+            if not worker.busy:
                 continue
             worker.child.flush()
             try:
@@ -393,13 +387,12 @@ class WorkerProcesses(Executor):
 
     def check(self) -> None:
         """Check for workers that hang, or died while another process keeps their end of the connection open."""
-        for worker in self._workers:
-            if worker is not None and (worker.child.overdue or not worker.child.alive):
-                worker.dead = True
+        for worker in self._workers.values():
+            worker.dead |= worker.child.overdue or not worker.child.alive
 
     def _replace(self, number: int, dead: _Worker, results: list[Result]) -> None:
-        """Kill a worker if it is still alive, and send its tasks to a new one."""
-        self._workers[number] = None
+        """Kill a worker if it is still alive, and submit its tasks again, for which a new one is started."""
+        del self._workers[number]
         self.replaced += 1
         hung = dead.child.overdue
         self.hung += hung
@@ -415,11 +408,8 @@ class WorkerProcesses(Executor):
             if tasks[0].deaths >= LIVES:
                 error = deadly_batch(tasks[0], "worker processes died", how_it_ended(dead.child.exit_code))
                 results.append(failure(tasks.pop(0), error))
-        if tasks:
-            fresh = self._workers[number] = self._start(number)
-            for task in tasks:
-                fresh.tasks.append(task)
-                fresh.child.send(task.pack())
+        for task in tasks:
+            self.submit(task)
 
     def _start(self, number: int) -> _Worker:
         setup = self._setup
@@ -429,17 +419,17 @@ class WorkerProcesses(Executor):
             context=self._context,
             name=f"stallfree-worker-{number}",
             parts=setup.parts,
-            attempt=self.hung // len(self._workers),
+            attempt=self.hung // self.count,
         )
         return _Worker(child)
 
     def close(self) -> None:
         """Stop the workers; kill those that do not exit in 5 s."""
-        workers = [worker for worker in self._workers if worker is not None]
-        self._workers = [None] * self.count
-        for worker in workers:
-            worker.child.send(forget_message(_NO_MORE))
-        end_all([worker.child for worker in workers], _STOP_SECONDS)
+        children = [worker.child for worker in self._workers.values()]
+        self._workers.clear()
+        for child in children:
+            child.send(forget_message(_NO_MORE))
+        end_all(children, _STOP_SECONDS)
 
 
 # -- in a worker -------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ class _Counted(EpochSource):
     def __init__(self, setup: SourceSetup) -> None:
         self._setup = setup
         self._next = 0
-        self._length = 0 if setup.source is None else len(setup.source)
+        self._length = 0 if setup.reader is None else len(setup.reader.source)
 
     @property
     def next_epoch(self) -> int:
@@ -39,10 +39,10 @@ class _Counted(EpochSource):
     def _follow_length(self) -> None:
         """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
         setup, reader, before = self._setup, self._setup.reader, self._length
-        if setup.source is None or (length := len(setup.source)) == before:
+        if reader is None or (length := len(reader.source)) == before:
             return
         self._length = length
-        cached = (reader is not None and reader.cache is not None) or getattr(setup.auto, "cached", None) is not None
+        cached = reader.cache is not None or getattr(setup.auto, "cached", None) is not None
         if not cached and length > 0:
             self._setup = replace(setup, samples=length)
             return
@@ -194,7 +194,7 @@ class SamplerOrder(_Counted):
 
     def _checked(self, ids: Any) -> Ids:
         """Ids as an array; negative ids count from the end, as in a list."""
-        values = ids if isinstance(ids, (list, tuple, np.ndarray, torch.Tensor, range)) else _listed(ids)
+        values = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (np.ndarray, torch.Tensor)) else ids
         array, samples = np.asarray(values), self._setup.samples
         if array.shape == (0,):
             return np.empty(0, np.int64)  # `collate_fn` decides, as under torch
@@ -244,11 +244,6 @@ def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
     if sampler.epoch != _set.get(sampler, 0):
         _set[sampler] = _BY_USER
     return _set.get(sampler) == _BY_USER
-
-
-def _listed(ids: Any) -> Any:
-    """`ids` as a list, or unchanged if it is not iterable."""
-    return list(ids) if hasattr(ids, "__iter__") or hasattr(ids, "__getitem__") else ids
 
 
 def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
-from stallfree.datasets.reader import Reader
+from stallfree.datasets.reader import Reader, reader_of
 from stallfree.frames import users_level
 from stallfree.loader.batch import BatchBuilder
 from stallfree.loader.collate import Collate
@@ -47,7 +47,7 @@ class Options:
     """The arguments of a loader that its pools and epochs use. Not changed once made.
 
     Attributes:
-        reader: reads and prepares samples; None for a plain data set, until a pass needs more than `dataset[id]`.
+        reader: reads and prepares samples; None: made from `dataset`.
         dataset: the data set as passed by the user.
         collate: the user's `collate_fn`, or None for torch's default.
         single: whether a batch is one sample, converted and not collated.
@@ -55,7 +55,7 @@ class Options:
         skip: whether samples that fail are left out.
         workers: number of worker processes.
         ahead: batches in flight.
-        context: multiprocessing context that starts the workers; None if there is no reader.
+        context: multiprocessing context that starts the workers.
         worker_init: called in each worker with its number, or None.
         seconds: maximum wait for a batch.
         staging: bytes of the ring, or None for the default.
@@ -64,7 +64,6 @@ class Options:
         with_ids: whether a batch is delivered as a `Batch`.
         pin: whether it is delivered in pinned memory.
         persistent: keep the pool between epochs. An iteration then ends the previous one.
-        source: source of the samples of a `DataLoader`.
     """
 
     reader: Any
@@ -84,7 +83,10 @@ class Options:
     with_ids: bool = False
     pin: bool = False
     persistent: bool = False
-    source: Any = None
+
+    def __post_init__(self) -> None:
+        if self.reader is None:
+            self.reader = reader_of(self.dataset, divide=self.workers > 0 or self.remote is not None)
 
 
 class WorkerPool:
@@ -102,12 +104,11 @@ class WorkerPool:
         ring: the slots. Created on first use: batches of the training process itself need none.
         token: number of the present iteration.
         ahead: maximum batches in flight.
-        closed: whether the pool is closed.
     """
 
     def __init__(self, options: Options, base_seed: int, counts: Counts, slots: int | None = None) -> None:
         self.options, self.seconds, self.counts = options, options.seconds, counts
-        self.warned_of_size, self.token, self.closed = False, 0, False
+        self.warned_of_size, self.token, self._pid = False, 0, os.getpid()
         _ = options.reader.randomness  # the search for generators, once instead of for each epoch
         # A copy with separate threads: closing them must not affect another loader of the same data set.
         reader = copy.copy(options.reader)
@@ -120,7 +121,7 @@ class WorkerPool:
         self._gatherers: GatherThreads | None = None
         self._most_gatherers = max(1, min(options.workers, cpu_count(), GATHERERS))
         self._executors: list[Executor] = []
-        self._end = weakref.finalize(self, _close, os.getpid(), self._executors, reader, self.ring, counts)
+        self._end = weakref.finalize(self, _close, self._pid, self._executors, reader, self.ring, counts)
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
         if not shares_memory():
             if options.workers:
@@ -135,6 +136,11 @@ class WorkerPool:
         self._executors.append(self._main)
         if reader.cache is not None:
             reader.cache.populate()
+
+    @property
+    def closed(self) -> bool:
+        """Whether the pool is closed, or that of the process which forked this one."""
+        return not self._end.alive or self._pid != os.getpid()
 
     def begin(self) -> int:
         """Begin an iteration, which ends older ones; return its token."""
@@ -158,12 +164,12 @@ class WorkerPool:
         executor = self._main
         if gather:
             if self._gatherers is None:
+                _ = self.ring.slots.folder  # created here, and by no thread
                 self._gatherers = GatherThreads(self.builder, self.ring, self._most_gatherers)
                 self._executors.append(self._gatherers)
             executor = self._gatherers
         elif executor.needs_slot and task.slot == NO_SLOT:
-            slot = self.ring.take()
-            task.slot = NO_SLOT if slot is None else slot
+            task.slot = self.ring.take()
         executor.submit(task)
 
     def poll(self, number: int | None = None) -> list[Result]:
@@ -218,7 +224,6 @@ class WorkerPool:
 
     def close(self) -> None:
         """Stop threads and workers, and remove the ring. Kept batches stay valid. Idempotent."""
-        self.closed = True
         self._end()
 
 

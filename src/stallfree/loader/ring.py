@@ -12,7 +12,6 @@ import itertools
 import mmap
 import os
 import secrets
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -24,10 +23,8 @@ import numpy as np
 from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.forked import prepare_for_forks
-from stallfree.loader.messages import NO_SLOT
+from stallfree.loader.messages import NO_SLOT, Bytes
 from stallfree.platform import OPEN, allocate, shares_memory
-
-Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Slots:
@@ -169,7 +166,6 @@ class Ring:
 
     def __init__(self, count: int, capacity: int | None) -> None:
         self._folder: SharedFolder | None = None
-        self._making = threading.RLock()  # the garbage collector may close the ring in any thread, at any point
         self._closed = False
         self.count = count
         self._numbers = itertools.count(count)  # of further slots
@@ -182,27 +178,22 @@ class Ring:
         prepare_for_forks(self)
 
     def _make(self) -> Path:
-        with self._making:
-            if self._folder is None and not self._closed:
-                sweep(default_root())  # folders left by killed processes
-                self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
-            if self._closed:
-                self.clear()
-            if self._folder is None:
-                raise StorageError("the staging ring is closed", page="iteration-over")
-            return self._folder.path
-
-    def take(self) -> int | None:
-        """Return the free slot that was used last (CPU caches may still hold it), or None. Thread-safe."""
         if self._closed:
-            return None
-        if self._folder is None and shares_memory():  # create it before workers are forked
+            raise StorageError("the staging ring is closed", page="iteration-over")
+        if self._folder is None:
+            sweep(default_root())  # folders left by killed processes
+            self._folder = SharedFolder(f"ring-{os.getpid()}-{secrets.token_hex(6)}", initialize=lambda _: None)
+        return self._folder.path
+
+    def take(self) -> int:
+        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`. Thread-safe."""
+        if shares_memory():  # create the folder before workers are forked
             _ = self.slots.folder
         self._end_leases()
         try:
             slot = self._free.pop()
         except IndexError:
-            return None
+            return NO_SLOT
         if slot not in self._forked:
             return slot
         self.slots.discard(slot, free=False)
@@ -246,12 +237,6 @@ class Ring:
         self._end_leases()
         return len(self._free)
 
-    @property
-    def leased(self) -> int:
-        """Number of slots leased to live tensors."""
-        self._end_leases()
-        return len(self._leases)
-
     def lease(self, slot: int, size: int, most: int) -> Bytes | None:
         """Return the memory of `slot`, which is free again when this array and its views are freed.
 
@@ -283,18 +268,13 @@ class Ring:
         """Memory of all slots in bytes."""
         return 0 if self._folder is None else slot_bytes(self._folder.path)
 
-    def clear(self) -> None:
-        """Remove the files. Batches that are still held stay valid."""
-        with self._making:
-            self.slots.close()
-            folder, self._folder = self._folder, None
+    def close(self) -> None:
+        """Remove the files; no slot can be taken afterwards. Batches that are still held stay valid. Idempotent."""
+        self._closed = True
+        self.slots.close()
+        folder, self._folder = self._folder, None
         if folder is not None:
             folder.close()
-
-    def close(self) -> None:
-        """Remove the files; no slot can be taken afterwards. Idempotent."""
-        self._closed = True
-        self.clear()
 
 
 def slot_bytes(folder: Path) -> int:

@@ -259,8 +259,8 @@ class PlainPass(EpochPass):
 
     def __init__(self, epochs: Any, progress: Progress, plan: EpochPlan, options: Options) -> None:
         super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=True)
-        self._plan, self._reader, self._single = plan, options.reader, options.single
-        self._source = source = options.source if self._reader is None else self._reader.source
+        self._plan, self._settings, self._single = plan, options.reader.settings, options.single
+        self._source = source = options.reader.source
         self._dataset: Any = source.dataset if type(source) is MapSource else _Prepared(options.reader)
         self._several = None if self._single else getattr(self._dataset, "__getitems__", None)
         self._collate = options.collate or (default_convert if self._single else default_collate)
@@ -304,8 +304,7 @@ class PlainPass(EpochPass):
             raise
 
     def _stop(self) -> None:
-        if self._reader is not None:
-            self._reader.settings.note()
+        self._settings.note()
         self._plan.end()
 
 
@@ -347,12 +346,12 @@ class Pass(EpochPass):
     def _next_result(self) -> Result | None:
         """Wait for the next result; None at the end. Any interruption other than a timeout ends the iteration."""
         pool, progress = self.pool, self.progress
-        if self.closed or pool.closed or self._token != pool.token:
-            raise iteration_over(OVER)
         if not self._owner.is_here:  # its results would be those that the parent awaits
             raise iteration_over(
                 f"this iteration is that of process {self._owner.pid}, which was forked. Begin a new one"
             )
+        if self.closed or pool.closed or self._token != pool.token:
+            raise iteration_over(OVER)
         try:
             self._start_more()
             started = time.monotonic()
