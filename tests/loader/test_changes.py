@@ -1,21 +1,25 @@
-"""What changes after a loader was made: the length of the data set, and attributes of the loader."""
+"""What changes after a loader was made: the length and attributes of the data set, and attributes of the loader."""
 
 import copy
 import pickle
+import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.utils.data
-from torch.utils.data import SequentialSampler
+from torch.utils.data import Dataset, SequentialSampler, Subset
 
 import stallfree as sf
+from cached_data import Numbers
 from cases import half
-from stallfree import StallfreeWarning
-from stallfree.errors import InputError
+from loader_data import Made
+from stallfree.errors import InputError, StallfreeWarning
 
 
 def batches(loader: Any) -> list[list[int]]:
@@ -47,15 +51,13 @@ def test_a_cache_keeps_the_length_that_it_has_and_says_so() -> None:
             assert sum(map(len, loader)) == 3
         assert "has 4 samples now and had 3; the loader keeps to those" in str(caught[0].message)
         assert "the dataset of type list is not what it was when samples were cached" in str(caught[1].message)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", StallfreeWarning)
-            assert sum(map(len, loader)) == 3
+        assert sum(map(len, loader)) == 3
         data.pop()
         with pytest.warns(StallfreeWarning, match="has 3 samples now and had 4"):
             assert sum(map(len, loader)) == 3
 
 
-# -- attributes that torch's loader allows to be set -------------------------------------------------------------------
+# -- attributes that torch's loader allows to be set ------------------------------------------------------------------
 
 
 class Told(torch.utils.data.Dataset[tuple[int, int]]):
@@ -108,23 +110,15 @@ def test_a_wrong_value_is_named_at_the_next_iteration() -> None:
     loader.num_workers = -1
     with pytest.raises(InputError, match="num_workers=-1"):
         list(loader)
-    loader.num_workers, loader.worker_init_fn = 0, 3  # type: ignore[assignment]
-    with pytest.raises(InputError, match="worker_init_fn=3 cannot be called"):
-        list(loader)
-    loader.worker_init_fn = None
+    loader.num_workers = 0
     assert batches(loader) == [[0, 1], [2, 3]]
 
 
 def test_a_setting_moves_no_epoch() -> None:
-    def orders(change: Any) -> list[Any]:
-        loader = sf.DataLoader(list(range(20)), 20, shuffle=True, seed=2)
-        found = []
-        for _ in range(3):
-            found += batches(loader)
-            change(loader)
-        return found
-
-    assert orders(lambda loader: setattr(loader, "timeout", loader.timeout + 1)) == orders(lambda loader: None)
+    one, other = (sf.DataLoader(list(range(20)), 20, shuffle=True, seed=2) for _ in range(2))
+    for seconds in range(3):
+        one.timeout = seconds
+        assert batches(one) == batches(other)
 
 
 class Repeating:
@@ -167,36 +161,22 @@ def endless(kind: Any, *, way: str) -> Any:
 def test_a_subclass_that_repeats_its_sampler(way: str, size: int | None, workers: int) -> None:
     if way == "object.__setattr__" and size is None:
         pytest.skip("it replaces the batch sampler, which there is none of")
-    found = []
-    for kind in (torch.utils.data.DataLoader, sf.DataLoader):
-        loader = endless(kind, way=way)(list(range(10)), size, num_workers=workers)
-        found.append([repr(list(loader)) for _ in range(3)])
+    data = list(range(10))
+    for options in ({}, {"shuffle": True, "seed": 4}):
+        plain: Any = sf.DataLoader(data, size, **options)
+        loader = endless(sf.DataLoader, way=way)(data, size, num_workers=workers, **options)
+        epochs = [repr(list(loader)) for _ in range(3)]
+        assert epochs == [repr(list(plain)) for _ in range(3)]
+        assert len(set(epochs)) == (3 if options else 1)
         loader.iterator = None
-    assert found[0] == found[1]
-    shuffled = endless(sf.DataLoader, way=way)(list(range(10)), size, shuffle=True, seed=4, num_workers=workers)
-    epochs = [repr(list(shuffled)) for _ in range(3)]
-    shuffled.iterator = None
-    plain = sf.DataLoader(list(range(10)), size, shuffle=True, seed=4)
-    assert epochs == [repr(list(plain)) for _ in range(3)]
-    assert len(set(epochs)) == 3
-    shuffled.close()
+        loader.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("batch_size", 2),
-        ("drop_last", True),
-        ("dataset", [1]),
-        ("sampler", [0]),
-        ("persistent_workers", True),
-        ("seed", 3),
-    ],
-)
-def test_no_other_argument_may_be_set(name: str, value: Any) -> None:
+@pytest.mark.parametrize("name", ["batch_size", "drop_last", "dataset", "sampler", "persistent_workers", "seed"])
+def test_no_other_argument_may_be_set(name: str) -> None:
     loader = sf.DataLoader(list(range(4)), 2)
     with pytest.raises(InputError, match=f"{name} of a loader that exists cannot be set"):
-        setattr(loader, name, value)
+        setattr(loader, name, getattr(loader, name))
     loader.note_of_the_user = 1
     assert batches(loader) == [[0, 1], [2, 3]]
 
@@ -204,42 +184,26 @@ def test_no_other_argument_may_be_set(name: str, value: Any) -> None:
 # -- code that reaches through wrappers -------------------------------------------------------------------------------
 
 
-class Opened(torch.utils.data.Dataset[int]):
-    """Its samples say which worker has opened it."""
-
-    opened = -1
-
-    def __len__(self) -> int:
-        return 12
-
-    def __getitem__(self, id: int) -> int:
-        return self.opened
-
-
 def open_inner(worker: int) -> None:
     dataset: Any = torch.utils.data.get_worker_info().dataset  # type: ignore[union-attr]
     while hasattr(dataset, "dataset"):
         dataset = dataset.dataset
-    dataset.opened = worker
+    dataset.append(worker)
 
 
 @pytest.mark.parametrize("method", ["fork", "forkserver"])
-@pytest.mark.parametrize("subset", [False, True])
-def test_worker_init_fn_reaches_the_data_set_within_a_cache(subset: bool, method: str) -> None:
-    data: Any = Opened()
-    given = torch.utils.data.Subset(data, range(12)) if subset else data
-    with sf.CachedDataset(given, capacity="1MiB") as cached:
-        assert cached.dataset is given
-        loader = sf.DataLoader(
-            cached, 2, num_workers=2, worker_init_fn=open_inner, multiprocessing_context=method, persistent_workers=True
-        )
-        with loader, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            seen = [value for batch in batches(loader) for value in batch]
-    assert set(seen) == {-1, 0, 1}  # the first look has made some of them, before there were workers
+def test_worker_init_fn_reaches_the_data_set_within_a_cache(method: str) -> None:
+    data: Any = [0, 1]
+    subset: Any = torch.utils.data.Subset(data, [0, 1, -1])
+    given: dict[str, Any] = {"worker_init_fn": open_inner, "multiprocessing_context": method}
+    with sf.CachedDataset(subset, capacity="1MiB") as cached:
+        assert cached.dataset is subset
+        cached.cache.clear()
+        with sf.DataLoader(cached, num_workers=1, **given) as loader:
+            assert batches(loader) == [[0], [1], [0]]  # the last one is the number of the worker
 
 
-# -- copies: the same arguments, and iterations of their own -----------------------------------------------------------
+# -- copies: the same arguments, and iterations of their own ----------------------------------------------------------
 
 DATA = list(range(20))
 
@@ -280,3 +244,155 @@ def test_a_copy_goes_on_by_itself(kind: str, copied: str, taken: int) -> None:
     assert sorted(ids_of(loader)) == DATA
     close(loader)
     close(other)
+
+
+# -- a data set whose attributes change: followed without a cache, noticed with one -----------------------------------
+
+COUNT = 12
+
+
+def once(value: int) -> int:
+    return value
+
+
+def twice(value: int) -> int:
+    return 2 * value
+
+
+class Step:
+    def __init__(self) -> None:
+        self.add = 0
+
+    def __call__(self, value: Any) -> Any:
+        return value + self.add
+
+
+class Settings(Dataset[int]):
+    """Sample `id` depends on attributes of many types. It states its identity, as a user of `key=` may."""
+
+    shift = 0
+
+    def __init__(self) -> None:
+        self.number, self.on, self.text, self.nothing = 1, False, "a", None
+        self.path, self.pair = Path("a"), (0, 1)
+        self.values, self.table = list(range(COUNT)), {"a": 1, "b": 5}
+        self.array, self.tensor = np.arange(COUNT), torch.arange(COUNT)
+        self.function, self.inner, self.step = once, SimpleNamespace(deep=SimpleNamespace(scale=1)), Step()
+        self.reads = 0
+        self.note = "not read"
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def fingerprint(self) -> str:
+        return "v1"
+
+    def __getitem__(self, id: int) -> int:
+        self.reads += 1
+        value = self.values[id] * self.number * self.table[self.text] + self.on + self.shift
+        value += len(self.path.parts) + sum(self.pair) + (0 if self.nothing is None else self.nothing)
+        value += self.inner.deep.scale + int(self.array[id]) + int(self.tensor[id])
+        return int(self.step(self.function(value)))
+
+
+def change(name: str, value: Any) -> Callable[[Any], None]:
+    return lambda data: setattr(data, name, value)
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "int": change("number", 3),
+    "bool": change("on", True),
+    "str": change("text", "b"),
+    "None": change("nothing", 4),
+    "path": change("path", Path("a/b")),
+    "tuple": change("pair", (1, 1)),
+    "an item of a list": lambda data: data.values.__setitem__(3, 30),
+    "another dict": change("table", {"a": 7}),
+    "an item of a dict": lambda data: data.table.update(a=8),
+    "another array": change("array", np.full(COUNT, 5)),
+    "an element of an array": lambda data: data.array.__setitem__(2, 50),
+    "an element of a tensor": lambda data: data.tensor.__setitem__(2, 50),
+    "a function": change("function", twice),
+    "an object within": lambda data: setattr(data.inner.deep, "scale", 9),
+    "a step": lambda data: setattr(data.step, "add", 100),
+    "the class": lambda data: setattr(type(data), "shift", 1000),
+}
+
+
+def values(loader: Any) -> list[int]:
+    return [int(value) for batch in loader for value in batch]
+
+
+@pytest.fixture
+def data() -> Any:
+    yield Settings()
+    Settings.shift = 0
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_cache_notices(kind: str, data: Any) -> None:
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", StallfreeWarning)
+            first = values(loader)
+            data.note = "not read, so that it may change"
+            assert values(loader) == first
+            assert not caught
+            CHANGES[kind](data)
+            values(loader), values(loader)
+        [warning] = caught  # said once
+        assert "when samples were cached" in str(warning.message)
+        assert warning.filename == __file__
+
+
+@pytest.mark.parametrize("options", [{}, {"cache": "auto", "capacity": "1KiB"}], ids=["plain", "auto"])
+def test_without_a_cache_it_is_followed(options: dict[str, Any], data: Any) -> None:
+    with sf.DataLoader(data, 2, num_workers=0, **options) as loader:
+        assert values(loader) == [data[id] for id in range(COUNT)]
+        assert loader.cached is None
+        data.step.add = 100
+        assert values(loader) == [data[id] for id in range(COUNT)]
+
+
+# -- parts of a source ------------------------------------------------------------------------------------------------
+
+
+def first_values(loader: Any) -> list[int]:
+    return [int(id) for _, ids in loader for id in ids]
+
+
+@pytest.mark.parametrize(("indices", "workers"), [([8, 9, 10, 11], 0), (np.arange(5), 1)], ids=str)
+def test_other_indices_of_a_subset(indices: Any, workers: int) -> None:
+    subset = Subset(Numbers(12), [0, 1, 2, 3])  # type: ignore[arg-type, var-annotated]
+    with sf.DataLoader(subset, 2, num_workers=workers) as loader:
+        assert first_values(loader) == [0, 1, 2, 3]
+        subset.indices = indices
+        assert (len(loader), first_values(loader)) == (-(-len(indices) // 2), [*indices])
+        subset.indices = [1, 2, 3]
+        subset.indices[1] = 5  # type: ignore[index]
+        assert first_values(loader) == [1, 5, 3]
+        subset.dataset = Subset(Numbers(12), [3, 2, 1, 0, 4, 5])  # type: ignore[arg-type, var-annotated]
+        assert first_values(loader) == [2, 5, 0]
+
+
+def test_another_pipeline_of_a_source() -> None:
+    source = Numbers(4, [lambda record: record[1]])
+    with sf.DataLoader(source, 2) as loader:
+        assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+        source.pipeline = sf.Compose([lambda record: 10 * record[1]])
+        assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
+
+
+@pytest.mark.parametrize("capacity", ["1KiB", "4MiB"], ids=["no cache", "cache"])
+def test_the_length_under_auto(capacity: str) -> None:
+    """The loader follows the data set; a cache is not used any more, which a warning says."""
+    data = Made(4, lambda id: (time.sleep(0.003), np.full(400, id))[1])  # a cache would give them much sooner
+    with sf.DataLoader(data, 2, cache="auto", capacity=capacity, num_workers=0) as loader:
+        assert sum(map(len, loader)) == 4
+        data.count = 5
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            before = loader.cached
+            assert sum(map(len, loader)) == 5
+        assert loader.cached is None
+        assert (before is None) == (capacity == "1KiB") == (not caught)

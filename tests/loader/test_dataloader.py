@@ -1,14 +1,16 @@
 """`DataLoader` gives what `torch.utils.data.DataLoader` gives, and refuses what cannot be meant."""
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 import stallfree as sf
+from cached_data import Numbers
 from loader_data import (
     Gate,
     Made,
@@ -36,23 +38,12 @@ def test_without_workers_objects_are_handed_over_as_they_are() -> None:
 
 
 def test_distributed_sampler_shuffles_anew_without_set_epoch() -> None:
-    def orders(tell: bool) -> list[list[int]]:
-        sampler: DistributedSampler[Any] = DistributedSampler(range(20), num_replicas=2, rank=1, seed=3)
-        loader = sf.DataLoader(Made(20, zero_dim), batch_size=10, sampler=sampler)
-        found = []
-        for epoch in range(3):
-            if tell:
-                sampler.set_epoch(epoch + 5)
-            found.append(next(iter(loader)).tolist())
-        return found
-
-    def expected(epoch: int) -> list[int]:
-        sampler: DistributedSampler[Any] = DistributedSampler(range(20), num_replicas=2, rank=1, seed=3)
-        sampler.set_epoch(epoch)
-        return list(sampler)
-
-    assert orders(tell=False) == [expected(0), expected(1), expected(2)]
-    assert orders(tell=True) == [expected(5), expected(6), expected(7)]
+    """If the user sets the epoch, see `test_against_torch`."""
+    sampler, expected = (DistributedSampler(range(20), 2, 1, seed=3) for _ in range(2))  # type: ignore[arg-type, var-annotated]
+    loader = sf.DataLoader(Made(20, zero_dim), batch_size=10, sampler=sampler)
+    for epoch in range(3):
+        expected.set_epoch(epoch)
+        assert next(iter(loader)).tolist() == list(expected)
 
 
 def info(id: int) -> tuple[int, int, int, bool]:
@@ -63,11 +54,30 @@ def info(id: int) -> tuple[int, int, int, bool]:
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
 def test_get_worker_info(method: str, workers: int) -> None:
-    batches = ours(Made(6, info), batch_size=1, num_workers=workers, multiprocessing_context=method, collate_fn=tuple)
-    found = [sample for batch in batches for sample in batch]
-    assert {worker for worker, *_ in found} == set(range(workers))
-    assert {rest for _, *rest in map(tuple, found) for rest in [tuple(rest)]} == {(workers, 6, True)}
+    with sf.DataLoader(
+        Made(6, info), None, num_workers=workers, multiprocessing_context=method, collate_fn=tuple
+    ) as loader:
+        assert {*loader} == {(worker, workers, 6, True) for worker in range(workers)}
     assert torch.utils.data.get_worker_info() is None
+
+
+class Opened(Numbers):
+    """Records say whether `worker_init_fn` was called before."""
+
+    opened = False
+
+    def _record(self, id: int) -> bool:
+        return self.opened
+
+
+def open_late(worker: int) -> None:
+    time.sleep(0.1)
+    torch.utils.data.get_worker_info().dataset.opened = True  # type: ignore[union-attr]
+
+
+def test_fetches_start_after_worker_init_fn() -> None:
+    with sf.DataLoader(Opened(4), 2, num_workers=1, worker_init_fn=open_late) as loader:
+        assert [batch.tolist() for batch in loader] == [[True, True]] * 2
 
 
 def test_cached_batches_are_the_loops_own() -> None:
@@ -87,7 +97,6 @@ def test_cached_batches_are_the_loops_own() -> None:
         ({"persistent_workers": True}, "num_workers of 1 or more"),
         ({"shuffle": True, "sampler": [1]}, "leave out shuffle"),
         ({"batch_sampler": [[1]], "batch_size": 2}, "leave out batch_size"),
-        ({"batch_sampler": [[1]], "sampler": [1]}, "leave out batch_size"),
         ({"batch_size": None, "drop_last": True}, "needs a batch_size"),
         ({"multiprocessing_context": "threads", "num_workers": 1}, "multiprocessing_context='threads'"),
         ({"staging": "much"}, "staging='much'"),
@@ -99,29 +108,18 @@ def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) 
         sf.DataLoader(Made(3, zero_dim), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("sampler", "message"),
-    [
-        ([0, 1, 7], "the id 7.*ids 0 to 4"),
-        ([0, 1, -6], "the id -6.*ids 0 to 4"),
-        ([0, "one"], "must be integers"),
-        ([0.5], "must be integers"),
-        ([True], "must be integers"),
-        ([[0, 1]], "must be integers"),
-        ([None], "must be integers"),
-    ],
-    ids=named,
-)
-def test_samplers_that_give_something_else(sampler: Any, message: str) -> None:
-    loader = sf.DataLoader(Made(5, zero_dim), sampler=[2, *sampler])
-    got = []
-    with pytest.raises(sf.InputError, match=message):
-        got.extend(loader)
+@pytest.mark.parametrize("id", [7, -6, "one", 0.5, True, [0, 1], None], ids=named)
+def test_samplers_that_give_something_else(id: Any) -> None:
+    is_id = type(id) is int
+    loader = sf.DataLoader(Made(5, zero_dim), sampler=[2, 0, id])
     iterator = iter(loader)
-    assert next(iterator).tolist() == [2]  # what came before the fault is handed out
+    assert [next(iterator).tolist(), next(iterator).tolist()] == [[2], [0]]
+    with pytest.raises(sf.InputError, match=f"the id {id}.*ids 0 to 4" if is_id else "must be integers") as caught:
+        next(iterator)
+    assert isinstance(caught.value, IndexError) == is_id
 
 
-# -- epochs: what differs from one to the next, and what remains when one is not finished ------------------------------
+# -- epochs: what differs from one to the next, and what remains when one is not finished -----------------------------
 
 
 @pytest.fixture
@@ -138,24 +136,21 @@ def order(loader: sf.DataLoader) -> list[int]:
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     dataset = Made(30, picture)
 
-    def orders(**arguments: Any) -> list[list[int]]:
-        loader = sf.DataLoader(dataset, batch_size=8, shuffle=True, **arguments)
+    def orders(data: Any = dataset, **arguments: Any) -> list[list[int]]:
+        loader = sf.DataLoader(data, batch_size=8, shuffle=True, **arguments)
         return [order(loader) for _ in range(2)]
 
     first = orders(seed=1)
     torch.manual_seed(99)
-    assert orders(seed=1) == first
-    assert orders(seed=1, num_workers=2) == first
-    assert orders(seed=2) != first
-    assert orders(seed=-1) != first
+    assert orders(seed=1) == orders(seed=1, num_workers=2) == first
+    assert first[0] != first[1]
+    assert first not in (orders(seed=2), orders(seed=-1))
     with sf.CachedDataset(dataset, capacity="32MiB", seed=1) as cached:
-        loader = sf.DataLoader(cached, batch_size=8, shuffle=True)
-        assert [order(loader) for _ in range(2)] == first
+        assert orders(cached) == first
     loader = sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
-    loader.set_epoch(1)
-    assert order(loader) == first[1]
-    loader.set_epoch(0)
-    assert order(loader) == first[0]
+    for epoch in (1, 0):
+        loader.set_epoch(epoch)
+        assert order(loader) == first[epoch]
 
 
 def test_what_collate_fn_draws() -> None:
@@ -214,15 +209,15 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_two_iterations_of_one_loader_are_independent(workers: int) -> None:
-    loader = sf.DataLoader(Made(12, picture), batch_size=4, num_workers=workers)
-    pairs = [(a[1].tolist(), b[1].tolist()) for a, b in zip(loader, loader, strict=True)]
-    assert pairs == [([0, 1, 2, 3],) * 2, ([4, 5, 6, 7],) * 2, ([8, 9, 10, 11],) * 2]
+    """Also with two seeds. With one, see `test_against_torch`."""
+    loader = sf.DataLoader(Made(12, zero_dim), batch_size=4, num_workers=workers)
+    expected = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]
     state = loader.state_dict() | {"seed": 5}  # another seed, so the next iteration has a pool of its own
     first = iter(loader)
-    assert next(first)[1].tolist() == [0, 1, 2, 3]
+    assert next(first).tolist() == expected[0]
     loader.load_state_dict(state)
-    assert [labels.tolist() for _, labels in loader] == [pair[0] for pair in pairs]
-    assert [labels.tolist() for _, labels in first] == [[4, 5, 6, 7], [8, 9, 10, 11]]
+    assert [batch.tolist() for batch in loader] == expected
+    assert [batch.tolist() for batch in first] == expected[1:]
 
 
 def test_no_worker_is_started_when_all_can_be_gathered() -> None:
@@ -280,3 +275,105 @@ def test_torch_starts_no_threads_for_a_loader_with_workers(interpreter: Interpre
     """They would spin on the cores that the workers need."""
     ended = interpreter.run(THREADS)
     assert ended.code == 0, ended.err
+
+
+# -- what other libraries and users see of a loader -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [None, 2])
+def test_a_loader_made_like_another(size: int | None) -> None:
+    """As Lightning does it: with the attributes of the first one as arguments."""
+    data = Made(4, zero_dim)
+    first = sf.DataLoader(data, batch_size=size)
+    again = sf.DataLoader(data, batch_size=first.batch_size, collate_fn=first.collate_fn)
+    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in first]
+    assert again.stats().private_copies == 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_empty_batch_goes_to_collate_fn(workers: int) -> None:
+    """Out of a cache too."""
+    batches = [[0, 1], [], [2]]
+    with sf.CachedDataset(Made(4, int), capacity="1MiB") as cached:
+        for data in (cached, Made(4, int)):
+            loader = sf.DataLoader(data, batch_sampler=batches, collate_fn=list, num_workers=workers)
+            assert list(loader) == list(loader) == batches
+        with pytest.raises(sf.InputError, match="empty batch: leave it out"):
+            list(sf.DataLoader(cached, batch_sampler=[[]], num_workers=workers))
+
+
+def test_repr() -> None:
+    data = Made(4, zero_dim)
+    assert repr(sf.DataLoader(data, 2, shuffle=True)) == (
+        "DataLoader(<Made of 4 samples>, batch_size=2, shuffle=True, num_workers=0)"
+    )
+    with sf.CachedDataset(data, capacity="1MiB", name="shown") as cached:
+        assert repr(sf.DataLoader(cached, num_workers=2)) == f"DataLoader({cached!r}, batch_size=1, num_workers=2)"
+        assert "Made, 4 samples" in repr(cached)
+    with sf.SharedLoader(data, group="shown", batch_size=2) as loader:
+        assert repr(loader) == "SharedLoader(<Made of 4 samples>, group='shown', batch_size=2)"
+    assert repr(sf.DataLoader(data, device="cpu")).endswith("device=device(type='cpu'))")
+
+
+# -- samplers that are shown yield the loader's own order: libraries iterate over them --------------------------------
+
+COUNT, SIZE = 22, 4
+
+
+class Skip(BatchSampler):
+    """The batches of `batches` without the first ones, as Accelerate's `skip_first_batches` has them."""
+
+    def __init__(self, batches: Any, first: int) -> None:
+        self.batches, self.first = batches, first
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (batch for number, batch in enumerate(self.batches) if number >= self.first)
+
+    def __len__(self) -> int:
+        return len(self.batches) - self.first
+
+
+def skipping(loader: Any, first: int) -> Any:
+    """A loader of torch's with the rest of an epoch."""
+    return torch.utils.data.DataLoader(
+        loader.dataset, batch_sampler=Skip(loader.batch_sampler, first), generator=loader.generator
+    )
+
+
+def ids(batches: Any) -> list[list[int]]:
+    return [labels.tolist() for _, labels in batches]
+
+
+def make(**options: Any) -> sf.DataLoader:
+    return sf.DataLoader(Numbers(COUNT), SIZE, **options)
+
+
+MAKE: dict[str, Callable[[], sf.DataLoader]] = {
+    "in order": make,
+    "torch's seed": lambda: (torch.manual_seed(3), make(shuffle=True))[1],
+    "generator": lambda: make(shuffle=True, generator=torch.Generator().manual_seed(4)),
+    "drop_last": lambda: make(shuffle=True, seed=1, drop_last=True),
+    "ranks": lambda: make(shuffle=True, seed=1, ranks=(1, 2)),
+    "ranks in order": lambda: make(seed=1, ranks=(1, 2)),
+}
+
+
+@pytest.mark.parametrize("kind", MAKE)
+def test_epochs_go_on(kind: str) -> None:
+    """An epoch by the sampler, or the rest of one, is that of the loader, and counts."""
+    loader = MAKE[kind]()
+    expected = [ids(loader) for _ in range(4)]
+    assert ids(skipping(MAKE[kind](), 2)) == expected[0][2:]
+    loader = MAKE[kind]()
+    assert [ids(loader), ids(skipping(loader, 0)), ids(loader), ids(skipping(loader, 0))] == expected
+    loader.set_epoch(1)
+    assert ids(skipping(loader, 1)) == expected[1][1:]
+    loader.set_epoch(2)
+    assert ids(loader) == expected[2]
+
+
+def test_the_types_that_libraries_look_for() -> None:
+    assert isinstance(make(shuffle=True).sampler, RandomSampler)
+    assert isinstance(make().sampler, SequentialSampler)
+    assert isinstance(make(ranks=(1, 2)).sampler, DistributedSampler)
+    assert [len(loader.sampler) for loader in (make(shuffle=True), make(ranks=(1, 2)))] == [COUNT, COUNT // 2]

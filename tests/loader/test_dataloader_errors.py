@@ -3,11 +3,10 @@
 Waits end with an error, and interrupts end an iteration.
 """
 
-import logging
 import multiprocessing
 import re
-import signal
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -15,9 +14,8 @@ import pytest
 import torch
 
 import stallfree as sf
-from loader_data import Gate, Made, as_list, zero_dim
+from loader_data import Gate, Made, as_list, loading, zero_dim
 from stallfree.loader.pool import WorkerPool
-from stallfree.platform import interrupts_later
 from warm import Interpreter
 
 BAD = 5
@@ -29,14 +27,6 @@ class Missing(FileNotFoundError):
     def __init__(self, folder: str, name: str, *, tries: int) -> None:
         super().__init__(2, "no such volume", f"{folder}/{name}")
         self.tries = tries
-
-
-class Holding(RuntimeError):
-    """Holds an object that has no pickle."""
-
-    def __init__(self) -> None:
-        super().__init__("holds")
-        self.call, self.number = lambda: 0, 7
 
 
 def local() -> Exception:
@@ -55,34 +45,27 @@ def chained() -> Exception:
 TABLE: list[tuple[Callable[[], Exception], dict[str, Any]]] = [
     (lambda: Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}),
     (lambda: KeyError("left label"), {}),
-    (lambda: IndexError(7), {}),
-    (lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid"), {"start": 0}),
     (chained, {}),
-    (lambda: ExceptionGroup("several", [ValueError(1), KeyError("k")]), {}),
-    (Holding, {"number": 7}),
-    (lambda: sf.StorageError("full"), {"page": "folder-unusable"}),
     (lambda: StopIteration("end"), {}),
 ]
 LOCAL, FIRST = len(TABLE), 2
 
 
-class Failing:
+def failing(id: int) -> torch.Tensor:
     """Sample 2 + n raises error n of the table, and the sample after these one of a class that has no pickle."""
+    if FIRST <= id <= FIRST + LOCAL:
+        raise TABLE[id - FIRST][0]() if id - FIRST < LOCAL else local()
+    return torch.tensor(id)
 
-    def __len__(self) -> int:
-        return FIRST + LOCAL + 3
 
-    def __getitem__(self, id: int) -> torch.Tensor:
-        if FIRST <= id <= FIRST + LOCAL:
-            raise TABLE[id - FIRST][0]() if id - FIRST < LOCAL else local()
-        return torch.tensor(id)
+FAILING = Made(FIRST + LOCAL + 3, failing)
 
 
 def outcomes(loader: Any) -> list[Any]:
     """The batches of a loader, and its errors in their place."""
     found: list[Any] = []
     iterator = iter(loader)
-    for _ in range(len(Failing())):
+    for _ in range(len(FAILING)):
         try:
             found.append(next(iterator))
         except Exception as error:
@@ -100,39 +83,21 @@ def is_as_raised(error: Any, expected: Exception) -> bool:
     return seen == raised
 
 
-def plain(**options: Any) -> Iterator[Any]:
-    with sf.DataLoader(Failing(), **options) as loader:
-        yield loader
-
-
-def cached(**options: Any) -> Iterator[Any]:
-    with sf.CachedDataset(Failing(), capacity="1MiB") as data, sf.DataLoader(data, **options) as loader:
-        yield loader
-
-
-def under_torch(**options: Any) -> Iterator[Any]:
-    """Without workers: its own workers raise other errors."""
-    with sf.CachedDataset(Failing(), capacity="1MiB") as data:
-        yield torch.utils.data.DataLoader(data)  # type: ignore[arg-type]
-
-
-def shared(**options: Any) -> Iterator[Any]:
-    with sf.SharedLoader(Failing(), group="errors", **options) as loader:
-        yield loader
+def shared(data: Any, **options: Any) -> sf.SharedLoader:
+    return sf.SharedLoader(data, group="errors", **options)
 
 
 @pytest.mark.parametrize(
     ("make", "workers", "method"),
     [
-        *((make, workers, "fork") for make in (plain, cached) for workers in (0, 2)),
-        (under_torch, 0, ""),
+        *((make, workers, "fork") for make in (loading, partial(loading, cached=True)) for workers in (0, 2)),
         (shared, 2, "fork"),
-        *(pytest.param(make, 2, "spawn", marks=pytest.mark.slow) for make in (plain, cached, shared)),
+        *(pytest.param(make, 2, "spawn", marks=pytest.mark.slow) for make in (loading, shared)),
     ],
 )
-def test_errors_are_raised_as_they_are(make: Callable[..., Iterator[Any]], workers: int, method: str) -> None:
+def test_errors_are_raised_as_they_are(make: Callable[..., Any], workers: int, method: str) -> None:
     """The loop goes on with the batches that follow."""
-    for loader in make(num_workers=workers, **({"multiprocessing_context": method} if workers else {})):
+    with make(FAILING, num_workers=workers, **({"multiprocessing_context": method} if workers else {})) as loader:
         found = outcomes(loader)
         for id, (raised, fields) in enumerate(TABLE, FIRST):
             error = found[id]
@@ -144,7 +109,7 @@ def test_errors_are_raised_as_they_are(make: Callable[..., Iterator[Any]], worke
         assert type(hidden).__name__ == ("BatchError" if workers else "Hidden")
         assert str(hidden).startswith("Hidden: seen (" if workers else "seen")
         assert [int(found[id]) for id in (0, 1, -2, -1)] == [0, 1, len(found) - 2, len(found) - 1]
-        del loader, error, hidden, found
+        del error, hidden, found
 
 
 class Raises:
@@ -188,40 +153,37 @@ class Sampler(torch.utils.data.Sampler[int]):
         fails(None)
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+OTHERS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "collate_fn": ({"collate_fn": fails}, r"collating the samples \[0\]"),
+    "transform": ({"dataset": sf.FileDataset([__file__], transform=fails)}, rf"preparing sample 0 \({__file__}\)"),
+    "file": ({"dataset": sf.FileDataset(["/nowhere"])}, r"fetching sample 0 \(/nowhere\)"),
+    "sampler": ({"sampler": Sampler()}, None),
+    "worker_init_fn": ({"worker_init_fn": fails}, "calling worker_init_fn"),
+    "collate_fn that stops": ({"collate_fn": stops}, None),
+    "worker_init_fn that stops": ({"worker_init_fn": stops}, None),
+}
+
+
 @pytest.mark.parametrize(
-    ("arguments", "note"),
-    [
-        ({"dataset": [1, 2, 3], "collate_fn": fails}, r"collating the samples \[0\]"),
-        ({"dataset": sf.FileDataset([__file__], transform=fails)}, rf"preparing sample 0 \({__file__}\)"),
-        ({"dataset": sf.FileDataset(["/nowhere"])}, r"fetching sample 0 \(/nowhere\)"),
-        ({"dataset": [1, 2, 3], "sampler": Sampler()}, None),
-        ({"dataset": [1, 2, 3], "worker_init_fn": fails}, "calling worker_init_fn"),
-    ],
-    ids=["collate_fn", "transform", "file", "sampler", "worker_init_fn"],
+    ("case", "workers"), [(case, n) for case in OTHERS for n in (0, 1) if n or "worker_init_fn" not in case]
 )
-def test_errors_of_other_functions(arguments: dict[str, Any], note: str | None, workers: int) -> None:
-    if "worker_init_fn" in arguments and not workers:
-        return
-    with pytest.raises(FileNotFoundError) as caught, sf.DataLoader(**arguments, num_workers=workers) as loader:
+def test_errors_of_other_functions(case: str, workers: int) -> None:
+    arguments, note = OTHERS[case]
+    stopped = "stops" in case
+    with (
+        pytest.raises(sf.BatchError if stopped else FileNotFoundError) as caught,
+        sf.DataLoader(**{"dataset": [1, 2, 3], "num_workers": workers, **arguments}) as loader,
+    ):
         list(loader)
-    assert caught.value.errno == 2
-    if type(caught.value) is Missing:
-        assert (caught.value.args, caught.value.tries) == ((2, "no such volume"), 3)
+    error = caught.value
+    if stopped:
+        assert "raised StopIteration" in str(error)
+        assert type(error.__cause__) is StopIteration
+    elif type(error) is Missing:
+        assert (error.args, error.tries) == ((2, "no such volume"), 3)
     if note is not None:
-        assert re.match(f"stallfree: {note}{', in worker 0' if workers else ''}", caught.value.__notes__[0])
-        assert workers == 0 or "Traceback" in caught.value.__notes__[1]
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("arguments", [{"collate_fn": stops}, {"worker_init_fn": stops}])
-def test_stop_iteration_of_other_functions(arguments: dict[str, Any], workers: int) -> None:
-    if "worker_init_fn" in arguments and not workers:
-        return
-    with sf.DataLoader([1, 2, 3], num_workers=workers, **arguments) as loader:
-        with pytest.raises(sf.BatchError, match="raised StopIteration") as caught:
-            list(loader)
-        assert type(caught.value.__cause__) is StopIteration
+        assert re.match(f"stallfree: {note}{', in worker 0' if workers else ''}", error.__notes__[0])
+        assert workers == 0 or "Traceback" in error.__notes__[1]
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
@@ -260,28 +222,20 @@ def broken(id: int) -> Any:
 
 @pytest.mark.parametrize(("workers", "cached"), [(0, False), (2, True)])
 def test_skip(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> None:
-    base = Made(12, broken)
-    dataset: Any = sf.CachedDataset(base, capacity="32MiB") if cached else base
-    loader = sf.DataLoader(
-        dataset, batch_size=2, num_workers=workers, on_error="skip", with_ids=True, persistent_workers=workers > 0
-    )
-    with caplog.at_level(logging.WARNING, "stallfree"):
-        batches = list(loader)
     expected = [[0, 1], [2], [6, 7], [8], [10, 11]]  # 4 and 5 were a whole batch
-    assert [batch.ids.tolist() for batch in batches] == expected
-    assert [batch.data.tolist() for batch in batches] == expected
     place = r", in worker \d \(process \d+\)" if workers else ""
-    for id, record in zip(LEFT_OUT, caplog.records, strict=True):  # a line for each
-        text = rf"left out a sample: fetching sample {id}{place} failed: OSError: bad sector {id}.*"
-        assert re.fullmatch(text, record.message)
-    list(loader)
-    stats = loader.stats()
-    assert (stats.skips, stats.samples, stats.batches) == (8, 16, 10)
-    assert stats.hits + stats.misses == stats.samples + stats.skips
-    assert len(caplog.records) == 5  # only the first ones are reported
-    loader.close()
-    if cached:
-        dataset.close()
+    options: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "with_ids": True}
+    with loading(Made(12, broken), 2, cached=cached, **options) as loader:
+        batches = list(loader)
+        assert [batch.ids.tolist() for batch in batches] == [batch.data.tolist() for batch in batches] == expected
+        for id, record in zip(LEFT_OUT, caplog.records, strict=True):  # a line for each
+            text = rf"left out a sample: fetching sample {id}{place} failed: OSError: bad sector {id}.*"
+            assert re.fullmatch(text, record.message)
+        list(loader)
+        stats = loader.stats()
+        assert (stats.skips, stats.samples, stats.batches) == (8, 16, 10)
+        assert stats.hits + stats.misses == stats.samples + stats.skips
+        assert len(caplog.records) == 5  # only the first ones are reported
 
 
 # -- what workers cannot be given or give -----------------------------------------------------------------------------
@@ -325,6 +279,16 @@ def test_a_permanent_error_of_gathers_is_logged_once(
     [record] = caplog.records
     assert record.getMessage().startswith("a batch could not be gathered from the cache and is made sample by sample")
     assert f"ZeroDivisionError: in {broken}" in record.getMessage()
+
+
+def test_samples_that_are_evicted_before_they_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, gather = [[float(id)] * 8 for id in range(40)], sf.cache.SampleCache.gather
+    with sf.CachedDataset(samples, capacity="1MiB") as data, sf.DataLoader(data, 4, num_workers=1) as loader:
+        whole = repr(list(loader))
+        before = loader.stats().retries
+        monkeypatch.setattr(sf.cache.SampleCache, "gather", lambda *arguments: gather(*arguments) & False)
+        assert repr(list(loader)) == whole
+        assert loader.stats().retries - before == 10
 
 
 # -- waits and interrupts ---------------------------------------------------------------------------------------------
@@ -406,10 +370,3 @@ def test_an_interrupt(workers: int, interpreter: Interpreter) -> None:
     done = interpreter.run(PROGRAM.format(workers=workers))
     assert done.err.strip().splitlines()[-1] == "KeyboardInterrupt"
     assert done.err.count("Traceback") == 1, done.err
-
-
-def test_interrupts_wait_only_in_this_thread() -> None:
-    for method in ("fork", "forkserver"):
-        with interrupts_later(method):
-            assert (signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ())) == (method == "fork")
-        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())

@@ -29,6 +29,12 @@ class Slow(Numbers):
         return super()._record(id)
 
 
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Of a log."""
+    return tmp_path / "run.jsonl"
+
+
 def count(events: list[Event]) -> Counter[tuple[str, int, int]]:
     """How often each thing was done to each batch."""
     return Counter((event.what, event.epoch, event.batch) for event in events)
@@ -56,8 +62,7 @@ def check_order(events: list[Event], begun: float) -> None:
 @pytest.mark.parametrize(
     ("workers", "method"), [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
 )
-def test_every_batch_of_every_epoch(workers: int, method: str | None, tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def test_every_batch_of_every_epoch(workers: int, method: str | None, path: Path) -> None:
     path.write_text("of an earlier run")
     begun = time.monotonic()
     with sf.DataLoader(
@@ -79,8 +84,7 @@ def test_every_batch_of_every_epoch(workers: int, method: str | None, tmp_path: 
     assert all(event.end - event.start >= 0.002 - 2e-6 for event in steps)
 
 
-def test_batches_out_of_the_cache(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def test_batches_out_of_the_cache(path: Path) -> None:
     begun = time.monotonic()
     with sf.CachedDataset(Numbers(SAMPLES), capacity="4MiB") as dataset:
         dataset.cache.put_many(range(SAMPLES), [dataset.source.fetch(id) for id in range(SAMPLES)])
@@ -92,9 +96,7 @@ def test_batches_out_of_the_cache(tmp_path: Path) -> None:
     check_order(events, begun)
 
 
-def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
-
+def test_batches_that_fail_or_are_empty(path: Path) -> None:
     def bad(id: int) -> torch.Tensor:
         if id in (3, 4, 5):
             raise ValueError(id)
@@ -105,14 +107,10 @@ def test_batches_that_fail_or_are_empty(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="3"):
         next(iterator)
     assert len(list(iterator)) == 2
-    assert count(read_events(path)) == (each("prep", 1) + each("compute", 1)) - Counter(
-        {("prep", 0, 1): 1, ("compute", 0, 1): 1}
-    )
+    used = each("compute", 1) - Counter([("compute", 0, 1)])
+    assert count(read_events(path)) == each("prep", 1) - Counter([("prep", 0, 1)]) + used
     assert len(list(sf.DataLoader(Made(SAMPLES, bad), BATCH, on_error="skip", event_log=path))) == 3
-    found = count(read_events(path))
-    assert found["prep", 0, 1] == 1
-    assert found["compute", 0, 1] == 0
-    assert found["compute", 0, 2] == 1
+    assert count(read_events(path)) == each("fetch", 1) + each("prep", 1) + used
 
 
 def test_a_path_that_cannot_be_written() -> None:
@@ -130,8 +128,7 @@ def test_a_full_disk_ends_the_log_and_not_the_training(caplog: pytest.LogCapture
     ]
 
 
-def test_a_forked_child_writes_nothing_into_it(tmp_path: Path) -> None:
-    path = tmp_path / "run.jsonl"
+def test_a_forked_child_writes_nothing_into_it(path: Path) -> None:
     loader = sf.DataLoader(Made(SAMPLES, floats), BATCH, event_log=path)
     list(loader)
     before = path.read_bytes()

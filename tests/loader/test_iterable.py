@@ -62,28 +62,20 @@ def check(dataset: Any, count: int = 1, **arguments: Any) -> Any:
     kind=st.sampled_from([Stream, Generated]),
     lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
     bad=st.sets(st.integers(0, 9), max_size=2),
-    workers=st.integers(0, 3),
     size=st.sampled_from([None, 1, 2, 3]),
     drop_last=st.booleans(),
-    factor=st.integers(1, 3),
+    workers=st.sampled_from([0, 1, 2, 3]),
     persistent=st.booleans(),
 )
-@example(kind=Stream, lengths=[9, 0, 4], bad=set(), workers=3, size=2, drop_last=True, factor=1, persistent=True)
-@example(kind=Generated, lengths=[5, 9, 1], bad={3}, workers=3, size=2, drop_last=False, factor=2, persistent=False)
-@example(kind=Stream, lengths=[9, 9, 9], bad={0, 4}, workers=0, size=2, drop_last=False, factor=2, persistent=False)
+@example(kind=Stream, lengths=[9, 0, 4], bad=set(), workers=3, size=2, drop_last=True, persistent=True)
+@example(kind=Generated, lengths=[5, 9, 1], bad={3}, workers=3, size=2, drop_last=False, persistent=False)
+@example(kind=Stream, lengths=[9, 9, 9], bad={0, 4}, workers=0, size=2, drop_last=False, persistent=False)
 def test_streams(
-    kind: Any,
-    lengths: list[int],
-    bad: set[int],
-    workers: int,
-    size: int | None,
-    drop_last: bool,
-    factor: int,
-    persistent: bool,
+    kind: Any, lengths: Any, bad: set[int], size: int | None, drop_last: bool, workers: int, persistent: bool
 ) -> None:
     arguments: dict[str, Any] = {"batch_size": size, "drop_last": drop_last and size is not None}
     if workers:
-        arguments |= {"num_workers": workers, "prefetch_factor": factor, "persistent_workers": persistent}
+        arguments |= {"num_workers": workers, "prefetch_factor": 1 + workers // 2, "persistent_workers": persistent}
     check(kind(lengths, tuple(bad)), 3 if persistent else 1, **arguments)
 
 
@@ -104,13 +96,11 @@ def test_closing_ends_an_endless_stream(workers: int, tmp_path: Path) -> None:
     loader.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_batches_on_a_device(workers: int) -> None:
-    with sf.DataLoader(Sized(3), batch_size=2, num_workers=workers, device="cpu") as loader:
+def test_batches_on_a_device() -> None:
+    with sf.DataLoader(Sized(3), batch_size=2, num_workers=2, device="cpu") as loader:
         for _ in range(2):
-            expected = [[0, 1], [0, 1], [2], [2]] if workers else [[0, 1], [2]]
-            assert [batch.tolist() for batch in loader] == expected
-    assert loader.stats().batches == 2 * len(expected)
+            assert [batch.tolist() for batch in loader] == [[0, 1], [0, 1], [2], [2]]
+    assert loader.stats().batches == 8
     assert loader.stats().wait_seconds > 0
 
 
@@ -119,9 +109,6 @@ def test_attributes_that_are_set_later() -> None:
     loader.num_workers, loader.collate_fn = 1, len
     assert list(loader) == [2, 1]
     assert loader.stats().num_workers == 1
-    loader.num_workers = -1
-    with pytest.raises(InputError, match="num_workers=-1"):
-        list(loader)
 
 
 # -- errors -----------------------------------------------------------------------------------------------------------
@@ -152,9 +139,8 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_arguments_without_meaning(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name}=.* and an IterableDataset, .*leave out {name}") as error:
+    with pytest.raises(InputError, match=f"{name}=.* and an IterableDataset, .*leave out {name}.*stallfree.TarDataset"):
         sf.DataLoader(Sized(5), **{name: REFUSED[name]})
-    assert ("stallfree.TarDataset" in str(error.value)) == (name in ("cache", "capacity", "transform"))
 
 
 # -- length, epochs, state --------------------------------------------------------------------------------------------
@@ -165,7 +151,6 @@ def test_epochs() -> None:
         assert [loader.state_dict()["epoch"], len(list(loader)), loader.state_dict()["epoch"]] == [0, 2, 1]
         loader.set_epoch(7)
         assert next(iter(loader)).tolist() == [7000, 7001]
-        assert loader.state_dict()["epoch"] == 7
 
 
 @pytest.mark.parametrize(
@@ -210,17 +195,19 @@ def test_a_state_resumes_after_a_batch_that_failed(workers: int) -> None:
 
 
 def test_a_seed_is_that_of_the_workers() -> None:
+    def epochs(seed: int) -> list[list[float]]:
+        torch.manual_seed(seed + len(found))
+        with sf.DataLoader(Drawn(), 3, num_workers=1, seed=seed) as loader:
+            return [torch.cat(list(loader)).tolist() for _ in range(2)]
+
     found: list[list[list[float]]] = []
     for seed in (1, 1, 2):
-        torch.manual_seed(len(found))
-        with sf.DataLoader(Drawn(), 3, num_workers=1, seed=seed) as loader:
-            found.append([torch.cat(list(loader)).tolist() for _ in range(2)])
-            loader.set_epoch(1)
-            first, state = next(iter(loader)), loader.state_dict()
+        found.append(epochs(seed))
     assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
-    assert not {*found[0][0], *found[0][1]} & {*found[2][0], *found[2][1]}
+    assert len({number for epoch in found[0] + found[2] for number in epoch}) == 36
     with sf.DataLoader(Drawn(), 3, num_workers=1, seed=2) as loader:
+        loader.set_epoch(1)
+        first, state = next(iter(loader)), loader.state_dict()
         loader.load_state_dict(state)
         assert torch.cat([first, *loader]).tolist() == found[2][1]
 

@@ -22,15 +22,8 @@ ORDERS: dict[str, Arguments] = {
     "shuffled, drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
     "single": lambda: {"batch_size": None, "shuffle": True},
     "RandomSampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SAMPLES))},
-    "RandomSampler with a generator": lambda: {
-        "batch_size": 4,
-        "sampler": RandomSampler(range(SAMPLES), generator=torch.Generator().manual_seed(1)),
-    },
     "batch_sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 5, False)},
-    "DistributedSampler": lambda: {
-        "batch_size": 3,
-        "sampler": DistributedSampler(range(SAMPLES), num_replicas=2, rank=0, seed=4),
-    },
+    "DistributedSampler": lambda: {"batch_size": 3, "sampler": DistributedSampler(range(SAMPLES), 2, 0, seed=4)},
 }
 
 
@@ -51,8 +44,9 @@ def test_resume_at_every_step(name: str, workers: int) -> None:
 
     def make() -> sf.DataLoader:
         data = Made(SAMPLES, jittered if workers else picture)
-        return sf.DataLoader(data, num_workers=workers, seed=6, with_ids=True, **ORDERS[name]())
+        return sf.DataLoader(data, num_workers=workers, with_ids=True, **ORDERS[name]())
 
+    torch.manual_seed(6)
     loader = make()
     list(loader)  # in the second epoch
     states = [loader.state_dict()]
@@ -65,6 +59,7 @@ def test_resume_at_every_step(name: str, workers: int) -> None:
     own = ORDERS[name]().keys().isdisjoint(("sampler", "batch_sampler"))
     after = [values(batch) for batch in loader]
     for step, state in enumerate(states[:-1]):
+        torch.manual_seed(step)  # the seed is in the state
         resumed = make()
         resumed.load_state_dict(json.loads(json.dumps(state)))
         assert resumed.state_dict() == state
@@ -96,36 +91,22 @@ def test_resume_of_a_resumed_epoch() -> None:
     assert list(loader) == []
 
 
-def test_a_state_at_an_earlier_position() -> None:
-    """That of a prefetcher, which takes batches ahead of the training loop."""
-    loader, resumed = (sf.DataLoader(Made(SAMPLES, int), 4, sampler=RandomSampler(range(SAMPLES))) for _ in range(2))
-    batches = iter(loader)
-    next(batches), next(batches)
-    position, ahead = loader.position, [next(batches).tolist() for _ in range(2)]
-    resumed.load_state_dict(loader.state_at(position))
-    assert [batch.tolist() for batch in resumed] == [*ahead, *(batch.tolist() for batch in batches)]
-
-
-def test_a_state_after_a_break() -> None:
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_state_after_a_break(workers: int) -> None:
     """Batches that were under way when the loop was left are not lost."""
-    for workers in (0, 2):
-        loader = sf.DataLoader(Made(20, picture), 2, sampler=list(range(19, -1, -1)), num_workers=workers)
-        for step, _ in enumerate(loader):
-            if step == 2:
-                break
-        resumed = sf.DataLoader(Made(20, picture), 2, sampler=[])
-        resumed.load_state_dict(loader.state_dict())
-        assert [id for _, labels in resumed for id in labels.tolist()] == list(range(13, -1, -1))
+    loader = sf.DataLoader(Made(20, int), 2, sampler=list(range(19, -1, -1)), num_workers=workers)
+    assert len(list(islice(loader, 3))) == 3
+    resumed = sf.DataLoader(Made(20, int), 2, sampler=[])
+    resumed.load_state_dict(loader.state_dict())
+    assert [id for batch in resumed for id in batch.tolist()] == list(range(13, -1, -1))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"version": 0}, "version 0, expected 1"),
-        ({"version": None}, "version None"),
         ({"seed": 1}, "seed=1, this loader has seed=0: give the same, or none"),
         ({"order": {"samples": 20, "batch_size": 5, "shuffle": True, "drop_last": False}}, "batch_size"),
-        ({"order": {"samples": 19, "batch_size": 3, "shuffle": True, "drop_last": False}}, "samples"),
     ],
     ids=str,
 )
@@ -141,12 +122,12 @@ def test_a_sampler_that_raises_has_no_state() -> None:
         yield from range(8)
         raise ZeroDivisionError
 
-    loader = sf.DataLoader(Made(20, picture), 2, sampler=ids())
+    loader = sf.DataLoader(Made(20, int), 2, sampler=ids())
     iterator = iter(loader)
     next(iterator)
     with pytest.raises(sf.StallfreeError, match="ZeroDivisionError"):
         loader.state_dict()
-    assert [labels.tolist() for _, labels in (next(iterator) for _ in range(3))] == [[2, 3], [4, 5], [6, 7]]
+    assert [next(iterator).tolist() for _ in range(3)] == [[2, 3], [4, 5], [6, 7]]
     with pytest.raises(ZeroDivisionError):
         next(iterator)
 
@@ -169,13 +150,10 @@ class Endless:
             yield from ([ids[at : at + self.size] for at in range(0, self.count, self.size)] if self.size else ids)
 
 
-class EndlessWithLength(Endless):
-    def __len__(self) -> int:
-        return SAMPLES
+@pytest.mark.parametrize(("by_batches", "sized", "workers"), half([False, True], [False, True], [0, 1]))
+def test_a_sampler_that_does_not_end(by_batches: bool, sized: bool, workers: int) -> None:
+    kind = type("WithLength", (Endless,), {"__len__": lambda self: SAMPLES}) if sized else Endless
 
-
-@pytest.mark.parametrize(("by_batches", "kind", "workers"), half([False, True], [Endless, EndlessWithLength], [0, 1]))
-def test_a_sampler_that_does_not_end(by_batches: bool, kind: Any, workers: int) -> None:
     def make() -> sf.DataLoader:
         order = {"batch_sampler": kind(size=5)} if by_batches else {"batch_size": 4, "sampler": kind()}
         return sf.DataLoader(Made(SAMPLES, int), num_workers=workers, seed=6, **order)
@@ -218,7 +196,7 @@ def test_a_long_sampler_that_ends_is_exact() -> None:
     assert [seen[0], *(batch.tolist() for batch in resumed)] == seen
 
 
-# -- samples that come again: augmented anew, as in an endless epoch each one is ---------------------------------------
+# -- samples that come again: augmented anew, as in an endless epoch each one is --------------------------------------
 
 FEW, SIZE = 6, 4
 
@@ -234,9 +212,7 @@ def with_replacement() -> RandomSampler:
 
 REPEATING: dict[str, Callable[[], dict[str, Any]]] = {
     "endless": lambda: {"batch_size": SIZE, "sampler": Endless(FEW)},
-    "endless batches": lambda: {"batch_sampler": Endless(FEW, 3)},
-    "with replacement": lambda: {"batch_size": SIZE, "sampler": with_replacement()},
-    "a batch sampler": lambda: {"batch_sampler": BatchSampler(with_replacement(), SIZE, False)},
+    "with replacement": lambda: {"batch_sampler": BatchSampler(with_replacement(), SIZE, False)},
     "single": lambda: {"batch_size": None, "sampler": Endless(FEW)},
     "a list": lambda: {"batch_size": 2, "sampler": [0, 1, 2] * 5},
 }
@@ -253,9 +229,8 @@ def pairs(batches: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("name", "workers"), half(REPEATING, [1, 0]))
 def test_a_sample_that_comes_again_is_another_one(name: str, workers: int) -> None:
-    cached = not workers
-    base: Any = Made(FEW, int)
-    data: Any = sf.CachedDataset(base, capacity="1MiB", transform=noisy) if cached else Made(FEW, noisy)
+    cached = sf.CachedDataset(Made(FEW, int), capacity="1MiB", transform=noisy)
+    data: Any = Made(FEW, noisy) if workers else cached
 
     def loader() -> sf.DataLoader:
         return sf.DataLoader(data, num_workers=workers, seed=3, **REPEATING[name]())
@@ -275,7 +250,5 @@ def test_a_sample_that_comes_again_is_another_one(name: str, workers: int) -> No
     if name in ("with replacement", "a list"):
         another = pairs(again)  # the next epoch, of the same generator or not
         assert not {number for _, number in another} & set(drawn)
-    for made in (first, resumed, again):
+    for made in (first, resumed, again, cached):
         made.close()
-    if cached:
-        data.close()

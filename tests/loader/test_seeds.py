@@ -1,6 +1,5 @@
 """The seed follows torch's generator, is the same in all processes of an iteration, and is in the state."""
 
-import json
 import random
 from collections.abc import Callable
 from functools import partial
@@ -9,12 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
 import stallfree as sf
 from cached_data import Numbers, with_draws
-from cases import half
-from children import Child
 from loader_data import Made, jittered, picture
 
 COUNT = 20
@@ -102,37 +99,17 @@ def test_a_new_loader_per_epoch_repeats_nothing(kind: str) -> None:
         loader.dataset.close()
 
 
-WAYS: list[dict[str, Any]] = [
-    {},
-    {"shuffle": True},
-    {"shuffle": True, "generator": True},
-    {"generator": True},
-    {"sampler": True},
-    {"shuffle": True, "num_workers": 2, "persistent_workers": True},
-    {"shuffle": True, "batch_size": None},
-]
+def test_a_model_draws_what_it_draws_with_torchs_loader_though_a_seed_is_given() -> None:
+    """Loops that draw numbers of their own, such as dropout. Without a seed, `test_against_torch` compares them."""
 
-
-@pytest.mark.parametrize(("way", "seed"), [*((way, None) for way in WAYS), ({"shuffle": True}, 3)], ids=str)
-def test_the_model_draws_what_it_draws_with_torchs_loader(way: dict[str, Any], seed: int | None) -> None:
-    """Loops that draw numbers of their own, such as dropout, draw the same ones."""
-
-    def run(kind: Any, **more: Any) -> list[float]:
+    def run(kind: Any, **seed: Any) -> list[float]:
         torch.manual_seed(11)
-        data = Made(COUNT, picture)
-        arguments = {"batch_size": 4, **way}
-        if "generator" in way:
-            arguments["generator"] = torch.Generator().manual_seed(1)
-        if "sampler" in way:
-            arguments["sampler"] = RandomSampler(data)  # type: ignore[arg-type]
-        loader, drawn = kind(data, **arguments, **more), [torch.rand(()).item()]
+        loader, drawn = kind(Made(COUNT, picture), batch_size=4, shuffle=True, **seed), [torch.rand(()).item()]
         for _ in range(3):
             drawn += [torch.rand(()).item() for _ in loader]
-        if isinstance(loader, sf.DataLoader):
-            loader.close()
         return drawn
 
-    assert run(sf.DataLoader, seed=seed) == run(DataLoader)
+    assert run(sf.DataLoader, seed=3) == run(DataLoader)
 
 
 def test_making_things_draws_nothing() -> None:
@@ -144,61 +121,6 @@ def test_making_things_draws_nothing() -> None:
         loader.state_dict()
         len(loader)
         assert torch.equal(torch.get_rng_state(), before)
-
-
-# -- states -----------------------------------------------------------------------------------------------------------
-
-
-def in_a_new_process(run: Callable[[], Any], path: Any) -> Any:
-    """What `run` gives there, fit for JSON."""
-
-    def main() -> None:
-        torch.manual_seed(12345)
-        path.write_text(json.dumps(run()))
-
-    assert Child(main).wait() == 0
-    return json.loads(path.read_text())
-
-
-@pytest.mark.parametrize(("kind", "persistent"), half(["loader", "cached"], [True, False]))
-def test_a_resumed_job_continues_exactly(kind: str, persistent: bool, tmp_path: Any) -> None:
-    """In another process, whose generator has another state, and without a seed."""
-
-    def make() -> Any:
-        source, workers = Made(COUNT, picture), {"num_workers": 2, "persistent_workers": True} if persistent else {}
-        random_or_not = Made(COUNT, jittered if persistent else picture)  # without workers, no state has its draws
-        if kind == "loader":
-            return own(random_or_not, **workers)
-        return own(sf.CachedDataset(source, capacity="4MiB", transform=noisier), **workers)
-
-    def rest(loader: Any, first: Any) -> list[Any]:
-        epochs = [first, loader, loader]
-        found = []
-        for epoch in epochs:
-            order, samples = epoch_of(epoch)
-            found.append([order, [samples[id].hex() for id in order]])
-        end(loader)
-        return found
-
-    def end(loader: Any) -> None:
-        loader.close()
-        if hasattr(loader.dataset, "close"):
-            loader.dataset.close()
-
-    def resumed() -> list[Any]:
-        loader = make()
-        loader.load_state_dict(state)
-        return rest(loader, iter(loader))
-
-    torch.manual_seed(3)
-    loader = make()
-    list(loader)
-    under_way = iter(loader)
-    next(under_way)
-    state = json.loads(json.dumps(loader.state_dict()))
-    left = rest(loader, under_way)
-    assert len(left[0][0]) > 0
-    assert in_a_new_process(resumed, tmp_path / "rest.json") == left
 
 
 def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:

@@ -1,14 +1,17 @@
 """Data sets, functions and comparisons for the tests of the loader, where every worker can import them."""
 
+import contextlib
 import os
 import random
 import zlib
 from collections import namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+
+import stallfree as sf
 
 
 class Made:
@@ -23,6 +26,16 @@ class Made:
 
     def __getitem__(self, id: int) -> Any:
         return self.make(id)
+
+
+@contextlib.contextmanager
+def loading(data: Any, *arguments: Any, cached: bool = False, **options: Any) -> Iterator[sf.DataLoader]:
+    """A loader of `data` or of a cache of it, with workers that persist if there are any. Both end with the block."""
+    with contextlib.ExitStack() as stack:
+        if cached:
+            data = stack.enter_context(sf.CachedDataset(data, capacity="32MiB"))
+        options = {"persistent_workers": options.get("num_workers", 0) > 0} | options
+        yield stack.enter_context(sf.DataLoader(data, *arguments, **options))
 
 
 class Gate:
@@ -130,18 +143,6 @@ def as_list(samples: list[Any]) -> list[Any]:
     return list(samples)
 
 
-class Bag:
-    """A batch of a class of the user's own."""
-
-    def __init__(self, samples: list[Any]) -> None:
-        self.samples = samples
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Bag) and same(self.samples, other.samples)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
 def same(a: Any, b: Any) -> bool:
     """Whether two values are equal in type, dtype, shape and value, through all containers and objects."""
     if type(a) is not type(b):
@@ -171,12 +172,6 @@ class Noisy:
 def jittered(id: int) -> Any:
     """A sample of a data set that is random itself."""
     return Noisy()(picture(id))
-
-
-def brighter(sample: Any) -> Any:
-    """A deterministic step."""
-    image, label = sample
-    return image // 2 + 100, label
 
 
 def noisy_collate(samples: list[Any]) -> Any:

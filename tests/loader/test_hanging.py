@@ -1,18 +1,25 @@
-"""Storage that does not answer: `timeout` holds without workers too, and nothing waits for it at the end."""
+"""What hangs: storage, for which `timeout` holds without workers too, and forks that copied a lock in use."""
 
 import logging
+import os
+import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import stallfree as sf
+from loader_data import Made
+from stallfree import platform
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
-from stallfree.ipc import fetch_threads
+from stallfree.ipc import fetch_threads, process
+from stallfree.loader import executors
 from stallfree.sources.mapped import BaseSource
 from warm import Interpreter
 
@@ -48,18 +55,17 @@ def source() -> Iterator[Hanging]:
     made.answer.set()
 
 
-@pytest.fixture
-def cached(request: Any, source: Hanging) -> Iterator[Any]:
+@pytest.fixture(params=[False, True], ids=["plain", "cached"])
+def data(request: Any, source: Hanging) -> Iterator[Any]:
     if not request.param:
         yield source
         return
-    with sf.CachedDataset(source, capacity="1MiB") as data:
-        yield data
+    with sf.CachedDataset(source, capacity="1MiB") as cached:
+        yield cached
 
 
-@pytest.mark.parametrize("cached", [False, True], indirect=True)
-def test_the_timeout_without_workers(source: Hanging, cached: Any) -> None:
-    with sf.DataLoader(cached, 2, timeout=0.5) as loader:
+def test_the_timeout_without_workers(source: Hanging, data: Any) -> None:
+    with sf.DataLoader(data, 2, timeout=0.5) as loader:
         batches = iter(loader)
         assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
         for _ in range(2):
@@ -69,12 +75,11 @@ def test_the_timeout_without_workers(source: Hanging, cached: Any) -> None:
         assert [batch.tolist() for batch in batches] == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
-@pytest.mark.parametrize("cached", [False, True], indirect=True)
 def test_close_waits_no_longer_than_some_seconds(
-    source: Hanging, cached: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    source: Hanging, data: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(fetch_threads, "CLOSE_SECONDS", 0.05)
-    loader = sf.DataLoader(cached, 2, prefetch_factor=6)
+    loader = sf.DataLoader(data, 2, prefetch_factor=6)
     batches = iter(loader)
     next(batches)
     with caplog.at_level(logging.WARNING, "stallfree"):
@@ -120,7 +125,8 @@ def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source(source
 
 PROGRAM = """
 import threading, stallfree as sf
-from stallfree.ipc import fetch_threads
+from stallfree.ipc import fetch_threads, process
+from stallfree.loader import executors
 from stallfree.sources.mapped import BaseSource
 
 class Hanging(BaseSource):
@@ -139,4 +145,75 @@ print(next(batches).tolist())
 def test_a_program_ends_although_storage_hangs(interpreter: Interpreter) -> None:
     ended = interpreter.run(PROGRAM)
     assert (ended.code, ended.out) == (0, "[0, 1]\n"), ended.err
-    assert "1 threads left behind, still waiting for storage" in ended.err
+    assert "threads left behind, still waiting for storage" in ended.err
+
+
+# -- forks that hang are replaced -------------------------------------------------------------------------------------
+
+DATA = Made(12, torch.tensor)
+FORKED: dict[str, Any] = {"batch_size": 3, "num_workers": 1, "multiprocessing_context": "fork"}
+
+
+class Hangs:
+    """Called in forked processes, of which it lets hang those that `chosen` names by the number of the call."""
+
+    def __init__(self, file: Path, chosen: Callable[[int], bool]) -> None:
+        self._file, self._chosen = file, chosen
+
+    def __call__(self) -> None:
+        with self._file.open("a") as file:
+            file.write(f"{os.getpid()} {os.getppid()}\n")
+        if self._chosen(len(self.calls) - 1):
+            signal.pause()
+        platform.begin_child()
+
+    @property
+    def calls(self) -> list[list[int]]:
+        """Process and parent of each call."""
+        return [list(map(int, line.split())) for line in self._file.read_text().splitlines()]
+
+
+@pytest.fixture
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], Hangs]:
+    """Lets forked processes hang, which counts after 0.2 s."""
+    monkeypatch.setattr(process, "REPORT_SECONDS", 0.2)
+
+    def install(chosen: Callable[[int], bool]) -> Hangs:
+        hangs = Hangs(tmp_path / "calls", chosen)
+        monkeypatch.setattr(process, "begin_child", hangs)
+        return hangs
+
+    return install
+
+
+def served(loader: Any) -> list[int]:
+    return sorted(id for batch in loader for id in batch.tolist())
+
+
+def test_a_worker_that_does_not_report_in_is_replaced(hanging: Any) -> None:
+    """More often than a batch may kill workers, for it is not the batch's fault."""
+    hangs = hanging(lambda call: call < executors.LIVES)
+    with sf.DataLoader(DATA, **FORKED) as loader:
+        assert served(loader) == list(range(12))
+        assert loader.stats().workers_replaced == executors.LIVES == len(hangs.calls) - 1
+
+
+def test_a_loader_that_is_closed_does_not_wait_for_one(hanging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hanging(lambda call: True)
+    monkeypatch.setattr(executors, "_STOP_SECONDS", 1e9)
+    with sf.DataLoader(DATA, **FORKED) as loader:
+        iter(loader)
+
+
+def test_a_coordinator_that_does_not_report_in_is_replaced(hanging: Any) -> None:
+    hangs = hanging(lambda call: call < 2)
+    with sf.SharedLoader(DATA, group="hangs", **FORKED) as loader:
+        assert served(loader) == list(range(12))
+    assert len(hangs.calls) == 4  # the last two: a coordinator and its worker
+
+
+def test_a_coordinator_whose_workers_hang_is_replaced(hanging: Any) -> None:
+    hangs = hanging(lambda call: hangs.calls[call][1] == hangs.calls[0][0])  # the workers of the first
+    with sf.SharedLoader(DATA, group="hangs", **FORKED) as loader:
+        assert served(loader) == list(range(12))
+        assert loader.stats().takeovers == 1
