@@ -383,17 +383,10 @@ def test_another_pipeline_of_a_source() -> None:
         assert [batch.tolist() for batch in loader] == [[0, 10], [20, 30]]
 
 
-class Slow(Made):
-    """Samples that a cache would give much sooner."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__(count, lambda id: (time.sleep(0.003), np.full(400, id))[1])
-
-
 @pytest.mark.parametrize("capacity", ["1KiB", "4MiB"], ids=["no cache", "cache"])
 def test_the_length_under_auto(capacity: str) -> None:
     """The loader follows the data set; a cache is not used any more, which a warning says."""
-    data = Slow(4)
+    data = Made(4, lambda id: (time.sleep(0.003), np.full(400, id))[1])  # a cache would give them much sooner
     with sf.DataLoader(data, 2, cache="auto", capacity=capacity, num_workers=0) as loader:
         assert sum(map(len, loader)) == 4
         data.count = 5

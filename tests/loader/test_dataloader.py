@@ -1,6 +1,7 @@
 """`DataLoader` gives what `torch.utils.data.DataLoader` gives, and refuses what cannot be meant."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -58,6 +59,25 @@ def test_get_worker_info(method: str, workers: int) -> None:
     ) as loader:
         assert {*loader} == {(worker, workers, 6, True) for worker in range(workers)}
     assert torch.utils.data.get_worker_info() is None
+
+
+class Opened(Numbers):
+    """Records say whether `worker_init_fn` was called before."""
+
+    opened = False
+
+    def _record(self, id: int) -> bool:
+        return self.opened
+
+
+def open_late(worker: int) -> None:
+    time.sleep(0.1)
+    torch.utils.data.get_worker_info().dataset.opened = True  # type: ignore[union-attr]
+
+
+def test_fetches_start_after_worker_init_fn() -> None:
+    with sf.DataLoader(Opened(4), 2, num_workers=1, worker_init_fn=open_late) as loader:
+        assert [batch.tolist() for batch in loader] == [[True, True]] * 2
 
 
 def test_cached_batches_are_the_loops_own() -> None:

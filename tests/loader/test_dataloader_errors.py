@@ -281,6 +281,16 @@ def test_a_permanent_error_of_gathers_is_logged_once(
     assert f"ZeroDivisionError: in {broken}" in record.getMessage()
 
 
+def test_samples_that_are_evicted_before_they_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    samples, gather = [[float(id)] * 8 for id in range(40)], sf.cache.SampleCache.gather
+    with sf.CachedDataset(samples, capacity="1MiB") as data, sf.DataLoader(data, 4, num_workers=1) as loader:
+        whole = repr(list(loader))
+        before = loader.stats().retries
+        monkeypatch.setattr(sf.cache.SampleCache, "gather", lambda *arguments: gather(*arguments) & False)
+        assert repr(list(loader)) == whole
+        assert loader.stats().retries - before == 10
+
+
 # -- waits and interrupts ---------------------------------------------------------------------------------------------
 
 

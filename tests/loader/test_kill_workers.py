@@ -268,21 +268,6 @@ def test_a_loader_sweeps_what_killed_ones_left(store_root: Path) -> None:
     assert not list(store_root.iterdir())
 
 
-@pytest.mark.slow
-def test_control_c(store_root: Path) -> None:
-    """The signal reaches the whole group; only the trainer says so, and nothing is left."""
-    with job("fork", "1000") as process:
-        family = psutil.Process(process.pid).children(recursive=True)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=PATIENCE)
-        assert process.returncode in (1, -signal.SIGINT)
-        assert "Process stallfree-worker" not in errors
-        assert errors.rstrip().endswith("KeyboardInterrupt")
-        wait_until_gone(family)
-    sweep(store_root)
-    assert not list(store_root.iterdir())
-
-
 def test_leaving_in_the_midst_of_an_epoch(store_root: Path, interpreter: Interpreter) -> None:
     done = interpreter.run(Path(__file__).parents[1] / "support" / "train_job.py", "fork", "1000", "exit")
     assert (done.code, done.out, done.err) == (0, "ready\n", "")

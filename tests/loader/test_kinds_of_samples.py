@@ -14,7 +14,7 @@ import stallfree as sf
 from cases import half
 from loader_data import Made
 
-COUNT = 4
+COUNT = 2
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore:{text}") for text in ("ComplexHalf", "The PyTorch API of nested", "Sparse")
 ]

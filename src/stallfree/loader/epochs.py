@@ -531,6 +531,7 @@ class _TorchPass(EpochPass):
         return batch, None
 
     def _stop(self) -> None:
-        batches, self.batches = self.batches, iter(())
+        batches: Any = self.batches
+        self.batches = iter(())
         if hasattr(batches, "_shutdown_workers") and not batches._persistent_workers:
             batches._shutdown_workers()  # an exception may keep the iterator alive
