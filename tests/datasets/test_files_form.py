@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import pickle
 import random
 import sys
 import threading
@@ -387,6 +388,7 @@ def test_open_is_untouched_outside_of_samples(kept: Path) -> None:
         assert [builtins.open, io.open, cv2.imread, os.stat, threading.Thread.start] == before
         assert plain.routine
         assert plain.signature == inspect.signature(open)
+        assert pickle.loads(pickle.dumps(plain.captured)) == before[:3]
         plain.opener, type(plain).opener = plain.captured[0], plain.captured[0]
         with pytest.raises(FileNotFoundError, match="nowhere"):
             plain.opener("nowhere")
