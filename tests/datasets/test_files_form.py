@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import os
+import pickle
 import random
 import sys
 import threading
@@ -353,6 +354,7 @@ def test_open_is_untouched_outside_of_samples(kept: Path) -> None:
         epochs(data, 1, num_workers=0)
         assert [builtins.open, io.open, cv2.imread, os.stat, threading.Thread.start] == before
         assert plain.shown == (True, inspect.signature(open))
+        assert pickle.loads(pickle.dumps(plain.captured)) == before[:3]
         plain.opener, type(plain).opener = plain.captured[0], plain.captured[0]
         for opener in (plain.opener, Captures.opener):
             with pytest.raises(FileNotFoundError, match="nowhere"):

@@ -13,6 +13,7 @@ other thread; before and after, they hold that function itself.
 """
 
 import contextlib
+import copy
 import functools
 import io
 import os
@@ -240,6 +241,14 @@ _FUNCTIONS: dict[tuple[str, ...], Callable[..., Any]] = {
 """What stands for a function, by its module and name."""
 
 
+class Unbound(staticmethod):  # type: ignore[type-arg]
+    """What stands for a function of a module: a class that keeps it does not bind it, and a pickle has the function."""
+
+    def __reduce__(self) -> Any:
+        replacement: Any = self.__wrapped__
+        return copy.copy, (replacement.__wrapped__,)
+
+
 def _replacement(real: Any, instead: Callable[..., Any], owner: Any) -> Any:
     """Return what stands for a function in the threads that make samples; in all others it calls that function."""
 
@@ -248,7 +257,7 @@ def _replacement(real: Any, instead: Callable[..., Any], owner: Any) -> Any:
         files = getattr(_thread, "files", None)
         return real(*args, **kwargs) if files is None else instead(files, real, *args, **kwargs)
 
-    return replacement if isinstance(owner, type) else staticmethod(replacement)  # for classes that keep it
+    return replacement if isinstance(owner, type) else Unbound(replacement)
 
 
 _thread = threading.local()
