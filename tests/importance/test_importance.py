@@ -107,7 +107,7 @@ share = st.floats(0.01, 1)
 
 
 @settings(max_examples=30)
-@given(st.integers(1, 80), share, share, st.floats(0, 1), st.booleans(), st.integers(0, 2**32))
+@given(st.integers(1, 500), share, share, st.floats(0, 1), st.booleans(), st.integers(0, 2**32))
 def test_probabilities_are_what_the_weights_say_and_above_the_floor(
     count: int, target: float, floor: float, held: float, rotating: bool, seed: int
 ) -> None:

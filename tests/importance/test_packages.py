@@ -226,6 +226,15 @@ def plus_one(sample: Any) -> Any:
     return numbers, id + 1
 
 
+def test_nothing_is_packed_once_a_step_has_proved_random(job: Job) -> None:
+    job.flag(range(60))
+    job.cache.uncache_steps(1)
+    work = job.work()
+    do(work)
+    assert job.shared.stats()["packages_written"] == 0
+    work.close()
+
+
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
