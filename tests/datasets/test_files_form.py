@@ -361,6 +361,13 @@ def test_open_is_untouched_outside_of_samples(kept: Path) -> None:
                 opener("nowhere")
 
 
+def test_what_captured_open_is_pickled_as_open(kept: Path) -> None:
+    plain = Captures(kept)
+    with cached(plain) as data:
+        data[0]
+    assert pickle.loads(pickle.dumps(plain.captured)) == [open, io.open, cv2.imread]
+
+
 class Waits(Files):
     """Waits in a sample until another thread is done."""
 
