@@ -168,9 +168,9 @@ def test_a_lost_server_costs_its_hits_until_it_is_back(how: str, tmp_path: Path,
 def test_nonsense_is_a_miss(reply: bytes) -> None:
     def answer(connection: socket.socket, words: list[bytes]) -> None:
         known = {b"PING": b"+PONG\r\n", b"INFO": b"$0\r\n\r\n"}.get(words[0], reply)
-        connection.sendall(known or b"*")
+        connection.sendall(known or b"*200\r\n$100000\r\n")
         while not known:
-            connection.sendall(b"1")
+            connection.sendall(b"x")
             time.sleep(0.01)
 
     with FakeServer(answer) as server, given(server, timeout=0.1) as store:
