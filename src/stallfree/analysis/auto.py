@@ -34,15 +34,14 @@ from stallfree.datasets.probe import FirstLook, Sample, look, reason_in
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
 from stallfree.errors import InputError, StallfreeWarning, argument_conflict, text_of
-from stallfree.frames import users_level
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import call_in_child
 from stallfree.loader.pool import Options
-from stallfree.notes import is_users
 from stallfree.pipeline.compose import Compose, Source, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.platform import cpu_count
+from stallfree.raising import is_users, users_level
 from stallfree.sources.cut import cut_any
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.units import format_seconds, format_size

@@ -22,10 +22,10 @@ from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
-from stallfree.notes import described
 from stallfree.pipeline.compose import Compose
 from stallfree.platform import OPEN, shares_memory
 from stallfree.pytree import take_apart
+from stallfree.raising import described
 from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
 
 _OURS = ("sampler", "batch_sampler", "shuffle", "batch_size", "num_workers", "drop_last", "persistent_workers")

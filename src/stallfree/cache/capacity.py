@@ -8,7 +8,7 @@ import warnings
 from pathlib import Path
 
 from stallfree.errors import CapacityError, capacity_too_large
-from stallfree.frames import users_level
+from stallfree.raising import users_level
 from stallfree.units import format_size
 
 _OWN_GROUPS = Path("/proc/self/cgroup")

@@ -13,10 +13,10 @@ from stallfree.cache.layout import META, Field, Index, Meta
 from stallfree.cache.policies import Policy
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.tier import Array, Record, TierClient, TierStore
-from stallfree.frames import short_traceback, users_level
 from stallfree.ipc import folders
 from stallfree.pipeline.codec import read_record
 from stallfree.platform import shares_memory
+from stallfree.raising import short_traceback, users_level
 from stallfree.units import format_size, parse_size
 
 Store = str | Path | TierStore

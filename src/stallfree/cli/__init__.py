@@ -8,7 +8,7 @@ import typer
 
 from stallfree.cli import analyze, cache, predict, replay, run, simulate
 from stallfree.errors import StallfreeError
-from stallfree.notes import described, is_users
+from stallfree.raising import described, is_users
 
 __all__ = ["app", "main"]
 

@@ -19,13 +19,13 @@ from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import Reader
-from stallfree.frames import short_traceback, users_level
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
+from stallfree.raising import short_traceback, users_level
 from stallfree.sources.mapped import normalize_id
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co

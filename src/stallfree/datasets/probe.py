@@ -13,7 +13,6 @@ from stallfree.cache.layout import plan_layout
 from stallfree.datasets.reader import plain_beneath
 from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of
 from stallfree.ipc.process import call_in_child
-from stallfree.notes import note_sample
 from stallfree.pipeline import classify
 from stallfree.pipeline.classify import SOURCE, Found, Split, StepError, Trust
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
@@ -21,6 +20,7 @@ from stallfree.pipeline.compose import Compose, Source, Transform, drew, mark_of
 from stallfree.pipeline.objects import random_name
 from stallfree.pipeline.randomness import States, find_generators
 from stallfree.pipeline.values import private
+from stallfree.raising import note_sample
 from stallfree.sources.mapped import MapSource
 from stallfree.units import format_size
 

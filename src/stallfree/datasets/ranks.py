@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from stallfree.errors import InputError, StallfreeWarning, WaitError, launch_environment, seed_agreement
-from stallfree.frames import users_level
+from stallfree.raising import users_level
 from stallfree.units import parse_whole
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")

@@ -20,11 +20,11 @@ from stallfree.datasets.samples import Pending, SampleBatch, Samples
 from stallfree.datasets.split import Reclassified, TransformSplit
 from stallfree.errors import object_closed
 from stallfree.ipc.fetch_threads import FetchThreads
-from stallfree.notes import raisable
 from stallfree.pipeline.compose import Compose, Source, drew, works_in_place
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.settings import Settings, warn_of_changes
 from stallfree.pipeline.values import as_cached, payload_bytes, private
+from stallfree.raising import raisable
 from stallfree.sources.mapped import MapSource, SubsetSource, as_source
 
 IO_THREADS = 8

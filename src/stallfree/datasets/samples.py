@@ -18,9 +18,9 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.ranks import Ids
 from stallfree.datasets.split import Reclassified
 from stallfree.errors import CodecError, WaitError, batch_timeout
-from stallfree.notes import note_sample, note_samples, raisable
 from stallfree.pipeline.compose import Source
 from stallfree.pipeline.values import payload_bytes, private
+from stallfree.raising import note_sample, note_samples, raisable
 from stallfree.sources.mapped import MapSource
 
 T = TypeVar("T")

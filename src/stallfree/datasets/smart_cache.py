@@ -20,16 +20,15 @@ from stallfree.datasets.ranks import LocalRanks, job_name, local_ranks, part_of_
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.window import Field, FillProcesses, Window, WindowPlan, replace_count
 from stallfree.errors import InputError, argument_conflict, capacity_too_large, ranks_conflict, state_mismatch
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
-from stallfree.notes import described
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
+from stallfree.raising import described, short_traceback
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import MapStyle, SampleT_co
 from stallfree.units import format_size, parse_whole

@@ -12,9 +12,9 @@ import numpy as np
 from stallfree.device.ahead import Item, LoaderThread, Snapshot
 from stallfree.device.copies import BatchBuffer, Copier, Cuda, Device, Stream, Transform, find_device
 from stallfree.errors import InputError, iteration_over, stop_iteration
-from stallfree.frames import short_traceback
 from stallfree.ipc.process import Owner
 from stallfree.pytree import take_apart
+from stallfree.raising import short_traceback
 from stallfree.typevars import BatchT_co, T
 from stallfree.units import parse_whole
 

@@ -27,13 +27,12 @@ import torch.multiprocessing  # registers how tensors are sent
 from stallfree import errors
 from stallfree.device.copies import Cuda, Device, Event, Stream, find_device, is_plain
 from stallfree.device.prefetcher import DevicePrefetcher
-from stallfree.frames import short_traceback
 from stallfree.ipc.channel import pack_error, unpack_error
 from stallfree.ipc.process import Child, Owner, Parent, end_all
-from stallfree.notes import raisable
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import how_it_ended, need_linux
 from stallfree.pytree import take_apart
+from stallfree.raising import raisable, short_traceback
 from stallfree.typevars import BatchT_co
 from stallfree.units import parse_whole
 

@@ -19,10 +19,10 @@ import torch
 
 from stallfree.datasets.epoch_source import Plan
 from stallfree.errors import WaitError
-from stallfree.frames import users_level
 from stallfree.importance.jobs import Jobs, is_first_here, wait_for_all
 from stallfree.importance.losses import pack, pack_mask, unpack, unpack_mask
 from stallfree.importance.plans import Draw, generator, ranks
+from stallfree.raising import users_level
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

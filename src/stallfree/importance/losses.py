@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from stallfree.errors import StallfreeWarning, loss_update, state_format, state_mismatch
-from stallfree.frames import users_level
+from stallfree.raising import users_level
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

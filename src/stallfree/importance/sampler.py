@@ -15,12 +15,12 @@ import numpy as np
 from stallfree.datasets.epoch_source import Plan, check_state
 from stallfree.datasets.ranks import deal, share
 from stallfree.errors import InputError, argument_conflict, cache_required, ranks_conflict, state_mismatch
-from stallfree.frames import short_traceback
 from stallfree.importance.epoch import ON_MISS, ActiveEpoch, Marks, Residents, Retention
 from stallfree.importance.jobs import agree, num_steps, of_first_rank, ranks_of_job, resident_to_all, steps_of
 from stallfree.importance.losses import Losses, pack, unpack
 from stallfree.importance.plans import PLANS, Draw, Known, Rule, check_cache, check_share, draw_plan, last_eighth
 from stallfree.pipeline.randomness import draw_seed
+from stallfree.raising import short_traceback
 from stallfree.units import parse_size, parse_whole
 
 Array = np.ndarray[Any, np.dtype[Any]]

@@ -18,7 +18,6 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Position, SourceSetup
 from stallfree.datasets.reader import Reader
 from stallfree.errors import StorageError, argument_conflict, sampler_mismatch, state_mismatch, text_of
-from stallfree.frames import users_level
 from stallfree.importance.epoch import ActiveEpoch, Serving
 from stallfree.importance.jobs import benefit
 from stallfree.importance.packages import LOW, MISSED, PENDING, Field, SharedFlags, package_main
@@ -27,6 +26,7 @@ from stallfree.importance.sampler import ImportanceSampler
 from stallfree.ipc.process import Child, Owner, end_all
 from stallfree.loader.messages import Ids
 from stallfree.platform import how_it_ended
+from stallfree.raising import users_level
 from stallfree.stats import ImportanceStats
 from stallfree.units import parse_size
 

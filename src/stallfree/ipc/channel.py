@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from stallfree.errors import BatchError, StallfreeError, text_of
-from stallfree.frames import users_traceback
 from stallfree.ipc.folders import short_path
-from stallfree.notes import is_users, notes_of
 from stallfree.platform import at_fork
+from stallfree.raising import is_users, notes_of, users_traceback
 
 _LENGTH = struct.Struct("<Q")
 _FIELDS = struct.Struct("<3q")

@@ -21,11 +21,11 @@ from stallfree.errors import IdError, text_of
 from stallfree.loader.collate import BatchBuffer, Collate, batch_structure, collate_default, compose, stack, write_batch
 from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Bytes, Ids, Result, Task
 from stallfree.loader.ring import Slots
-from stallfree.notes import described, note_samples
 from stallfree.pipeline.codec import Structure, read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
+from stallfree.raising import described, note_samples
 
 LARGE = 1 << 20
 """Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""

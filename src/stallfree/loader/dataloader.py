@@ -13,7 +13,6 @@ from torch.utils.data import default_collate, default_convert
 
 from stallfree.datasets.epoch_source import EpochSource, SourceSetup
 from stallfree.errors import argument_conflict
-from stallfree.frames import short_traceback
 from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_settings, seed_of, shown_by
 from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
@@ -21,6 +20,7 @@ from stallfree.loader.event_log import EventLog
 from stallfree.loader.order import order_of, shown_samplers, source_of
 from stallfree.loader.pool import Options, new_counts
 from stallfree.pipeline.compose import Transform
+from stallfree.raising import short_traceback
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
 from stallfree.typevars import BatchT_co

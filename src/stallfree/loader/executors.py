@@ -34,8 +34,8 @@ from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
 from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
 from stallfree.loader.ring import Ring
-from stallfree.notes import add_note
 from stallfree.platform import how_it_ended
+from stallfree.raising import add_note
 
 LIVES = 3
 """Number of workers that may die on one batch before an error."""

@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, make_plan
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
 from stallfree.errors import IdError, StallfreeWarning, sampler_output
-from stallfree.frames import users_level
+from stallfree.raising import users_level
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
 """The last epoch that a loader set in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 from stallfree.datasets.reader import Reader, reader_of
-from stallfree.frames import users_level
 from stallfree.loader.batch import BatchBuilder
 from stallfree.loader.collate import Collate
 from stallfree.loader.event_log import EventLog
@@ -24,6 +23,7 @@ from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess,
 from stallfree.loader.messages import NO_SLOT, Result, Task
 from stallfree.loader.ring import Ring
 from stallfree.platform import cpu_count, shares_memory
+from stallfree.raising import users_level
 from stallfree.stats import LoaderStats
 
 KEPT = 3

@@ -14,14 +14,13 @@ from stallfree.datasets.epoch_source import EpochPlan, Position
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
-from stallfree.frames import shorten
 from stallfree.ipc.process import Owner
 from stallfree.loader.event_log import EventLog
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Options, WorkerPool
-from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.codec import read_own_record
+from stallfree.raising import note_samples, raisable, shorten
 from stallfree.sources.mapped import MapSource
 from stallfree.typevars import BatchT_co
 from stallfree.units import format_size

@@ -14,7 +14,6 @@ from itertools import pairwise
 from typing import Any, Self
 
 from stallfree.errors import StallfreeWarning, text_of
-from stallfree.frames import users_level
 from stallfree.ipc.process import call_in_child
 from stallfree.pipeline import compose
 from stallfree.pipeline.compose import Compose, OnItem, Transform, describe_step, flatten, mark_of
@@ -22,6 +21,7 @@ from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import class_functions, code_names, comes_from, random_name
 from stallfree.pipeline.randomness import States, find_generators, sample_seed
 from stallfree.pipeline.values import private
+from stallfree.raising import users_level
 
 # --- what marks and libraries declare --------------------------------------------------------------------------------
 

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from stallfree.errors import StallfreeWarning
-from stallfree.frames import users_level
 from stallfree.pipeline.objects import CONTAINERS, VALUES, attribute, attributes_used, comes_from
+from stallfree.raising import users_level
 
 _ITEMS, _SPREAD = 1 << 20, 256
 """Maximum number of items of a container that are compared, and number of the elements of an array."""

@@ -21,8 +21,8 @@ from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child
 from stallfree.loader.messages import FAILED, PRIVATE, READY, Result, unpack_result
 from stallfree.loader.ring import slot_bytes
-from stallfree.notes import raisable
 from stallfree.pipeline.codec import read_own_record
+from stallfree.raising import raisable
 from stallfree.shared.coordinator import GroupSetup, coordinate
 from stallfree.shared.link import NEWCOMER, Hello, Kind, Link, PrivateSlots
 

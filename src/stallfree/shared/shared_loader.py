@@ -18,16 +18,15 @@ from stallfree.datasets.ranks import find_ranks, job_name
 from stallfree.datasets.reader import reader_of
 from stallfree.datasets.smart_cache import SmartCacheDataset
 from stallfree.errors import InputError, argument_conflict, object_closed, state_mismatch
-from stallfree.frames import short_traceback
 from stallfree.ipc import process
 from stallfree.loader import arguments, pool
 from stallfree.loader.messages import FAILED, NOTHING, Ids
 from stallfree.loader.order import Order
 from stallfree.loader.run import delivery
-from stallfree.notes import note_samples, raisable
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.pipeline.randomness import Randomness, draw_seed
 from stallfree.platform import need_linux
+from stallfree.raising import note_samples, raisable, short_traceback
 from stallfree.shared import coordinator, link, member
 from stallfree.shared.rebatching import Rebatching
 from stallfree.stats import SharedStats

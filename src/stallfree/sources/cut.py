@@ -7,13 +7,13 @@ from functools import partial
 from typing import Any
 
 from stallfree.errors import InputError, cut_attribute, cut_random, cut_refused, text_of
-from stallfree.frames import short_traceback
 from stallfree.ipc.process import call_in_child
 from stallfree.pipeline.classify import Trust, make_twice, spread
 from stallfree.pipeline.compose import Compose, Source, Transform, mark_of
 from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import VALUES, attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
+from stallfree.raising import short_traceback
 from stallfree.sources import mapped
 from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder, Unpacked
 

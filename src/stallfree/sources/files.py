@@ -12,9 +12,9 @@ from urllib.parse import unquote
 import numpy as np
 
 from stallfree.errors import InputError, StallfreeError, argument_conflict, image_folder, image_unreadable
-from stallfree.frames import short_traceback
 from stallfree.pipeline.compose import Compose, OnItem, Out, flatten, in_place, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.raising import short_traceback
 from stallfree.sources.mapped import BaseSource, require_samples
 from stallfree.sources.paths import LabelList, PathList, canonical, is_url, joined, open_url, read_file
 

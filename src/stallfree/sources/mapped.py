@@ -12,9 +12,9 @@ import numpy as np
 from torch.utils.data import Dataset, IterableDataset, Subset
 
 from stallfree.errors import IdError, dataset_changed, dataset_empty, dataset_type, iterable_unsupported
-from stallfree.notes import note_sample, raisable
 from stallfree.pipeline.compose import Compose, OnItem, Source, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.raising import note_sample, raisable
 
 _FOLDER = "torchvision.datasets.folder"
 

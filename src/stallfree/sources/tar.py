@@ -24,10 +24,10 @@ import numpy as np
 import xxhash
 
 from stallfree.errors import InputError, StallfreeWarning, tar_samples, tar_unreadable
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import is_path
 from stallfree.pipeline.compose import Array, Compose, flatten
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.raising import short_traceback
 from stallfree.sources.mapped import BaseSource, require_samples
 from stallfree.sources.paths import PathList, canonical, is_url, open_url, read_exactly, stamp_of
 

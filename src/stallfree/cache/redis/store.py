@@ -54,11 +54,11 @@ from stallfree.cache.redis.servers import (
     load_client,
     shown_address,
 )
-from stallfree.frames import short_traceback
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.ipc.process import finalize_here
 from stallfree.pipeline.codec import read_record
 from stallfree.platform import need_linux
+from stallfree.raising import short_traceback
 from stallfree.units import parse_size, parse_whole
 
 Array = np.ndarray[Any, np.dtype[Any]]
