@@ -157,9 +157,37 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         workers: Any = None,
     ) -> None:
         # All arguments are attributes: other libraries read them to recreate a loader.
-        arguments = {name: value for name, value in locals().items() if name != "self"}
         own = vars(self)  # not by `__setattr__`, whose checks are for attributes that are set later
-        own.update(arguments, shuffle=bool(shuffle), _dataset_kind=int(is_iterable(dataset)))
+        own.update(
+            dataset=dataset,
+            batch_size=batch_size,
+            shuffle=bool(shuffle),
+            sampler=sampler,
+            batch_sampler=batch_sampler,
+            num_workers=num_workers,
+            collate_fn=collate_fn,
+            pin_memory=pin_memory,
+            drop_last=drop_last,
+            timeout=timeout,
+            worker_init_fn=worker_init_fn,
+            generator=generator,
+            prefetch_factor=prefetch_factor,
+            workers=workers,
+            persistent_workers=persistent_workers,
+            pin_memory_device=pin_memory_device,
+            in_order=in_order,
+            seed=seed,
+            with_ids=with_ids,
+            on_error=on_error,
+            staging=staging,
+            device=device,
+            cache=cache,
+            capacity=capacity,
+            transform=transform,
+            event_log=event_log,
+            ranks=ranks,
+            _dataset_kind=int(is_iterable(dataset)),
+        )
         memory = check_arguments(self)
         auto = None
         if memory is not None:

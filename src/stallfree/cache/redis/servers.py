@@ -19,7 +19,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -67,19 +67,28 @@ _inherited: list[Any] = []
 # -- addresses and clients of redis-py ---------------------------------------------------------------------------------
 
 
-def checked_address(given: Any) -> Address:
-    """Return the address in a dict that a user has given; None counts as missing.
+def checked_addresses(hosts: Any) -> dict[str, Address]:
+    """Return the addresses that a user has given, by name in order; values of None count as missing.
 
-    Raises `InputError` for names and values that redis-py does not accept.
+    Raises `InputError` for what is no list of dicts, for what redis-py does not accept, and for a server given twice.
     """
-    try:
-        address = {name: value for name, value in dict(given).items() if value is not None}
-        open_client(address, 1.0).connection_pool.make_connection()
-    except (TypeError, ValueError) as error:
+    if not isinstance(hosts, (list, tuple)) or not hosts or not all(isinstance(host, Mapping) for host in hosts):
         raise errors.server_address(
-            f"a host is no address of a server ({error}): give a dict such as {EXAMPLE}"
-        ) from None
-    return address
+            f"hosts, a {type(hosts).__name__}, is no list of dicts: give servers, such as [{EXAMPLE}]"
+        )
+    addresses = dict[str, Address]()
+    for host in hosts:
+        address = {key: value for key, value in host.items() if value is not None}
+        try:
+            open_client(address, 1.0).connection_pool.make_connection()
+        except (TypeError, ValueError) as error:
+            raise errors.server_address(
+                f"a host is no address of a server ({error}): give a dict such as {EXAMPLE}"
+            ) from None
+        addresses[shown_address(address)] = address
+    if len(addresses) < len(hosts):
+        raise errors.server_address(f"the servers {', '.join(addresses)}: give each of them once")
+    return dict(sorted(addresses.items()))
 
 
 def shown_address(address: Address) -> str:

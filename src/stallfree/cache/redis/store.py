@@ -44,16 +44,7 @@ from stallfree.cache.capacity import check_free_memory
 from stallfree.cache.policies import mixed
 from stallfree.cache.records import MISS
 from stallfree.cache.redis.launch import NodeServer
-from stallfree.cache.redis.servers import (
-    EXAMPLE,
-    ID,
-    Cluster,
-    Server,
-    Servers,
-    checked_address,
-    load_client,
-    shown_address,
-)
+from stallfree.cache.redis.servers import ID, Cluster, Server, Servers, checked_addresses, load_client
 from stallfree.ipc.folders import SharedFolder, check_name, default_root, sweep
 from stallfree.ipc.process import finalize_here
 from stallfree.pipeline.codec import read_record
@@ -204,14 +195,8 @@ class RedisStore:
 
 def _given_servers(hosts: Sequence[Mapping[str, Any]], timeout: float, limit: int | None) -> Servers:
     """Attach to servers given by the user. Raises errors of their addresses and of servers that do not answer."""
-    if not isinstance(hosts, (list, tuple)) or not hosts:
-        shown = {**hosts, "password": "..."} if isinstance(hosts, Mapping) and "password" in hosts else hosts
-        raise errors.server_address(f"hosts={shown!r:.80}: give a list of servers, such as [{EXAMPLE}]")
-    addresses = {shown_address(address): address for address in map(checked_address, hosts)}
-    if len(addresses) < len(hosts):
-        raise errors.server_address(f"the servers {', '.join(addresses)}: give each of them once")
-    given = [addresses[name] for name in sorted(addresses)]
-    name = xxhash.xxh3_64_hexdigest(" ".join(sorted(addresses)).encode())
+    addresses = checked_addresses(hosts)
+    given, name = [*addresses.values()], xxhash.xxh3_64_hexdigest(" ".join(addresses).encode())
     folder = SharedFolder(f"redis-given-{name}", initialize=lambda folder: None)
     try:
         servers = Servers(folder, timeout, given)
