@@ -209,7 +209,7 @@ def test_a_closed_store(pair: list[Server]) -> None:
 
 def test_servers_and_arguments_that_cannot_be_used(tmp_path: Path, pair: list[Server]) -> None:
     hosts: list[Any] = ["localhost:6379", {"hots": "a"}, {"port": "first"}, {"path": "/a", "port": 1}]
-    for host, message in zip(hosts, ("no address of a server", "hots", "port", "port"), strict=True):
+    for host, message in zip(hosts, ("no list of dicts", "hots", "port", "port"), strict=True):
         with pytest.raises(InputError, match=message):
             RedisStore([host])
     for options in ({}, {"hosts": []}, {"hosts": {"host": "a"}}, {"port": -1}, {"name": "/"}):
