@@ -102,5 +102,9 @@ def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
 
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return its living children."""
-    return [child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE]
+    """Return its living children, without the servers of `multiprocessing`, which other tests may have started."""
+    return [
+        child
+        for child in process.children()
+        if child.status() != psutil.STATUS_ZOMBIE and "from multiprocessing." not in " ".join(child.cmdline())
+    ]

@@ -37,7 +37,7 @@ class Settings:
         """Take the present values as unchanged."""
         used = (each for thing in self._things for each in attributes_used(thing))
         self._states = {  # by the identity of the owner, which is kept alive, and the name
-            (id(owner), name): (owner, *_state_of(value)) for owner, name, value in used if _holds_settings(owner)
+            (id(owner), name): (owner, *_state_of(value)) for owner, name, value in used if _is_setting(owner, name)
         }
 
     def changes(self) -> list[str]:
@@ -72,9 +72,13 @@ def _described(name: str, state: tuple[Any, ...]) -> str:
     return f"the {name} of type {kind.__name__}" if ours else f"the attribute {name!r} of {of.__name__}"
 
 
-def _holds_settings(owner: Any) -> bool:
+def _is_setting(owner: Any, name: str) -> bool:
     top, *inner = (owner if isinstance(owner, type) else type(owner)).__module__.split(".")
-    return inner[0] in _OWN if top == "stallfree" else top in _NAMESPACES or top not in sys.stdlib_module_names
+    if top == "stallfree":
+        return inner[0] in _OWN
+    if top == "albumentations" and name == "params":  # those of the last call
+        return False
+    return top in _NAMESPACES or top not in sys.stdlib_module_names
 
 
 def _state_of(value: Any) -> tuple[type, Any, Any]:
@@ -85,7 +89,8 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
     if isinstance(value, torch.Tensor):
         content = value.shape, value.dtype, attribute(value, "_version")
     elif isinstance(value, np.ndarray):
-        content = value.shape, value.dtype, value.flat[:: max(1, value.size // _SPREAD)].tobytes()
+        mapped = isinstance(value, np.memmap)  # whose pages would be read
+        content = value.shape, value.dtype, mapped or value.flat[:: max(1, value.size // _SPREAD)].tobytes()
     elif isinstance(value, (*VALUES, range)):
         return kind, None, value
     try:

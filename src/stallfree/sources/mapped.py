@@ -89,6 +89,10 @@ class BaseSource(ABC):
     def __iter__(self) -> Iterator[Any]:
         return map(self.__getitem__, range(len(self)))
 
+    def __repr__(self) -> str:
+        origin = vars(self).get("dataset", vars(self).get("source"))
+        return f"{type(self).__name__}({'' if origin is None else f'{type(origin).__name__}, '}{len(self)} samples)"
+
 
 def require_samples(length: int, what: str, advice: str) -> None:
     """Raise `InputError` when `length` is 0: `what` is empty, and `advice` says what to do."""
