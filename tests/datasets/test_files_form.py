@@ -361,7 +361,7 @@ def test_open_is_untouched_outside_of_samples(kept: Path) -> None:
                 opener("nowhere")
 
 
-class Writes(Files):
+class WritesWrongly(Files):
     """Writes to a file that it has opened for reading."""
 
     def __getitem__(self, id: int) -> Any:
@@ -373,7 +373,7 @@ class Writes(Files):
 
 
 def test_a_file_opened_for_reading_is_not_written(kept: Path) -> None:
-    with cached(Writes(kept)) as data:
+    with cached(WritesWrongly(kept)) as data:
         assert data[0] == "ServedFile"
 
 
