@@ -102,9 +102,10 @@ def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
 
 
 def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Return its living children, without the servers of `multiprocessing`, which other tests may have started."""
+    """Return its living children, without those that other tests share: the servers of `multiprocessing`, `warm.py`."""
     return [
         child
         for child in process.children()
-        if child.status() != psutil.STATUS_ZOMBIE and "from multiprocessing." not in " ".join(child.cmdline())
+        if child.status() != psutil.STATUS_ZOMBIE
+        and not any(part.startswith("from multiprocessing.") or part.endswith("warm.py") for part in child.cmdline())
     ]
