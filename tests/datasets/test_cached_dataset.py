@@ -153,6 +153,18 @@ class Cyclic:
         return sample
 
 
+def test_a_data_set_that_has_grown_needs_a_new_cache() -> None:
+    data = list(range(12))
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, batch_size=12) as loader:
+        assert len(list(loader)) == 1
+        data.append(12)
+        with (
+            pytest.warns(UserWarning, match="is not what it was"),
+            pytest.raises(IndexError, match="ids 0 to 11: if it has grown, make a new cache"),
+        ):
+            list(sf.DataLoader(cached, batch_size=13))
+
+
 def test_a_sample_that_contains_itself_is_refused_by_name() -> None:
     with pytest.raises(sf.CodecError, match="contains itself"):
         sf.CachedDataset(sf.mark_deterministic(Cyclic()), capacity="1MiB")

@@ -49,7 +49,10 @@ def checked_ids(ids: Any, num_ids: int) -> Array:
     array = array.astype(np.int64, copy=False)
     if len(array) and (array.min() < 0 or array.max() >= num_ids):
         bad = array[(array < 0) | (array >= num_ids)][0]
-        raise IdError(f"id {bad} is outside of the data set: ids are 0 to {num_ids - 1}")
+        raise IdError(
+            f"id {bad} is outside of the data set, of which the cache has ids 0 to {num_ids - 1}: if it has grown, "
+            "make a new cache"
+        )
     return array
 
 

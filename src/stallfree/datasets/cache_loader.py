@@ -15,6 +15,7 @@ from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, ro
 from stallfree.datasets.epoch_source import Ids
 from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
+from stallfree.raising import short_traceback
 from stallfree.stats import CacheStats
 from stallfree.typevars import T
 from stallfree.units import parse_size, parse_whole
@@ -81,6 +82,7 @@ class CacheLoader:
         self.cache: SampleCache = open_cache(store, places, capacity=size, fingerprint=fingerprint, **options)
         self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
 
+    @short_traceback
     def get(self, key: KeyT, load: Callable[[KeyT], T]) -> T:
         """The cached value of `key`, or else that of `load(key)`.
 

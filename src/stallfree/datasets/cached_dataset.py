@@ -25,7 +25,7 @@ from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
-from stallfree.raising import short_traceback, users_level
+from stallfree.raising import short_traceback, shorten, users_level
 from stallfree.sources.mapped import normalize_id
 from stallfree.stats import CacheStats
 from stallfree.typevars import SampleT_co
@@ -239,9 +239,13 @@ class CachedDataset(Dataset[SampleT_co]):
 
     def __getitems__(self, ids: Sequence[int]) -> list[SampleT_co]:
         """The samples of a whole batch: one look into the cache for all. Raises `IdError`, or a sample's error."""
-        wanted = checked_ids(ids, len(self.source))
-        pending = self.reader.start(wanted)
-        return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
+        try:
+            wanted = checked_ids(ids, len(self.source))
+            pending = self.reader.start(wanted)
+            return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
+        except Exception as error:
+            shorten(error)
+            raise
 
     def _seed_now(self) -> int:
         """The seed that was given; else one that all workers of an iteration of torch's loader have in common."""

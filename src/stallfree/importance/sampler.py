@@ -233,6 +233,7 @@ class ImportanceSampler:
 
     # -- losses -------------------------------------------------------------------------------------------------------
 
+    @short_traceback
     def update(self, ids: Any, losses: Any) -> None:
         """Record the losses of served samples: `Batch.ids`, and one loss for each.
 
