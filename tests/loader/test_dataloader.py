@@ -315,6 +315,24 @@ def test_repr() -> None:
     assert repr(sf.DataLoader(data, device="cpu")).endswith("device=device(type='cpu'))")
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_arguments_are_shown_as_torch_shows_them(workers: int) -> None:
+    names = (
+        "batch_size",
+        "num_workers",
+        "prefetch_factor",
+        "drop_last",
+        "timeout",
+        "collate_fn",
+        "generator",
+        "in_order",
+    )
+    names += ("persistent_workers", "pin_memory", "pin_memory_device", "worker_init_fn", "multiprocessing_context")
+    kinds = sf.DataLoader, torch.utils.data.DataLoader
+    ours, theirs = ({name: getattr(kind([1, 2], num_workers=workers), name) for name in names} for kind in kinds)
+    assert ours == theirs
+
+
 # -- samplers that are shown yield the loader's own order: libraries iterate over them --------------------------------
 
 COUNT, SIZE = 22, 4

@@ -197,7 +197,7 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         own.update(
             batch_size=as_int(batch_size) if batch_sampler is None else None,
             num_workers=(as_int(num_workers) or 0) if auto is None else auto.num_workers,
-            prefetch_factor=as_int(prefetch_factor),
+            prefetch_factor=as_int(prefetch_factor) or (2 if as_int(num_workers) else None),  # as torch shows it
             seed=seed_of(dataset, seed, generator),
             multiprocessing_context=None if multiprocessing_context is None else context_of(multiprocessing_context),
             _auto=auto,
