@@ -9,13 +9,13 @@ import copy
 import os
 import select
 import warnings
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Any
 
 from stallfree.datasets.reader import Reader, reader_of
+from stallfree.ipc.process import finalize_here
 from stallfree.loader.batch import BatchBuilder
 from stallfree.loader.collate import Collate
 from stallfree.loader.event_log import EventLog
@@ -121,7 +121,7 @@ class WorkerPool:
         self._gatherers: GatherThreads | None = None
         self._most_gatherers = max(1, min(options.workers, cpu_count(), GATHERERS))
         self._executors: list[Executor] = []
-        self._end = weakref.finalize(self, _close, self._pid, self._executors, reader, self.ring, counts)
+        self._end = finalize_here(self, _close, self._executors, reader, self.ring, counts)
         self._main: Executor = TrainingProcess(self.builder, options.seconds)
         if not shares_memory():
             if options.workers:
@@ -237,9 +237,7 @@ def _warn_of_workers(workers: int) -> None:
     )
 
 
-def _close(owner: int, executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:
-    if os.getpid() != owner:
-        return  # a forked child: the workers and the ring belong to its parent
+def _close(executors: list[Executor], reader: Reader, ring: Ring, counts: Counts) -> None:
     counts["staging_bytes"] = ring.bytes
     with contextlib.ExitStack() as ending:
         ending.callback(ring.close)

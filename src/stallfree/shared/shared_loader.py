@@ -164,7 +164,7 @@ class SharedLoader(Generic[BatchT_co]):
         self._counts = pool.new_counts()
         self._next_epoch, self._resumed, self._done = 0, False, 0
         self._pass: Callable[[], EpochIterator | None] = lambda: None  # the last one begun
-        self._end = weakref.finalize(self, _close, os.getpid(), self._member)
+        self._end = process.finalize_here(self, self._member.close)
 
     def _join(self, options: pool.Options) -> member.Member:
         source, ranks, steps = options.reader.source, self._ranks, getattr(self.dataset, "steps", None)
@@ -416,8 +416,3 @@ class EpochIterator:
 
     def __del__(self) -> None:
         self.close()
-
-
-def _close(pid: int, joined: member.Member) -> None:
-    if pid == os.getpid():  # not a forked child
-        joined.close()
