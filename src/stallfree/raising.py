@@ -115,9 +115,9 @@ def shorten(error: Exception) -> None:
     if isinstance(error, StallfreeError):
         error.__traceback__, error.__cause__ = None, cause
     elif is_users(error):
-        error.__traceback__ = users_traceback(error.__traceback__)
+        error.with_traceback(users_traceback(error.__traceback__))
     if cause is not None:
-        cause.__traceback__ = users_traceback(cause.__traceback__)
+        cause.with_traceback(users_traceback(cause.__traceback__))
 
 
 def short_traceback(call: Callable[P, T]) -> Callable[P, T]:

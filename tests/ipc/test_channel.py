@@ -12,6 +12,7 @@ import time
 import urllib.error
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -212,6 +213,20 @@ class Wants(RuntimeError):
         return super().__new__(cls, needed)
 
 
+class Slotted(ValueError):
+    __slots__ = ("__line", "line")
+
+    def __init__(self, line: int) -> None:
+        super().__init__(f"line {line}")
+        self.line = self.__line = line
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    line: int
+    file: str = "a.csv"
+
+
 class Part:
     """Cannot be unpickled."""
 
@@ -253,6 +268,8 @@ def sent(error: BaseException) -> Any:
     [
         (Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}),
         (Wants(3), {}),
+        (Slotted(7), {"line": 7, "_Slotted__line": 7}),
+        (Frozen(7), {"line": 7, "file": "a.csv"}),
         (Holding("kept"), {"number": 7}),
         (KeyError("left label"), {}),
         (StopIteration(5), {"value": 5}),

@@ -295,7 +295,9 @@ class _Pickler(pickle.Pickler):
         _, arguments, state = (*_builtin(type(value)).__reduce__(value), None)[:3]
         sent = tuple(argument if _dumps(argument) else text_of(argument) for argument in arguments)
         rebuild: Any = _create, (type(value), sent)
-        attributes = {name: attribute for name, attribute in (state or {}).items() if _dumps(attribute)}
+        own = object.__getstate__(value)  # with slots, a pair of which the second is theirs
+        held = dict[str, Any](state or {}) | (own[1] if isinstance(own, tuple) else {})
+        attributes = {name: attribute for name, attribute in held.items() if _dumps(attribute)}
         if not _dumps(type(value)):
             rebuild, attributes = (_stand_in, (_text(value),)), {}
         links = value.__cause__, value.__context__, value.__suppress_context__
@@ -318,10 +320,11 @@ def _stand_in(text: str) -> BatchError:
 
 
 def _restore(made: BaseException, state: tuple[dict[str, Any], tuple[Any, Any, bool]]) -> None:
-    attributes, (made.__cause__, made.__context__, made.__suppress_context__) = state
-    for name, value in attributes.items():
+    attributes, links = state
+    chain = zip(("__cause__", "__context__", "__suppress_context__"), links, strict=True)
+    for name, value in (*chain, *attributes.items()):
         with contextlib.suppress(Exception):  # one that cannot be set
-            setattr(made, name, value)
+            object.__setattr__(made, name, value)  # also of frozen classes
 
 
 def _notes(error: BaseException) -> list[str]:
