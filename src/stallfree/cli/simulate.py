@@ -43,10 +43,10 @@ def simulate(
     if html is not None:
         render.plotly()
     times = {"--load": load, "--transfer": transfer, "--compute": compute}
-    given = [name for name, value in {"--loaders": loaders, **times}.items() if value is not None]
-    if len(given) != (4 if events is None else 0):
+    arguments = [name for name, value in {"--loaders": loaders, **times}.items() if value is not None]
+    if len(arguments) != (4 if events is None else 0):
         raise argument_conflict(
-            f"given: {', '.join(given) or 'nothing'}. Give all of --loaders 8 --load 80ms --transfer 15ms "
+            f"given: {', '.join(arguments) or 'nothing'}. Give all of --loaders 8 --load 80ms --transfer 15ms "
             "--compute 30ms, or none of them and a log with --events"
         )
     if events is not None:

@@ -32,7 +32,7 @@ _RELEASE_SECONDS = 0.002
 """Seconds of waiting for a batch after which pending releases are sent; until then they wait for the next request."""
 
 _CHECK_SECONDS, _STOPPED_SECONDS = 1.0, 10.0
-"""Seconds after which a stopped coordinator (SIGSTOP) is killed, so that it is replaced, and between looks at it."""
+"""Seconds between looks at the coordinator; and after which one that is stopped (SIGSTOP) is killed and replaced."""
 
 log = logging.getLogger("stallfree")
 
@@ -133,7 +133,7 @@ class Link(Connection):
         self._outbox: deque[bytes] = deque()  # messages that are still to be sent
         self._leases: dict[int, _Lease] = {}  # by number of the held batch
         self._ended: deque[_Lease] = deque()  # leases whose memory is freed
-        self._runs = time.monotonic()  # the last time that the coordinator was not stopped
+        self._stopped = float("inf")  # time since when the coordinator is known to be stopped
         prepare_for_forks(self)
 
     def send(self, *messages: bytes) -> None:
@@ -167,13 +167,13 @@ class Link(Connection):
         return message
 
     def _is_stopped(self) -> bool:
-        """Return whether the coordinator has been stopped for 10 s; False for one of another PID namespace."""
+        """Return whether the coordinator was seen stopped for 10 s; False for one of another PID namespace."""
         state = ""
         with contextlib.suppress(OSError, IndexError):
             state = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-        if state != "T":
-            self._runs = time.monotonic()
-        return time.monotonic() - self._runs >= _STOPPED_SECONDS
+        now = time.monotonic()
+        self._stopped = min(self._stopped, now) if state == "T" else float("inf")
+        return now - self._stopped >= _STOPPED_SECONDS
 
     # -- leases -------------------------------------------------------------------------------------------------------
 

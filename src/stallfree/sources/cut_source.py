@@ -90,13 +90,13 @@ class Recorder:
 
     def keys_of(self, output: "Output") -> list[Any]:
         """Return the keys or indices of an output that is unpacked, as they were when the samples were compared."""
-        place = output.number, output.parts
-        if self._learns and place not in self._unpacked:
+        path = output.number, output.parts
+        if self._learns and path not in self._unpacked:
             value = self._value_of(output)
-            self._unpacked[place] = [*value] if isinstance(value, Mapping) else [*range(len(value))]
-        if place not in self._unpacked:
+            self._unpacked[path] = [*value] if isinstance(value, Mapping) else [*range(len(value))]
+        if path not in self._unpacked:
             output.refuse("its output was unpacked, as it was for no sample that was compared")
-        return self._unpacked[place]
+        return self._unpacked[path]
 
     def _value_of(self, output: "Output") -> Any:
         args, kwargs = pytree.tree_map_only(Output, self._value_of, (output.call.args, output.call.kwargs))
@@ -337,8 +337,8 @@ def with_values(holder: Any, values: Mapping[str, Any]) -> Any:
     """
     inner: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for name, value in values.items():
-        first, _, rest = name.partition(".")
-        inner[first][rest] = value
+        first, _, name_within = name.partition(".")
+        inner[first][name_within] = value
     copied = copy.copy(holder)
     for first, rest_of in inner.items():
         value = rest_of[""] if "" in rest_of else with_values(value_at(holder, first), rest_of)

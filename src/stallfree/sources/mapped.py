@@ -135,8 +135,8 @@ class MapSource(BaseSource):
         require_map_style(dataset)
         require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
         getitem = getattr(type(dataset), "__getitem__", Dataset.__getitem__)  # that of `Dataset` raises an error
-        whole = getitem is Dataset.__getitem__ and hasattr(dataset, "__getitems__")
-        self.dataset = SingleItems(dataset) if whole else dataset
+        by_batches = getitem is Dataset.__getitem__ and hasattr(dataset, "__getitems__")
+        self.dataset = SingleItems(dataset) if by_batches else dataset
         self.pipeline = Compose([])
 
     def __len__(self) -> int:
