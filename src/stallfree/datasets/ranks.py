@@ -264,6 +264,8 @@ def _wait_for(store: Any, keys: Sequence[str], advice: str) -> None:
 
 def warn_of_ranks(*, sampler: bool = False, window: bool = False) -> None:
     """Warn if each of several ranks gets all samples from the loader, its `sampler` or the `window` of a host."""
+    if not has_process_group() and "WORLD_SIZE" not in os.environ:
+        return  # soon: this is done for each epoch
     job, or_all = find_ranks(), "; or add ranks=(0, 1) if each rank is to have all"
     count, what, cure = job.count, "ranks gets all samples", "ranks='auto'"
     if window:

@@ -103,8 +103,12 @@ class Channel:
         self._finished = True
         self.flush()
 
-    def receive(self) -> bytearray | None:
-        """Return the next message, or None if it has not arrived completely. Raises `EOFError` at the end."""
+    def receive(self, *, wait: bool = False) -> bytearray | None:
+        """Return the next message, or None if it has not arrived completely. Raises `EOFError` at the end.
+
+        With `wait`, block until it has arrived, or the time limit of the socket has passed.
+        """
+        flags = 0 if wait else socket.MSG_DONTWAIT
         while True:
             body, present = self._start + _LENGTH.size, self._end - self._start
             end = body
@@ -118,7 +122,7 @@ class Channel:
                 memory[:present] = self._in[self._start : self._end]
                 self._in, self._start, self._end = memory, 0, present
             try:
-                received = self._socket.recv_into(memoryview(self._in)[self._end :], 0, socket.MSG_DONTWAIT)
+                received = self._socket.recv_into(memoryview(self._in)[self._end :], 0, flags)
             except BlockingIOError:
                 return None
             except OSError as error:

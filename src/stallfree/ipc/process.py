@@ -262,13 +262,13 @@ class Child(Channel):
                 Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
             _leaders.add(self)
 
-    def receive(self) -> bytearray | None:
+    def receive(self, *, wait: bool = False) -> bytearray | None:
         """Return the next message, or None if there is none yet.
 
         Raises `EOFError` if the process has ended, `WorkerError` if another one would end at its start as well.
         """
         try:
-            while (message := super().receive()) is not None:
+            while (message := super().receive(wait=wait)) is not None:
                 self.reported = True
                 if message:
                     return message
@@ -409,6 +409,8 @@ class Parent(Channel):
         super().__init__(connection)
         self._pid = pid
         self._direct = os.getppid() == pid  # not the child of a fork server
+        second = (1).to_bytes(8, sys.byteorder) + bytes(8)  # and no microseconds
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, second)  # of `receive(wait=True)`
 
     send = report = Channel.send_all
     """Send a message, blocking; or, without one, the report that this process has started."""
@@ -422,20 +424,21 @@ class Parent(Channel):
         """Whether the parent has ended, even if another process has a copy of its end of the connection."""
         return os.getppid() != self._pid if self._direct else not os.path.exists(f"/proc/{self._pid}")
 
-    def listen(self, take: Callable[[bytearray | None], object]) -> None:
-        """Start a thread that calls `take` with each message, then with None if this process must end.
+    def listen(self, take: Callable[[bytearray | None], object] | None) -> None:
+        """Start a thread that calls `take`, if given, with each message, then with None if this process must end.
 
         The thread ends this process with its parent.
         """
 
         def run() -> None:
             try:
-                with contextlib.suppress(EOFError):
-                    while not self.ended:
-                        while (message := self.receive()) is not None:
-                            take(message)
-                        self.wait(1.0)
-                take(None)
+                if take is not None:
+                    with contextlib.suppress(EOFError):
+                        while not self.ended:
+                            message = self.receive(wait=True)
+                            if message is not None:
+                                take(message)
+                    take(None)
                 while not self.ended:
                     time.sleep(_CHECK_SECONDS)
             finally:

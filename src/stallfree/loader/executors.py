@@ -3,8 +3,8 @@
 An executor receives tasks through `submit` and returns results from `poll`, in any order; neither waits. It wakes the
 waiting loop through descriptors, so that one wait covers all executors.
 
-Each worker process is started with its first task, and receives tasks in a thread of its own, which starts their
-fetches while an earlier batch is prepared. Tasks and results are messages over one connection per worker (`messages`);
+Each worker process is started with its first task. It receives tasks in a thread, which starts their fetches while an
+earlier batch is prepared; without such fetches it receives them between two batches. Tasks and results are messages over one connection per worker (`messages`);
 batches are in slots of the ring.
 """
 
@@ -442,7 +442,7 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
     wanted, ahead = 0, False
 
     def take(message: bytearray | None) -> None:
-        """Receive a message of the trainer and start the fetches of its task; None at the end. Runs in a thread."""
+        """Receive a message of the trainer and start the fetches of its task; None at the end."""
         nonlocal wanted
         if message is None:
             inbox.put(None)
@@ -453,7 +453,17 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
         else:
             inbox.put((task, builder.start(task) if ahead else None))
 
-    parent.listen(take)
+    def take_all() -> None:
+        """Receive what has arrived, and wait for the first task: also one that is done may be cancelled by the next."""
+        try:
+            while (message := parent.receive(wait=inbox.empty())) is not None or inbox.empty():
+                if message is not None:
+                    take(message)
+        except EOFError:
+            take(None)
+
+    listens = not builder.reader.direct  # a thread starts fetches while the batch before is prepared
+    parent.listen(take if listens else None)
     builder.reader.split.quiet = True  # the trainer warns
     prepare_process(setup)
     try:
@@ -462,7 +472,11 @@ def worker_main(parent: Parent, setup: WorkerSetup) -> None:
         return  # the trainer has exited
     problem = problem_of_init(setup)
     ahead = problem is None  # fetches start only after the user's `worker_init_fn`
-    while (item := inbox.get()) is not None:
+    while True:
+        if not listens:
+            take_all()
+        if (item := inbox.get()) is None:
+            break
         task, pending = item
         if task.token < wanted:
             result = Result(UNDONE, task.token, task.number, task.slot)
