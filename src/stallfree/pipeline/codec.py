@@ -53,18 +53,12 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from stallfree.errors import CodecError, value_unstorable
-from stallfree.pipeline import values
-from stallfree.pipeline.values import BANDS, CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8
+from stallfree.pipeline.values import BANDS, CARRIERS, TORCH_DTYPES, TORCH_NAMES, U8, aligned_tensor, in_order, is_image
 
 Bytes: TypeAlias = np.ndarray[Any, np.dtype[np.uint8]]
 MAGIC = 0x5AFE0D01
 _HEAD = struct.Struct("=IIII")
 _DEPTH = 100  # deeper nesting is treated as a value that contains itself
-_MALFORMED = (
-    *(ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, MemoryError, SyntaxError),
-    *(RuntimeError, BufferError, struct.error),
-)
-"""What parsing and reading raise for a record that is damaged or forged."""
 _LONGEST = 1000  # characters of a dtype
 _SHORT, _FEW = 8192, 64
 """Bytes of a key, and its lines, up to which the structure is remembered while no value has it."""
@@ -127,13 +121,6 @@ def _text(kind: str, pack: Callable[[Any], bytes], unpack: Callable[[bytes], Any
 _utf8 = partial(str.encode, encoding="utf-8", errors="surrogatepass")
 
 
-def _unpickled(data: bytes) -> Any:
-    try:
-        return pickle.loads(data)
-    except Exception as error:
-        raise CodecError(f"a pickled leaf cannot be loaded: {error}") from error
-
-
 _PLAIN: dict[type, _Plain] = {
     int: _number("int", "q"),
     float: _number("float", "d"),
@@ -143,7 +130,7 @@ _PLAIN: dict[type, _Plain] = {
     np.str_: _text("npstr", _utf8, lambda data: np.str_(data.decode("utf-8", "surrogatepass"))),
     np.bytes_: _text("npbytes", bytes, np.bytes_),
 }
-_PLAIN_LEAVES = {leaf.kind: leaf for _, leaf in (*_PLAIN.values(), _text("pickle", bytes, _unpickled))}
+_PLAIN_LEAVES = {leaf.kind: leaf for _, leaf in (*_PLAIN.values(), _text("pickle", bytes, pickle.loads))}
 
 
 def _leaf_line(kind: str, shape: tuple[int, ...], dtype: str) -> str:
@@ -156,8 +143,6 @@ def _leaf_of(line: str) -> Leaf:
         return _PLAIN_LEAVES[line]
     kind, dims, name = line.split(" ", 2)
     shape = tuple([int(part) for part in dims.split(",")]) if dims else ()
-    if ",".join(map(str, shape)) != dims or min(shape, default=0) < 0:
-        raise ValueError(f"{dims!r} is no shape")
     seen_as = TORCH_DTYPES[name] if kind == "tensor" else None
     dtype = dtype_of(TORCH_NAMES[CARRIERS.get(seen_as, seen_as)] if seen_as else name)
     if not seen_as and dtype_text(dtype) != name:
@@ -174,7 +159,7 @@ def _reader(kind: str, shape: tuple[int, ...], dtype: np.dtype[Any], seen_as: to
         return lambda buffer, start, nbytes: ndarray(shape, dtype, buffer, start).copy()[()]
     if seen_as is None:
         raise ValueError(f"a leaf of unknown kind {kind!r}")
-    from_numpy = torch.from_numpy if dtype != np.complex128 else values.aligned_tensor
+    from_numpy = torch.from_numpy if dtype != np.complex128 else aligned_tensor
     if seen_as in CARRIERS:
         return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start)).view(seen_as)
     return lambda buffer, start, nbytes: from_numpy(ndarray(shape, dtype, buffer, start))
@@ -227,7 +212,7 @@ class Structure:
             self.make: Callable[[Sequence[Any]], Any] = tuple if flat else _maker(expression)
             if next(lines, None) is not None:
                 raise ValueError(f"it has more than {len(leaves)} leaves")
-        except (*_MALFORMED, StopIteration) as error:
+        except Exception as error:
             raise CodecError(f"malformed description of a value: {error}") from error
         self.key, self.leaves = key, tuple(leaves)
         self.readers: tuple[_Reader, ...] = tuple([leaf.read for leaf in leaves])
@@ -354,8 +339,8 @@ def _named_tuple(module: str, name: str, fields: tuple[str, ...]) -> type:
     read: no `__getattr__` runs, nor what a lazy module does when it is looked at.
     """
     owner: Any = sys.modules.get(module)
-    found: Any = _DICT_OF_MODULE(owner).get(name) if issubclass(type(owner), ModuleType) else None
-    if issubclass(type(found), type) and tuple in _MRO(found) and getattr(found, "_fields", None) == fields:
+    found: Any = object.__getattribute__(owner, "__dict__").get(name) if issubclass(type(owner), ModuleType) else None
+    if issubclass(type(found), type) and issubclass(found, tuple) and getattr(found, "_fields", None) == fields:
         return found  # type: ignore[no-any-return]
     raise MissingClassError(
         f"a record holds a named tuple {module}.{name} with the fields {', '.join(map(str, fields))}, whose class "
@@ -363,9 +348,6 @@ def _named_tuple(module: str, name: str, fields: tuple[str, ...]) -> type:
         module,
     )
 
-
-_DICT_OF_MODULE = vars(ModuleType)["__dict__"].__get__
-_MRO: Callable[[Any], tuple[type, ...]] = vars(type)["__mro__"].__get__
 
 _NODES: dict[str, Any] = {
     "__builtins__": {},
@@ -382,11 +364,7 @@ _NODES: dict[str, Any] = {
 
 
 class _Unstorable(Exception):
-    """Raised if `value`, somewhere in the tree, cannot be stored; never leaves this module."""
-
-    def __init__(self, value: Any, reason: str) -> None:
-        super().__init__(reason)
-        self.value, self.reason = value, reason
+    """Raised with a value, somewhere in the tree, that cannot be stored, and the reason; never leaves this module."""
 
 
 _REFUSE, _PICKLE, _OWN = range(3)
@@ -421,12 +399,13 @@ def _encode(value: Any, mode: int) -> tuple[Structure, list[Bytes]]:
     try:
         _walk(value, lines, arrays, 0, mode)
     except _Unstorable as problem:
-        place, bad, kind = "", problem.value, type(problem.value)
+        bad, reason = problem.args
+        place, kind = "", type(bad)
         with suppress(RecursionError, ValueError):  # it contains itself
             pairs, _ = tree_flatten_with_path(value, is_leaf=lambda part: part is bad)
             place = next((keystr(path) for path, part in pairs if part is bad), "")
         name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-        raise value_unstorable(f"sample{place}: {name}: {problem.reason}") from problem.__cause__
+        raise value_unstorable(f"sample{place}: {name}: {reason}") from problem.__cause__
     return (_structure_of_lines if len(lines) <= _FEW else _parsed)(tuple(lines)), arrays
 
 
@@ -473,7 +452,7 @@ def _walk(value: Any, lines: list[_Line], arrays: list[Bytes], depth: int, mode:
         line, children = _dict_line(kind, tuple(value), tuple(map(type, value))), value.values()
     elif issubclass(kind, tuple) and hasattr(kind, "_fields") and not getattr(value, "__dict__", None):
         line = _named_tuple_line(kind)
-    elif values.is_image(value):
+    elif is_image(value):
         line, children = f"p {value.mode}", (np.asarray(value), value.info)
     elif issubclass(kind, np.generic) and (text := dtype_text(value.dtype)) and kind is dtype_of(text).type:
         return _add_array("scalar", np.array(value), text, lines, arrays, mode)
@@ -503,7 +482,7 @@ def array_of(tensor: torch.Tensor) -> Any:
 
 def _add_array(kind: str, array: Any, dtype: str, lines: list[_Line], arrays: list[Bytes], mode: int) -> None:
     if mode == _OWN and not array.flags.c_contiguous:
-        array, order = values.in_order(array)
+        array, order = in_order(array)
         if order:
             lines.append(f"s {json.dumps(order)}")
     lines.append((kind, array.shape, dtype))
@@ -596,8 +575,6 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
     """
     try:
         available = buffer.size
-        if available < _HEAD.size or buffer.dtype != U8 or buffer.ndim != 1:
-            raise CodecError(f"malformed record: {available} elements of {buffer.dtype}, expected uint8 and a header")
         magic, key_size, variable, _ = _HEAD.unpack_from(buffer)  # type: ignore[arg-type]
         if magic != MAGIC or _HEAD.size + key_size > available:
             raise CodecError("malformed record: wrong magic number or truncated")
@@ -622,7 +599,7 @@ def read_record(buffer: Bytes, *, copy: bool, allow_pickle: bool = False) -> Any
         )
     except CodecError:
         raise
-    except _MALFORMED as error:
+    except Exception as error:  # of parsing and reading what is damaged or forged
         raise CodecError(f"malformed record: {error}") from error
 
 
@@ -663,7 +640,7 @@ def _rows(leaf: Leaf, column: Bytes, count: int) -> Sequence[Any]:
     """Return the value of a leaf in each row of its column."""
     typed: Any = column.view(leaf.dtype).reshape(count, *leaf.shape)
     if leaf.kind == "tensor":
-        stacked = values.aligned_tensor(typed)
+        stacked = aligned_tensor(typed)
         dtype = TORCH_DTYPES[leaf.name]
         return (stacked if stacked.dtype == dtype else stacked.view(dtype)).unbind(0)
     if leaf.kind == "array" and not leaf.shape:

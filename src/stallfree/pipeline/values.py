@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 U8 = np.dtype(np.uint8)
@@ -109,7 +108,7 @@ def payload_bytes(record: Any) -> int:
 # --- arrays ---------------------------------------------------------------------------------------------------------
 
 
-def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]]:
+def in_order(array: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], tuple[int, ...]]:
     """Return the array with its dimensions in the order of memory, and the permutation that restores them.
 
     If it is contiguous, and if no order makes it so, that is the array as a contiguous one, and `()`.
@@ -122,6 +121,6 @@ def in_order(array: npt.NDArray[Any]) -> tuple[npt.NDArray[Any], tuple[int, ...]
     return np.ascontiguousarray(array).reshape(array.shape), ()
 
 
-def aligned_tensor(array: npt.NDArray[Any]) -> torch.Tensor:
+def aligned_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Return a tensor of `array`, copied if misaligned: torch faults on complex128 that is not aligned to 16 bytes."""
     return torch.from_numpy(array if array.__array_interface__["data"][0] % 16 == 0 else array.copy())
