@@ -5,14 +5,13 @@ A sample is `random_part(deterministic_part(fetch(id)))`. A *source* separates t
 
 In-place steps write their result directly into a batch. A loader that composes a batch in place calls these steps with
 `out=`, the batch rows that the sample will fill. A step that makes an array calls `empty`, which returns such a row if
-a free one has that shape and dtype, else new memory. Later steps modify the row itself (`given`). The row belongs to
-the batch, so `out` is passed only if the classes of all steps are marked `in_place`: such steps neither keep nor change
-their input, except for rows of this sample.
+a free one has that shape and dtype, else new memory. The row belongs to the batch, so `out` is passed only if the
+classes of all steps are marked `in_place`: such steps neither keep nor change their input.
 """
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
@@ -49,15 +48,8 @@ class Compose:
     def __init__(self, transforms: Iterable[Transform] = ()) -> None:
         if not isinstance(transforms, Iterable):
             raise InputError(f"Compose got {transforms!r}: give a list, such as Compose([decode, resize])")
-        steps: list[Transform] = []
-        for place, transform in enumerate(transforms):
-            if not callable(transform):
-                raise InputError(
-                    f"transform {place} of Compose is {transform!r}, which cannot be called: give a function"
-                )
-            steps += flatten(transform)
-        self.transforms = tuple(steps)
-        self._calls = tuple(map(as_call, steps))
+        self.transforms = tuple(step for each in transforms for step in flatten(_callable(each, "Compose")))
+        self._calls = tuple(map(as_call, self.transforms))
 
     def __call__(self, value: Any) -> Any:
         for call in self._calls:
@@ -126,9 +118,8 @@ class OnItem:
     transform: Transform
 
     def __init__(self, key: Any, transform: Transform) -> None:
-        if not callable(transform):
-            raise InputError(f"OnItem({key!r}, ...) got {transform!r}, which cannot be called: give a function")
-        self.key, self.transform, self._call = key, transform, as_call(transform)
+        self.key, self.transform = key, _callable(transform, f"OnItem({key!r}, ...)")
+        self._call = as_call(transform)
 
     def __call__(self, value: Any, out: Any = None) -> Any:
         if not isinstance(value, (tuple, list, Mapping)):
@@ -143,6 +134,12 @@ class OnItem:
 
     def __repr__(self) -> str:
         return f"OnItem({self.key!r}, {describe_step(self.transform)})"
+
+
+def _callable(transform: Transform, owner: str) -> Transform:
+    if not callable(transform):
+        raise InputError(f"{owner} got {transform!r}, which cannot be called: give a function")
+    return transform
 
 
 def flatten(transform: Transform | None) -> tuple[Transform, ...]:
@@ -183,13 +180,8 @@ def halves_of(step: Transform) -> tuple[Transform, Transform] | None:
     if type(step) is OnItem:
         inner = halves_of(step.transform)
         return inner and (OnItem(step.key, inner[0]), OnItem(step.key, inner[1]))
-    for cls in type(step).__mro__:
-        if "halves" in vars(cls):
-            halves: tuple[Transform, Transform] | None = step.halves()  # type: ignore[attr-defined]
-            return halves
-        if "__call__" in vars(cls):
-            return None
-    return None
+    defining = next((cls for cls in type(step).__mro__ if vars(cls).keys() & {"halves", "__call__"}), object)
+    return step.halves() if "halves" in vars(defining) else None  # type: ignore[attr-defined]
 
 
 def is_monai_compose(transform: Any) -> bool:
@@ -217,8 +209,8 @@ def call_albumentations(step: Callable[..., Any], value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return step(image=value)["image"]
     raise transform_input(
-        f"{describe(step)} got a {type(value).__name__}: albumentations wants a NumPy array (height, width, channels) "
-        "or a mapping such as {'image': array}; put a step before it that converts"
+        f"{describe(step)} got a {type(value).__name__}: albumentations wants a NumPy array, or a mapping such as "
+        "{'image': array}; put a step before it that converts"
     )
 
 
@@ -316,10 +308,9 @@ def mark_of(transform: object) -> bool | None:
 
 def note_drew(transform: object) -> bool:
     """Record, in this process and in pickles, that `transform` drew. Returns False if this is known already."""
-    if drew(transform):
-        return False
+    is_known = drew(transform)
     _note(transform, DREW, True)
-    return True
+    return not is_known
 
 
 def drew(transform: object) -> bool:
@@ -350,12 +341,8 @@ def _note(thing: object, name: str, value: bool) -> bool:
 _IN_PLACE = "_stallfree_in_place"
 
 
-class Out:
-    """Rows of a batch that one sample may fill."""
-
-    def __init__(self, rows: Sequence[Array]) -> None:
-        self.free = list(rows)
-        self.taken: list[Array] = []
+Out: TypeAlias = list[Array]
+"""Free rows of a batch that one sample may fill."""
 
 
 def in_place(cls: C) -> C:
@@ -373,13 +360,7 @@ def works_in_place(step: Transform) -> bool:
 def empty(out: Out | None, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
     """Return an uninitialised array: a free row of `out`, or a new one."""
     if out is not None:
-        for at, row in enumerate(out.free):
+        for at, row in enumerate(out):
             if row.shape == shape and row.dtype == dtype:
-                out.taken.append(row)
-                return out.free.pop(at)
+                return out.pop(at)
     return np.empty(shape, dtype)
-
-
-def given(out: Out | None, array: Array) -> bool:
-    """Return whether `array` is a row that `empty` took from `out`, so that it may be changed."""
-    return out is not None and any(array is row for row in out.taken)
