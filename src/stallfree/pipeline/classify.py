@@ -11,17 +11,18 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from types import FunctionType
 from typing import Any, Self
 
-from stallfree.errors import StallfreeWarning, text_of
+from stallfree.errors import StallfreeWarning
 from stallfree.ipc.process import call_in_child
 from stallfree.pipeline import compose
 from stallfree.pipeline.compose import Compose, OnItem, Transform, describe_step, flatten, mark_of
 from stallfree.pipeline.fingerprint import same
-from stallfree.pipeline.objects import class_functions, code_names, comes_from, random_name
+from stallfree.pipeline.objects import code_names, comes_from, random_name
 from stallfree.pipeline.randomness import States, find_generators, sample_seed
 from stallfree.pipeline.values import private
-from stallfree.raising import users_level
+from stallfree.raising import described, users_level
 
 # --- what marks and libraries declare --------------------------------------------------------------------------------
 
@@ -95,8 +96,8 @@ def _albumentations(transform: Any) -> bool | None:
         several = isinstance(sizes, (list, tuple)) and len(sizes) > 1
         return several or "random" in (str(getattr(position, "value", position)) for position in positions)
     own = cls.__mro__[: [base.__name__ for base in cls.__mro__].index("BasicTransform")]
-    names = {name for base in own for function in class_functions(base) for name in code_names(function.__code__)}
-    return bool(names & _ALBUMENTATIONS_DRAWS)
+    members = [member for base in own for member in vars(base).values() if isinstance(member, FunctionType)]
+    return any(code_names(function.__code__) & _ALBUMENTATIONS_DRAWS for function in members)
 
 
 def _monai(transform: Any) -> bool | None:
@@ -335,10 +336,9 @@ def _trial(steps: Sequence[Transform], probe: Any) -> Found | None:
         trust = [Trust(), *map(Trust.of, steps)]
         _, differs = make_twice(lambda: probe, None, steps, trust, States(find_generators(steps)))
     except StepError as problem:
-        text = f"raised {type(problem.error).__name__}: {text_of(problem.error)}"
         at = next((at for at in range(problem.at, len(steps)) if known(steps[at]) is None), None)
         who = "it" if at == problem.at else "a step before it"
-        differs = None if at is None else Found(at, f"{who} {text}", certain=False)
+        differs = None if at is None else Found(at, f"{who} raised {described(problem.error)}", certain=False)
     return earliest(found, differs)
 
 

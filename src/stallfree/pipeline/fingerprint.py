@@ -8,7 +8,6 @@ import copyreg
 import enum
 import functools
 import inspect
-import logging
 import os
 import pickle
 import types
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import PurePath
-from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -29,7 +27,6 @@ from stallfree.errors import CodecError, StallfreeError, no_fingerprint
 from stallfree.pipeline import objects
 from stallfree.pipeline.codec import array_of, encode
 from stallfree.pipeline.compose import DREW, Array, mark_of
-from stallfree.pipeline.objects import attribute, comes_from, describe, library_version
 from stallfree.pipeline.values import private
 
 _TRANSIENT = frozenset({"params", "applied_in_replay", "seed", "_images_was_list", "_masks_was_list", "_key2func"})
@@ -45,8 +42,8 @@ _VALUES = (set, frozenset, np.ndarray, np.generic, np.dtype, torch.Tensor, enum.
 """Types of which equal values count alike, whether they are one object or two."""
 
 
-def fingerprint(*objects: Any) -> str:
-    """Return 32 hexadecimal digits that change when the code or a parameter of one of `objects` changes.
+def fingerprint(*things: Any) -> str:
+    """Return 32 hexadecimal digits that change when the code or a parameter of one of `things` changes.
 
     The result is the same in every process and under every hash seed, for one version of Python. Covered are plain
     values (`1`, `1.0` and `True` differ), arrays, tensors and containers, with the order of their items; functions with
@@ -65,7 +62,7 @@ def fingerprint(*objects: Any) -> str:
     unknown = _unknown.get(None)
     if unknown is None:
         with tolerant() as unknown:
-            text = fingerprint(*objects)
+            text = fingerprint(*things)
         if unknown:
             raise no_fingerprint(
                 f"{unknown[0]} cannot be fingerprinted: give it, or the transform that holds it, a method "
@@ -73,13 +70,13 @@ def fingerprint(*objects: Any) -> str:
             )
         return text
     try:
-        return _digest(objects, {}).hex()
+        return _digest(things, {}).hex()
     except StallfreeError:  # of an object's own method
         raise
     except (RecursionError, ValueError):
-        what = " and ".join(type(thing).__qualname__ for thing in objects)
-        unknown.append(f"the {what}, which is nested too deeply or contains itself,")
-        return _digest([describe(type(thing)) for thing in objects], {}).hex()
+        names = [objects.describe(type(thing)) for thing in things]
+        unknown.append(f"the {' and '.join(names)}, which is nested too deeply or contains itself,")
+        return _digest(names, {}).hex()
 
 
 _unknown: ContextVar[list[str]] = ContextVar("unknown")
@@ -182,21 +179,21 @@ class _Walker(pickle.Pickler):
         except Exception:  # it cannot be copied, or code of the user's raised it
             unknown = _unknown.get()
             label = "" if unknown else objects.label_of(thing, (*self.root, *self.pending))
-            unknown.append(f"{label or 'an object'} of type {describe(type(thing))}")
-            return "unknown", describe(type(thing))
+            unknown.append(f"{label or 'an object'} of type {objects.describe(type(thing))}")
+            return "unknown", objects.describe(type(thing))
 
 
 @functools.singledispatch
 def _form(thing: Any, walker: _Walker) -> Any:
     """Return what stands for `thing`: by default its class and state, as `copy` and `pickle` see it."""
-    own = attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
+    own = objects.attribute(thing, "fingerprint") if hasattr(type(thing), "fingerprint") else None
     if inspect.ismethod(own) and not any(
         part.default is part.empty and "VAR" not in part.kind.name
         for part in inspect.signature(own).parameters.values()
     ):
-        pipeline = attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
+        pipeline = objects.attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
         return own(), pipeline if callable(pipeline) else None
-    if isinstance(attribute(thing, "__wrapped__"), FunctionType):
+    if isinstance(objects.attribute(thing, "__wrapped__"), types.FunctionType):
         return thing.__wrapped__
     reducer = copyreg.dispatch_table.get(type(thing))
     reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
@@ -215,7 +212,7 @@ def _pickles_itself(cls: type) -> bool:
     """Return whether a user's class decides what of its instances is pickled."""
     names = ("__getstate__", "__reduce__", "__reduce_ex__")
     own = any(getattr(cls, name, None) is not getattr(object, name) for name in names)
-    return own and library_version(objects.module_of(cls)) is None
+    return own and objects.library_version(objects.module_of(cls)) is None
 
 
 def _left_out(thing: Any, state: Any, walker: _Walker) -> list[tuple[str, bytes]]:
@@ -223,7 +220,7 @@ def _left_out(thing: Any, state: Any, walker: _Walker) -> list[tuple[str, bytes]
 
     Those without a fingerprint, such as locks and open files, do not count.
     """
-    attributes, hidden = attribute(thing, "__dict__"), []
+    attributes, hidden = objects.attribute(thing, "__dict__"), []
     for name in sorted(attributes) if type(attributes) is dict else ():
         if type(state) is not dict or name not in state:
             with tolerant() as unknown, suppress(Exception):  # such as an object whose own code fails
@@ -236,7 +233,7 @@ def _state(state: Any, cls: type) -> Any:
     """Return the state of an instance of `cls` without what is of no account, in the order of its names."""
     if type(state) is not dict or not all(type(name) is str for name in state):
         return state
-    transient = any(comes_from(base, "albumentations") for base in cls.__mro__)
+    transient = any(objects.comes_from(base, "albumentations") for base in cls.__mro__)
     ignored = {DREW, *(_TRANSIENT if transient else ())}
     return {name: state[name] for name in sorted(state) if name not in ignored}
 
@@ -250,12 +247,12 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: type(value).__qualname__ if silent(value) else value for name, value in values.items()}
 
 
-@_form.register(FunctionType)
+@_form.register(types.FunctionType)
 @_form.register(type)
 def _form_of_definition(thing: Any, walker: _Walker) -> Any:
     """Of a library, the name and the version; with the user's functions that a decorator of a library holds."""
     module = objects.module_of(thing)
-    version = library_version(module)
+    version = objects.library_version(module)
     if version is None:
         walker.pending.append(thing)
         return None
@@ -272,15 +269,13 @@ def _form_of_definition(thing: Any, walker: _Walker) -> Any:
 
 def _definition(thing: Any, walker: _Walker) -> Any:
     """Return what stands for a function or class of the user's: its code, and what its code names."""
-    if isinstance(thing, FunctionType):
+    if isinstance(thing, types.FunctionType):
         values = _named(objects.named_values(thing))
-        return thing.__code__, thing.__defaults__, thing.__kwdefaults__, _state(vars(thing), FunctionType), values
+        return thing.__code__, thing.__defaults__, thing.__kwdefaults__, _state(vars(thing), type(thing)), values
     members = {
         name: member
         for name, member in sorted(vars(thing).items())
         if name != DREW
-        and not inspect.ismemberdescriptor(member)
-        and not inspect.isgetsetdescriptor(member)
         and (callable(member) or not (name.startswith("__") and name.endswith("__")))
         and not name.startswith(("__annotate", "_abc_"))
     }
@@ -296,12 +291,11 @@ def _form_of_code(code: types.CodeType, walker: _Walker) -> Any:
 
 
 @_form.register(types.BuiltinFunctionType)
-@_form.register(np.ufunc)
 def _form_of_builtin(function: Any, walker: _Walker) -> Any:
-    owner = attribute(function, "__self__")
-    name = attribute(function, "__qualname__") or function.__name__
-    module = attribute(function, "__module__") or ("numpy" if isinstance(function, np.ufunc) else "builtins")
-    return f"{module}.{name} {library_version(module)}", None if isinstance(owner, ModuleType) else owner
+    owner = objects.attribute(function, "__self__")
+    name = objects.attribute(function, "__qualname__") or function.__name__
+    module = objects.attribute(function, "__module__") or "builtins"
+    return f"{module}.{name} {objects.library_version(module)}", None if isinstance(owner, types.ModuleType) else owner
 
 
 @_form.register(set)
@@ -318,10 +312,10 @@ def _form_of_set(items: Any, walker: _Walker) -> Any:
 @_form.register(np.generic)
 def _form_of_array(array: Any, walker: _Walker) -> Any:
     plain = np.asarray(array)
-    objects = plain.dtype.hasobject or plain.dtype.kind == "T"
-    if plain.dtype.names and not objects and plain.nbytes <= _LARGE and _file_of(array) is None:
+    has_objects = plain.dtype.hasobject or plain.dtype.kind == "T"
+    if plain.dtype.names and not has_objects and plain.nbytes <= _LARGE and _file_of(array) is None:
         plain = np.lib.recfunctions.repack_fields(plain, recurse=True)  # bytes between fields are of no account
-    content = plain.ravel().tolist() if objects else _bytes(plain, _file_of(array))
+    content = plain.ravel().tolist() if has_objects else _bytes(plain, _file_of(array))
     form = array.dtype.str, str(array.dtype.fields), plain.shape, content
     if isinstance(array, np.ma.MaskedArray):
         return *form, type(array), np.ma.getmaskarray(array), array.fill_value
@@ -371,8 +365,7 @@ def _file_of(array: Any) -> str | None:
 _FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [
     ((PurePath, complex), str),
     (objects.GENERATOR_TYPES, lambda thing: None),
-    ((logging.Logger,), lambda thing: thing.name),
-    ((ModuleType,), lambda thing: f"{thing.__name__} {library_version(thing.__name__)}"),
+    ((types.ModuleType,), lambda thing: f"{thing.__name__} {objects.library_version(thing.__name__)}"),
     ((types.MethodType,), lambda thing: (thing.__self__, thing.__func__)),
     ((functools.partial,), lambda thing: (type(thing), thing.func, thing.args, thing.keywords)),
     ((enum.Enum,), lambda thing: (type(thing), thing.name, thing.value)),

@@ -18,7 +18,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
 from itertools import islice
-from operator import itemgetter
 from pathlib import Path, PurePath
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -29,7 +28,7 @@ import xxhash
 
 LIBRARIES = {
     *sys.stdlib_module_names,
-    *("builtins", "typing_extensions", "stallfree", "torch", "torchvision", "torchaudio", "torchcodec", "numpy"),
+    *("typing_extensions", "stallfree", "torch", "torchvision", "torchaudio", "torchcodec", "numpy"),
     *("scipy", "pandas", "polars", "pyarrow", "numba", "sklearn", "PIL", "cv2", "skimage", "imageio", "tifffile"),
     *("simplejpeg", "turbojpeg", "kornia", "timm", "albumentations", "albucore", "monai", "nibabel", "SimpleITK"),
     *("pydicom", "h5py", "zarr", "numcodecs", "netCDF4", "xarray", "lmdb", "msgpack", "fsspec", "s3fs", "gcsfs"),
@@ -62,8 +61,8 @@ def library_version(module: str) -> str | None:
     top = module.partition(".")[0]
     if top not in LIBRARIES:
         return None
-    standard = top == "builtins" or top in sys.stdlib_module_names
-    return "python" if standard else str(attribute(sys.modules.get(top), "__version__", "unknown"))
+    in_python = top in sys.stdlib_module_names
+    return "python" if in_python else str(attribute(sys.modules.get(top), "__version__", "unknown"))
 
 
 def module_of(thing: Any) -> str:
@@ -196,13 +195,6 @@ def closure_values(function: FunctionType) -> dict[str, Any]:
     return values
 
 
-def class_functions(cls: type) -> Iterator[FunctionType]:
-    """Yield the functions defined in the body of `cls`, including properties, class methods and static methods."""
-    for member in vars(cls).values():
-        inner = (attribute(member, name) for name in ("__func__", "fget", "fset", "func"))
-        yield from (each for each in (*inner, member) if isinstance(each, FunctionType))
-
-
 def attributes(thing: object) -> dict[str, Any]:
     """Return the attributes that `thing` itself holds, in its `__dict__` or in slots."""
     slots: list[str] = copyreg._slotnames(type(thing))  # type: ignore[attr-defined]
@@ -270,7 +262,7 @@ def random_name(thing: Any) -> str | None:
     Such as "default_rng in Flip.__call__"; None if it names none.
     """
     sources = [(isinstance(value, ModuleType), label) for value, label in _Walk(thing).run() if _is_source(value)]
-    return min(sources, key=itemgetter(0), default=(False, None))[1]  # a module says the least
+    return min(sources, key=lambda source: source[0], default=(False, None))[1]  # a module says the least
 
 
 def _is_source(value: Any) -> bool:

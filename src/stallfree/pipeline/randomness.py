@@ -44,14 +44,10 @@ def handle_of(generator: Any) -> Handle:
     legacy = isinstance(generator, np.random.RandomState)
     bits = generator._bit_generator if legacy else generator.bit_generator
     get = partial(generator.get_state, legacy=False) if legacy else lambda: bits.state
-    put = generator.set_state if legacy else partial(_set_bits, bits)
+    put = generator.set_state if legacy else partial(setattr, bits, "state")
     if legacy and isinstance(bits, np.random.MT19937):
         return Handle(generator, lambda seed: generator.seed(seed & 0xFFFFFFFF), get, put)
-    return Handle(generator, lambda seed: _set_bits(bits, type(bits)(seed).state), get, put)
-
-
-def _set_bits(bits: Any, state: Any) -> None:
-    bits.state = state
+    return Handle(generator, lambda seed: put(type(bits)(seed).state), get, put)
 
 
 def _globals() -> tuple[object, ...]:
