@@ -18,7 +18,6 @@ from stallfree.ipc.process import call_in_child
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.classify import spread
 from stallfree.pipeline.compose import Compose
-from stallfree.pipeline.objects import class_functions, code_names, module_of, named_values
 from stallfree.sources import file_opens
 from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
 
@@ -56,15 +55,16 @@ class FileTable:
             return None
         head, data = record
         id, mark = _id_in(head), _mark(head)
-        trusted = self.verified.array[id] == mark
-        if not trusted:
+        if self.verified.array[id] != mark:
+            current = b""
             with contextlib.suppress(Exception):  # it is not there any more
-                trusted = _head(stamp(), id, key) == head
-            self.verified.array[id] = mark if trusted else 0
-        if not trusted:
-            self.cache.count_changed(1)
-            self._drop(id)
-        return data if trusted else None
+                current = _head(stamp(), id, key)
+            if current != head:
+                self.cache.count_changed(1)
+                self._drop(id)
+                return None
+            self.verified.array[id] = mark
+        return data
 
     def put(self, key: bytes, stamp: str, data: bytes) -> None:
         """Store the content of a file as it was read, if there is room."""
@@ -152,12 +152,6 @@ _LOOKS, _LEAST, _SECONDS, _BYTES = 8, 2, 1.0, 64 << 20
 _UNSEEN_BYTES, _UNSEEN_SHARE = 4096, 0.02
 """From how many bytes that do not pass `open` on they are reported, and from what share of all."""
 
-_NATIVE = {
-    *("cv2", "h5py", "SimpleITK", "lmdb", "rasterio", "decord", "av", "pyarrow", "soundfile", "torchaudio"),
-    *("torchvision", "torchcodec", "netCDF4", "safetensors"),
-}
-"""Libraries that open files natively."""
-
 _CURE = "give it an open file, open(path, 'rb'), or the bytes of one, as cv2.imdecode and h5py.File take them"
 
 
@@ -205,7 +199,7 @@ def look_at_files(dataset: Any) -> tuple[MapSource, FilesLook]:
 
 def _look(source: MapSource) -> FilesLook:
     look, began = FilesLook(), time.monotonic()
-    name, library = type(source.dataset).__name__, _native_library(source.dataset)
+    name = type(source.dataset).__name__
 
     def make(id: int) -> tuple[int, file_opens.Files]:
         files, before = file_opens.Files(look, look.most), _bytes_read() - look.size
@@ -225,14 +219,14 @@ def _look(source: MapSource) -> FilesLook:
         if made == 1 and unseen >= _UNSEEN_BYTES and part >= _UNSEEN_SHARE:
             look.warning = (
                 f"form='files' caches what passes Python's open(), and {part:.0%} of the bytes of {name}[{id}] do not: "
-                f"{library} opens files itself. Instead, {_CURE}"
+                f"a library opens files itself. Instead, {_CURE}"
             )
         if made >= _LEAST and (time.monotonic() - began > _SECONDS or look.size > _BYTES):
             break
     if not look.files:
         raise no_files(
             f"form='files' caches the files that a data set opens by Python's open(), and the samples of {name} opened "
-            f"none of up to 64 MiB. If {library} opens its files, {_CURE}. If its samples do not come from files, it "
+            f"none of up to 64 MiB. If a library opens its files, {_CURE}. If its samples do not come from files, it "
             "gains nothing from a cache"
         )
     return look
@@ -243,12 +237,3 @@ def _bytes_read() -> int:
     with contextlib.suppress(OSError, ValueError), open("/proc/thread-self/io", "rb") as file:
         return int(file.readline().split()[1])
     return 0
-
-
-def _native_library(dataset: Any) -> str:
-    """Return the libraries by which a data set opens files, as far as its code shows."""
-    names = set[str]()
-    for function in (function for cls in type(dataset).__mro__ for function in class_functions(cls)):
-        values = named_values(function, libraries=True).values()
-        names |= code_names(function.__code__) | {module_of(value).partition(".")[0] for value in values}
-    return " or ".join(sorted(_NATIVE & names)) or "a library"

@@ -13,9 +13,9 @@ from stallfree.pipeline.compose import Compose, Source, Transform, mark_of
 from stallfree.pipeline.fingerprint import same
 from stallfree.pipeline.objects import VALUES, attribute, comes_from, random_name
 from stallfree.pipeline.randomness import Randomness, States
-from stallfree.raising import short_traceback
+from stallfree.raising import described, short_traceback
 from stallfree.sources import mapped
-from stallfree.sources.cut_source import CutSource, FlatPlan, Recorder, Unpacked
+from stallfree.sources.cut_source import RETURN_IT, CutSource, FlatPlan, Recorder, Unpacked
 
 _SAMPLES = 8
 """Samples that are compared, spread over the data set."""
@@ -116,7 +116,7 @@ def cut_any(dataset: Any, run: Callable[..., Any] | None = None) -> tuple[Source
         call, what = partial(_try, dataset, tries), f"the cut of {type(dataset).__name__}"
         source = build(call_in_child(call, what) if run is None else run(call, build))
     except Exception as error:
-        return None, text_of(error) if isinstance(error, InputError) else _described(error)
+        return None, text_of(error) if isinstance(error, InputError) else described(error)
     return source, source.words
 
 
@@ -190,10 +190,7 @@ class _Check:
             try:
                 source = CutSource(self._dataset, names)
             except Exception as error:
-                raise cut_refused(
-                    f"{self._what}: it cannot be copied with another object in that place ({_described(error)}): make "
-                    "the transform a plain attribute"
-                ) from error
+                raise cut_refused(f"{self._what}: make the transform a plain attribute ({described(error)})") from error
             plans, called = self._record(Recorder(source, learns=True))
             if leave_out:  # the transform of another attribute may be one that is called
                 used = [transforms[at] for at in called]
@@ -203,9 +200,8 @@ class _Check:
                 return self([names[at] for at in sorted(called)], leave_out=True)
             if idle:
                 raise cut_refused(
-                    f"{self._kind} does not call its {idle[0]} for any of the samples "
-                    f"{', '.join(map(str, self._samples))}: leave it out, or name a sample that it is called for with "
-                    "check=[id]. A data set that keeps its samples after the transform cannot be cut"
+                    f"{self._kind} does not call its {idle[0]} for any of the samples {[*self._samples]}: leave it "
+                    "out, or name one with check=[id]. A data set that keeps its samples cannot be cut"
                 )
             self._require_steady(source)
             for plan in [plans[0], None] if plans[0] and plans.count(plans[0]) == len(plans) else [None]:
@@ -244,8 +240,7 @@ class _Check:
             except Exception as error:
                 raise cut_refused(
                     f"{self._what}: sample {id} cannot be made without the output of the transform "
-                    f"({_described(error)}): let __getitem__ return the output as it is, and move what follows into "
-                    "the transform"
+                    f"({described(error)}): {RETURN_IT}"
                 ) from error
             called |= {call.number for call in recorder.calls}
             plans.append((recorder.flat(sample) or [None])[0])
@@ -277,25 +272,18 @@ class _Check:
             try:
                 equal = same(sample, source.pipeline(source.fetch(id)))
             except Exception as error:
-                return (
-                    f"sample {id} is made by the data set, but not if the transform runs afterwards "
-                    f"({_described(error)}): call the transform with values that stay as they are"
-                )
+                why = f"the transform fails if it runs afterwards ({described(error)})"
+                return f"sample {id} differs: {why}: call it with values that stay as they are"
             if equal is None:
                 return (
-                    f"its samples, such as {id} of type {type(sample).__name__}, cannot be compared: return tensors, "
-                    "arrays, numbers, texts, or containers of these"
+                    f"sample {id} of type {type(sample).__name__} cannot be compared: return tensors, arrays, numbers"
                 )
+            if not equal and same(sample, self._make(id)):
+                why = "if the transform runs after the rest of __getitem__"
+                return f"sample {id} differs {why}: call it with what it needs, and return its output as it is"
             if not equal:
-                return f"sample {id} differs " + (
-                    "if the transform runs after the rest of __getitem__: call the transform with what it needs, and "
-                    "return its output as it is"
-                    if same(sample, self._make(id))
-                    else "each time, also from equal states of all generators: let the transform draw from a generator "
-                    "that it keeps, or from a global one"
+                why = "each time, also from equal states of all generators"
+                return (
+                    f"sample {id} differs {why}: let the transform draw from a global generator, or one that it keeps"
                 )
         return ""
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {text_of(error)}"

@@ -28,7 +28,6 @@ from torch.utils import _pytree as pytree
 from stallfree.errors import InputError, cut_refused
 from stallfree.pipeline import compose
 from stallfree.pipeline.classify import known
-from stallfree.pipeline.compose import Compose, OnItem, Transform
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.values import private
 from stallfree.platform import at_fork
@@ -43,6 +42,8 @@ at_fork(after_in_child=lambda: vars(_thread).clear())
 
 Unpacked = dict[tuple[int, tuple[Any, ...]], list[Any]]
 """The keys of outputs that are unpacked, by the number of the transform and the parts."""
+
+RETURN_IT = "let __getitem__ return the output as it is, and move what follows into the transform"
 
 # --- recording ------------------------------------------------------------------------------------------------------
 
@@ -107,7 +108,7 @@ class Recorder:
         """Raise `InputError`, and remember it: the data set may catch it."""
         error = cut_refused(
             f"{self._kind} cannot be cut at {self._names[number]!r}: when sample {self.id} was made, {use}, which "
-            "needs the real one: let __getitem__ return the output as it is, and move what follows into the transform"
+            f"needs the real one: {RETURN_IT}"
         )
         self._refusal = self._refusal or error
         raise error
@@ -249,7 +250,7 @@ class CallTransforms:
     It is random if one of them is known to be, and may be cached if that is known of all.
     """
 
-    def __init__(self, transforms: Sequence[Transform]) -> None:
+    def __init__(self, transforms: Sequence[compose.Transform]) -> None:
         self.transforms = tuple(transforms)
         signs = [known(transform) for transform in transforms]
         if any(sign is not None and sign[0] for sign in signs):
@@ -295,17 +296,17 @@ class CutSource(BaseSource):
     ) -> None:
         self.dataset, self.names = dataset, list(names)
         self.watched = [(dataset, name, value_at(dataset, name)) for name in names]
-        self.transforms: list[Transform] = [transform for *_, transform in self.watched]
+        self.transforms: list[compose.Transform] = [transform for *_, transform in self.watched]
         self.unpacked, self.plan = unpacked or {}, plan
         self.words = f"cut at {' and '.join(names)}"
         self.without = with_values(dataset, dict.fromkeys(names))
-        steps: list[Transform] = [CallTransforms(self.transforms)] if plan is None else []
+        steps: list[compose.Transform] = [CallTransforms(self.transforms)] if plan is None else []
         for number, keys in plan or ():
-            step: Transform = self.transforms[number]
+            step: compose.Transform = self.transforms[number]
             for key in reversed(keys):
-                step = OnItem(key, step)
+                step = compose.OnItem(key, step)
             steps += compose.flatten(step)
-        self.pipeline = Compose(steps)
+        self.pipeline = compose.Compose(steps)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -223,14 +223,10 @@ class ImageFolder(FileDataset):
         except StallfreeError:
             raise
         except Exception as error:
-            raise image_folder(
-                f"root={self.root!r} cannot be listed ({error}): give a folder that holds one folder per class"
-            ) from error
+            raise image_folder(f"root={self.root!r} cannot be listed ({error}): give a folder of folders") from error
         files = {name: [file for file in listed[name] if file.lower().endswith(endings)] for name in sorted(listed)}
         if not files:
-            raise image_folder(
-                f"{self.root!r} has no folders: pictures are expected in {self.root}/CLASS/, one folder per class"
-            )
+            raise image_folder(f"{self.root!r} has no folders: pictures are expected in {self.root}/CLASS/")
         empty = [name for name, inside in files.items() if not inside]
         if empty:
             names = ", ".join(map(repr, empty[:5])) + (" ..." if len(empty) > 5 else "")
@@ -248,9 +244,7 @@ class ImageFolder(FileDataset):
         first = [*flatten(transform), None][0]
         decodes = getattr(type(first), "takes_encoded", False)
         if decodes and (output, mode) != ("numpy", "RGB"):
-            raise argument_conflict(
-                f"output={output!r}, mode={mode!r} with {first!r}, which decodes the pictures itself: leave them out"
-            )
+            raise argument_conflict(f"output={output!r}, mode={mode!r} with {first!r}, which decodes: leave them out")
         super().__init__(paths, labels, transform, decode=None if decodes else DecodeImage(output, mode))
 
     @property

@@ -237,21 +237,14 @@ def require_map_style(dataset: Any) -> None:
     if isinstance(dataset, type):
         raise dataset_type(f"{dataset.__name__} is a class: give an instance of it")
     if isinstance(dataset, (str, bytes, bytearray, PurePath)):
-        raise dataset_type(
-            f"{dataset!r:.80} is of type {name}: give a data set. For a folder of pictures that is "
-            "stallfree.ImageFolder(path)"
-        )
+        raise dataset_type(f"{dataset!r:.80} is of type {name}: give a data set, such as stallfree.ImageFolder(path)")
     if is_iterable(dataset):
         raise iterable_unsupported(
-            f"{name} is an IterableDataset: samples are cached and planned by their id, so a map-style data set with "
-            "__getitem__ and __len__ is needed. If it fits in memory, give list(dataset)"
+            f"{name} is an IterableDataset, whose samples have no ids: give a map-style data set, or list(dataset)"
         )
     indexed = hasattr(type(dataset), "__getitem__") or hasattr(type(dataset), "__getitems__")
     if not indexed or not hasattr(type(dataset), "__len__"):
-        raise dataset_type(
-            f"{name} has no {'__len__' if indexed else '__getitem__'}: give a map-style data set, whose samples are "
-            "dataset[0] to dataset[len(dataset) - 1]"
-        )
+        raise dataset_type(f"{name} has no {'__len__' if indexed else '__getitem__'}: give a map-style data set")
 
 
 def samples_of(source: object, ids: Sequence[int], make: Callable[[int], Any]) -> Iterator[tuple[int, Any]]:

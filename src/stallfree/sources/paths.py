@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from stallfree.errors import InputError, missing_extra
+from stallfree.errors import InputError
 from stallfree.pipeline.values import private
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*(://|::)")
@@ -65,8 +65,6 @@ class PathList(Sequence[str]):
         return len(self._offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
         position = range(len(self))[index]
         return os.fsdecode(self._prefix + self._buffer[self._offsets[position] : self._offsets[position + 1]])
 
@@ -111,16 +109,11 @@ class LabelList:
 def open_url(url: str) -> tuple[Any, str]:
     """The fsspec file system of `url`, and the path in it. fsspec keeps one per process, a forked one too.
 
-    Raises `MissingExtraError` when that of HTTP is not installed, and whatever fsspec raises for an unknown one.
+    Raises `ImportError`, which names the packages that are missing, and whatever fsspec raises for an unknown one.
     """
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
-    try:
-        filesystem, path = url_to_fs(url)
-    except ImportError as error:
-        if "http" in url.partition("://")[0]:
-            raise missing_extra("aiohttp", "http", "reading HTTP URLs") from error
-        raise
+    filesystem, path = url_to_fs(url)
     return filesystem, path
 
 
@@ -151,9 +144,8 @@ def read_file(path: str) -> bytes:
 
 def read_exactly(file: io.FileIO, size: int, start: int = 0) -> bytes:
     """Return `size` bytes of a file, from `start`, in as many reads as the kernel makes of it."""
-    if start:
-        file.seek(start)
-    data = file.read(size)
+    file.seek(start)
+    data = b""
     while len(data) < size:
         more = file.read(size - len(data))
         if not more:

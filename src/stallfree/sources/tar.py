@@ -133,8 +133,7 @@ class TarDataset(BaseSource):
                 extensions = ", ".join(self._extensions[self._extension[member]] for member in self._members(id)[:8])
                 raise tar_samples(
                     f"{len(lacking)} of {len(self)} samples have no file {key!r}; the first is {self._where(id)}, "
-                    f"which has {extensions}: leave it out of keys, or name what may stand in its place, such as "
-                    "'jpg;png'"
+                    f"which has {extensions}: leave it out of keys, or name a replacement, such as 'jpg;png'"
                 )
         return wanted
 
@@ -186,8 +185,6 @@ def _expand(shard: str) -> list[str]:
     if braces is None:
         return [shard]
     first, last = braces.groups()
-    if int(last) < int(first):
-        raise InputError(f"{shard!r}: {braces[0]} has no number in it, give the smaller one first")
     numbers = [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
     return [name for number in numbers for name in _expand(shard[: braces.start()] + number + shard[braces.end() :])]
 
@@ -255,7 +252,8 @@ def _index_of(shard: str, folder: Path) -> _Index:
         raise
     except Exception as error:
         raise tar_unreadable(
-            f"the shard {shard!r} cannot be read ({error}): give the path or URL of a tar file"
+            f"the shard {shard!r} is missing, compressed, damaged, cut off or no tar file ({error}): give the path or "
+            "URL of a plain tar"
         ) from error
     head = json.dumps([_VERSION, shard, *index[:-1]]).encode()
     data = head + b"\n" + index.rows.tobytes()
@@ -280,38 +278,31 @@ def _read_headers(shard: str, stamp: str, file: Any) -> _Index:
     """Return the index from all headers, without hidden files, names without extension, and `__...__`."""
     digest, keys, extensions = xxhash.xxh3_128(), dict[str, int](), dict[str, int]()
     rows, inside, key = list[tuple[int, int, int, int]](), set[str](), None
-    try:
-        tar: Any
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # or a million of them would stay in memory
-                parts = _NAME.fullmatch(member.name)
-                if not member.isreg() or _META.match(member.name) or parts is None:
-                    continue
-                if member.issparse():
-                    raise ValueError(f"{member.name!r} is stored sparse")
-                if parts[1] != key:
-                    key, inside = parts[1], set()
-                    if key in keys:
-                        raise tar_samples(
-                            f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files "
-                            "of a sample one after the other, and give each sample a name of its own"
-                        )
-                    keys[key] = len(keys)
-                extension = parts[2].lower()
-                if extension in inside:
-                    raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each its own name")
-                inside.add(extension)
-                digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
-                number = extensions.setdefault(extension, len(extensions))
-                rows.append((len(keys) - 1, number, member.offset_data, member.size))
-        file.seek(tar.offset)  # a tar ends with zeros; `tarfile` also ends where a file is cut off, or garbage begins
-        if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-            raise ValueError(f"neither a file nor the end of the archive at byte {tar.offset}")
-    except InputError:
-        raise
-    except (tarfile.TarError, EOFError, ValueError, OSError) as error:
-        what = "compressed, damaged, cut off or no tar file"
-        advice = "write or download it again, as a plain tar"
-        raise tar_unreadable(f"the shard {shard!r} is {what} ({error}): {advice}") from error
+    tar: Any
+    with tarfile.open(fileobj=file, mode="r:") as tar:
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # or a million of them would stay in memory
+            parts = _NAME.fullmatch(member.name)
+            if not member.isreg() or _META.match(member.name) or parts is None:
+                continue
+            if member.issparse():
+                raise ValueError(f"{member.name!r} is stored sparse")
+            if parts[1] != key:
+                key, inside = parts[1], set()
+                if key in keys:
+                    raise tar_samples(
+                        f"the sample {key!r} occurs twice in {shard!r}, with others between: write the files "
+                        "of a sample one after the other, and give each sample a name of its own"
+                    )
+                keys[key] = len(keys)
+            extension = parts[2].lower()
+            if extension in inside:
+                raise tar_samples(f"{key!r} in {shard!r} has two files {extension!r}: give each its own name")
+            inside.add(extension)
+            digest.update(f"{member.size} {member.mtime} ".encode() + os.fsencode(member.name) + b"\0")
+            number = extensions.setdefault(extension, len(extensions))
+            rows.append((len(keys) - 1, number, member.offset_data, member.size))
+    file.seek(tar.offset)  # a tar ends with zeros; `tarfile` also ends where a file is cut off, or garbage begins
+    if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+        raise ValueError(f"neither a file nor the end of the archive at byte {tar.offset}")
     return _Index(stamp, digest.hexdigest(), list(keys), list(extensions), np.array(rows, np.int64).reshape(-1, 4))
