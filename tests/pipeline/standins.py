@@ -1,6 +1,10 @@
-"""Transforms that look like torchvision's, for a machine without it."""
+"""Transforms that look like torchvision's, for a machine without it; the states of the global generators."""
 
+import random
 from typing import Any
+
+import numpy as np
+import torch
 
 V1 = "torchvision.transforms.transforms"
 
@@ -18,3 +22,7 @@ def torchvision_compose(*steps: Any, module: str = V1) -> Any:
         return value
 
     return foreign("Compose", module, transforms=list(steps), __call__=call)
+
+
+def global_states() -> Any:
+    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()

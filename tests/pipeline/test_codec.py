@@ -12,6 +12,8 @@ import struct
 import sys
 import weakref
 from collections import OrderedDict, defaultdict, namedtuple
+from copy import deepcopy
+from functools import reduce
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -54,8 +56,6 @@ def same(a: Any, b: Any) -> bool:
     """Same types, same structure, same bits."""
     return bool(a == b) if isinstance(a, np.longdouble) else fingerprint(a) == fingerprint(b)  # of 6 bytes of nothing
 
-
-# --- values ---------------------------------------------------------------------------------------------------------
 
 torch_dtypes = st.sampled_from(sorted(TORCH_DTYPES.values(), key=str))
 shapes = hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=5)
@@ -110,25 +110,17 @@ leaves = fixed_leaves | texts | st.binary()
 keys = texts | st.integers() | st.booleans() | st.none()
 
 
+def containers(child: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    lists, dicts = st.lists(child, max_size=4), st.dictionaries(keys, child, max_size=4)
+    named_tuples = st.builds(Sample, child, child) | st.builds(Loose, child, child)
+    return lists | lists.map(tuple) | dicts | dicts.map(OrderedDict) | named_tuples
+
+
 def trees(leaf: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    return st.recursive(
-        leaf,
-        lambda child: (
-            st.lists(child, max_size=4)
-            | st.lists(child, max_size=4).map(tuple)
-            | st.dictionaries(keys, child, max_size=4)
-            | st.dictionaries(keys, child, max_size=2).map(OrderedDict)
-            | st.builds(Sample, child, child)
-            | st.builds(Loose, child, child)
-        ),
-        max_leaves=8,
-    )
+    return st.recursive(leaf, containers, max_leaves=8)
 
 
 everyday = settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-
-
-# --- round trips ----------------------------------------------------------------------------------------------------
 
 
 @everyday
@@ -170,6 +162,10 @@ def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any
     assert out.tobytes() == written.tobytes()
 
 
+def deep(nest: Any, depth: int = 100) -> Any:
+    return reduce(lambda value, _: nest(value), range(depth), 1)
+
+
 @pytest.mark.parametrize(
     "value",
     [
@@ -181,23 +177,14 @@ def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any
         *(np.arange(6)[::-2], np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,))),
         *({str(n): n for n in range(20)}, OrderedDict((n, [n] * 9) for n in range(9)), [(*range(9), [1] * 9)]),
         *(np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"), list(range(200)), list(range(300))),
-        list(range(3_000)),
+        *(list(range(3_000)), deep(lambda v: (v, v), 12), deep(lambda v: [v]), deep(lambda v: {"a": v})),
+        *(deep(lambda v: OrderedDict(a=v)), deep(lambda v: Sample(v, 1))),
     ],
     ids=lambda value: type(value).__name__,
 )
 def test_corner_values(value: Any) -> None:
     for copy in (True, False):
         assert same(read_record(record(value), copy=copy), value)
-
-
-@pytest.mark.parametrize(
-    "nest", [lambda v: [v], lambda v: (v, v), lambda v: {"a": v}, lambda v: OrderedDict(a=v), lambda v: Sample(v, 1)]
-)
-def test_deep_values(nest: Any) -> None:
-    value: Any = 1
-    for _ in range(12 if nest(0) == (0, 0) else 100):
-        value = nest(value)
-    assert same(read_record(record(value), copy=True), value)
 
 
 def test_keys_and_memory() -> None:
@@ -239,9 +226,6 @@ def test_a_new_class_of_the_same_name_is_used(monkeypatch: pytest.MonkeyPatch) -
     assert type(read_record(old, copy=True)) is again
 
 
-# --- named tuples by name ------------------------------------------------------------------------------------------
-
-
 def named(module: str, name: str, *fields: str) -> np.ndarray[Any, Any]:
     """A record of a named tuple of that name, forged."""
     lines = [f"n {json.dumps([module, name, fields])}", *["int"] * len(fields)]
@@ -280,11 +264,8 @@ def test_only_classes_of_modules_that_are_imported_are_found(name: str, monkeypa
         with pytest.raises(CodecError, match=r"named tuple|malformed"):
             read_record(named(owner, name, "image", "label"), copy=True, allow_pickle=True)
     assert type(read_record(named("forged", "Sample", "image", "label"), copy=True)) is Sample
-
-
-def test_other_fields_than_the_class_has() -> None:
     with pytest.raises(codec.MissingClassError, match="with the fields image, whose class is not here"):
-        read_record(named(Sample.__module__, "Sample", "image"), copy=True)
+        read_record(named("forged", "Sample", "image"), copy=True)
 
 
 def test_what_a_worker_of_this_job_wrote_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +281,6 @@ def test_what_a_worker_of_this_job_wrote_is_imported(tmp_path: Path, monkeypatch
         codec.read_own_record(named("sys", "Sample", "a"), copy=True)
 
 
-# --- views and copies -----------------------------------------------------------------------------------------------
-
 ARRAYS = {
     "tensor": torch.arange(40),
     "other": torch.ones(3, dtype=torch.bfloat16),
@@ -315,31 +294,24 @@ def test_views_keep_the_buffer_alive(name: str, memory: str) -> None:
     written = record({**ARRAYS, "text": "abc"})
     buffer = written if memory == "array" else np.frombuffer(mmap.mmap(-1, written.size), np.uint8)
     buffer[:] = written
-    gone: list[int] = []
-    weakref.finalize(buffer, gone.append, 1)
-    value = read_record(buffer, copy=False)
+    alive, value = weakref.ref(buffer), read_record(buffer, copy=False)
     inside = range(buffer.ctypes.data, buffer.ctypes.data + buffer.size)
-    assert value["tensor"].data_ptr() in inside
-    assert value["other"].data_ptr() in inside
+    assert all(value[each].data_ptr() in inside for each in ("tensor", "other"))
     assert value["array"].ctypes.data in inside
     kept = value[name]
     del value, buffer, written
     gc.collect()
-    assert not gone
-    view_of_view = kept[1:]
+    kept = kept[1:]  # a view of the view
+    assert alive() is not None
     del kept
-    assert not gone
-    del view_of_view
-    assert gone == [1]
+    assert alive() is None
 
 
 def test_values_without_arrays_do_not_hold_the_buffer() -> None:
     buffer = record(("text", 1, np.float32(2), np.zeros(1, [("a", "i4")])[0], b"bytes"))
-    gone: list[int] = []
-    weakref.finalize(buffer, gone.append, 1)
-    value = read_record(buffer, copy=False)
+    kept, value = weakref.ref(buffer), read_record(buffer, copy=False)
     del buffer
-    assert gone == [1]
+    assert kept() is None
     assert value[0] == "text"
 
 
@@ -352,8 +324,6 @@ def test_copies_are_writable_and_their_own(copy: bool) -> None:
     value["tensor"].fill_(7)
     assert same(read_record(buffer, copy=copy), ARRAYS)
 
-
-# --- what is not stored ---------------------------------------------------------------------------------------------
 
 loose = Loose(1, 2)
 loose.extra = 3
@@ -393,23 +363,16 @@ def test_a_value_that_contains_itself(kind: type, allow_pickle: bool) -> None:
 
 
 def test_pickle_only_with_permission_on_both_sides() -> None:
-    for rest in (10**5000, 2**63, bytearray(b"1")):
-        with pytest.raises(CodecError):
-            encode(rest)
-        assert same(read_record(record(rest, allow_pickle=True), copy=True, allow_pickle=True), rest)
-    value = {"set": {1, 2}, "others": defaultdict(int, a=torch.ones(2)), "image": torch.zeros(3)}
-    written = record(value, allow_pickle=True)
-    with pytest.raises(CodecError, match="allow_pickle=True"):
-        read_record(written, copy=True)
-    back = read_record(written, copy=True, allow_pickle=True)
-    assert back["set"] == {1, 2}
-    assert type(back["others"]) is defaultdict
-    assert encode(value, allow_pickle=True)[0].pickled
+    for value in (10**5000, 2**63, bytearray(b"1"), [{1, 2}, defaultdict(int, a=torch.ones(2)), torch.zeros(3)]):
+        with pytest.raises(CodecError, match="allow_pickle=True"):
+            encode(value)
+        written = record(value, allow_pickle=True)
+        with pytest.raises(CodecError, match="allow_pickle=True"):
+            read_record(written, copy=True)
+        assert same(read_record(written, copy=True, allow_pickle=True), value)
+        assert encode(value, allow_pickle=True)[0].pickled
     with pytest.raises(CodecError, match=r"sample\[0\].*cannot be pickled either"):
         encode([lambda: 0], allow_pickle=True)
-
-
-# --- images of Pillow -----------------------------------------------------------------------------------------------
 
 
 def image(mode: str, size: tuple[int, int] = (5, 3)) -> Any:
@@ -420,17 +383,14 @@ def image(mode: str, size: tuple[int, int] = (5, 3)) -> Any:
 @pytest.mark.parametrize(("mode", "size"), [*((mode, (5, 3)) for mode in BANDS), ("RGB", (0, 4))])
 def test_images_come_back_with_memory_of_their_own(mode: str, size: tuple[int, int]) -> None:
     before = image(mode, size)
+    structure, (pixels,) = encode(before)
+    assert codec.stack_build(structure, [pixels[None]], 1)[0].tobytes() == before.tobytes()
     before.info = {"dpi": (72, 72.5), "exif": b"Exif", "comment": "none"}
-    structure, _ = encode((before, 7))
-    assert structure.has_views
-    assert not structure.pickled
     out = record((before, 7))
     made, label = read_record(out, copy=False)
     out[:] = 0
     assert (made.mode, made.size, made.tobytes()) == (mode, size, before.tobytes())
     assert (made.info, label, type(made)) == (before.info, 7, type(before))
-    columns = [encode(image(mode, size))[1][0][None]]
-    assert codec.stack_build(encode(image(mode, size))[0], columns, 1)[0].tobytes() == before.tobytes()
 
 
 def test_other_images_need_a_pickle() -> None:
@@ -443,24 +403,11 @@ def test_other_images_need_a_pickle() -> None:
         assert (back.mode, back.tobytes()) == (other.mode, other.tobytes())
 
 
-# --- damaged records ------------------------------------------------------------------------------------------------
-
-
 def read_or_refuse(buffer: np.ndarray) -> None:
     """A damaged record raises CodecError or gives some value, whose memory can be touched."""
-
-    def touch(value: Any) -> None:
-        if isinstance(value, dict | list | tuple):
-            for child in value.values() if isinstance(value, dict) else value:
-                touch(child)
-        elif isinstance(value, torch.Tensor):
-            value.contiguous().clone()
-        elif isinstance(value, np.ndarray | np.generic):
-            value.tobytes()
-
     for copy in (True, False):
         with contextlib.suppress(CodecError):
-            touch(read_record(buffer, copy=copy))
+            deepcopy(read_record(buffer, copy=copy))
 
 
 @everyday
@@ -488,7 +435,7 @@ def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
         *("", "t", "t 2\nint", "t 1\nint\nint", "t 99999999999\nint", 't "2"\nint\nint', "int\nint", "-\nint"),
         *('d ["a"]', "d [[1]]\nint", "d [1.5]\nint", 'd "a"\nint', "x []", 'n ["os","system",["a"]]\nint'),
         *('n ["no_such_module_here","X",["a"]]\nint', 'n ["","",[]]', "s [1]\narray 2 |u1", "s [0,1]\nint"),
-        *("t " + "[" * 100_000, "l 1\n" * 500 + "int", "nothing", "int 3 u1", "tensor -1 uint8", "tensor 1_0 uint8"),
+        *("t " + "[" * 100_000, "l 1\n" * 500 + "int", "nothing", "int 3 u1", "tensor -1 uint8", "tensor - uint8"),
         *("tensor 3 nothing", "tensor 0,99999999999999999999 uint8", "tensor 4611686018427387904,4 uint8"),
         *("array 2 |O", "array 2 |S0", "array 2 [[", '0\narray 2 [["a","|O"]]', "array 2 i4,i4", "scalar 2 |u1"),
         *("tensor " + ",".join(["1"] * 100) + " uint8", "p \nd []", "p RGB\nint\nd []", "s [0]\nint", "s []\nint"),
@@ -508,11 +455,9 @@ def test_what_is_no_record(buffer: np.ndarray) -> None:
         read_record(buffer, copy=True)
 
 
-def test_a_lengths_table_beyond_the_buffer() -> None:
-    written = record(["a", "b"])
-    lengths = encode(["a", "b"])[0].head.size
-    for wrong in (2**63, 2**64 - 1, 1 << 20):
-        broken = written.copy()
-        broken[lengths : lengths + 8] = np.array([wrong], np.uint64).view(np.uint8)
-        with pytest.raises(CodecError):
-            read_record(broken, copy=True)
+@pytest.mark.parametrize("wrong", [2**63, 2**64 - 1, 1 << 20])
+def test_a_lengths_table_beyond_the_buffer(wrong: int) -> None:
+    written, lengths = record(["a", "b"]), encode(["a", "b"])[0].head.size
+    written[lengths : lengths + 8] = np.array([wrong], np.uint64).view(np.uint8)
+    with pytest.raises(CodecError):
+        read_record(written, copy=True)

@@ -25,13 +25,15 @@ def double(value: Any) -> Any:
 
 class Backwards(Compose):
     def __call__(self, value: Any) -> Any:
-        for step in reversed(self.transforms):
-            value = step(value)
-        return value
+        return Compose(reversed(self.transforms))(value)
 
 
 identity, hooked = nn.Identity(), nn.Sequential(nn.Identity())
 hooked.register_forward_hook(lambda *_: None)
+KEPT: list[Any] = [
+    *(foreign("RandomApply", V1, transforms=[add_one]), foreign("Compose", "somewhere.else", transforms=[add_one])),
+    *(Backwards([add_one, double]), hooked, mark_deterministic(Compose([add_one, double])), OnItem(0, add_one)),
+]
 
 
 @pytest.mark.parametrize(
@@ -45,17 +47,7 @@ hooked.register_forward_hook(lambda *_: None)
         (nn.Sequential(identity, nn.Sequential(identity)), (identity, identity)),
         (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)),
         (OnItem(0, Compose([])), ()),
-        *(
-            (kept, (kept,))
-            for kept in (
-                foreign("RandomApply", V1, transforms=[add_one]),
-                foreign("Compose", "somewhere.else", transforms=[add_one]),
-                Backwards([add_one, double]),
-                hooked,
-                mark_deterministic(Compose([add_one, double])),
-                OnItem(0, add_one),
-            )
-        ),
+        *((kept, (kept,)) for kept in KEPT),
     ],
 )
 def test_steps(transform: Any, steps: tuple[Any, ...]) -> None:
@@ -97,7 +89,7 @@ def test_on_item_of_a_composition_is_a_row_of_on_items() -> None:
         (lambda: OnItem(3, add_one)((1, 2)), "tuple of 2 that has no element 3"),
         (lambda: OnItem("image", add_one)({"label": 1}), "no element 'image'"),
         (lambda: OnItem(0, 7), "7, which cannot be called"),  # type: ignore[arg-type]
-        (lambda: Compose([add_one, "resize"]), "transform 1 of Compose is 'resize'"),  # type: ignore[list-item]
+        (lambda: Compose([add_one, "resize"]), "Compose got 'resize', which cannot be called"),  # type: ignore[list-item]
         (lambda: Compose(add_one), "give a list"),  # type: ignore[arg-type]
     ],
 )

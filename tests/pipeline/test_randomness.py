@@ -1,5 +1,6 @@
 """Randomness of a sample is a function of (seed, epoch, id), and the generators are given back as they were."""
 
+import contextlib
 import pickle
 import random
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from standins import global_states
 
 from loader_data import same
 from stallfree.pipeline.compose import Compose
@@ -45,10 +47,6 @@ def drawn(transform: Any, key: tuple[int, int, int], value: Any = 0) -> Any:
     with Randomness(transform) as randomness:
         randomness.seed(*key)
         return transform(value)
-
-
-def global_states() -> Any:
-    return random.getstate(), np.random.get_state(legacy=False), torch.get_rng_state()
 
 
 @given(numbers, numbers, st.sets(numbers, min_size=2, max_size=50))
@@ -152,19 +150,15 @@ DRAWS: dict[str, Any] = {
 
 def prepared(randomness: Randomness, batches: list[list[tuple[int, str]]]) -> list[list[Any]]:
     """The samples of each batch; each is an id and what it draws."""
-    found = []
-    for batch in batches:
-        while True:
+    found: list[list[Any]] = []
+    while len(found) < len(batches):
+        with contextlib.suppress(Drew):
             values = []
-            try:
-                with randomness:
-                    for id, kind in batch:
-                        randomness.seed(1, 2, id)
-                        values.append(DRAWS[kind]())
-            except Drew:
-                continue
-            break
-        found.append(values)
+            with randomness:
+                for id, kind in batches[len(found)]:
+                    randomness.seed(1, 2, id)
+                    values.append(DRAWS[kind]())
+            found.append(values)
     return found
 
 
@@ -176,21 +170,16 @@ def test_samples_that_are_seeded_only_if_one_draws_are_those_of_samples_that_alw
     assert prepared(Randomness(draw_globals, lazy=True), batches) == prepared(Randomness(draw_globals), batches)
 
 
-GLOBAL_DRAWS: list[Any] = [
-    *(random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), lambda: random.shuffle([1, 2, 3])),
-    *(np.random.rand, np.random.randn, np.random.randn, lambda: np.random.seed(3), lambda: torch.rand(1)),
-    *(lambda: torch.randn(1, dtype=torch.float64), lambda: torch.randn(1, dtype=torch.float64)),
-    *(lambda: torch.randperm(4), lambda: torch.manual_seed(3)),
-]
-
-
 @pytest.mark.parametrize("kind", [States, WorkerStates])
 def test_each_draw_is_seen_once_and_looks_move_nothing(kind: type[Any]) -> None:
+    twice = [lambda: random.gauss(0, 1), np.random.randn, lambda: torch.randn(1, dtype=torch.float64)]
+    once = [random.random, lambda: random.shuffle([1, 2, 3]), np.random.rand, lambda: np.random.seed(3)]
+    once += [lambda: torch.rand(1), lambda: torch.randperm(4), lambda: torch.manual_seed(3)]
     with Randomness(draw_globals):  # restores them
         random.seed(1), np.random.seed(1), torch.manual_seed(1)
         random.gauss(0, 1), np.random.randn()  # each keeps a number for the next call
         states = kind()
-        for number, draw in enumerate(GLOBAL_DRAWS * 3):
+        for number, draw in enumerate([*(draw for draw in twice for _ in "ab"), *once] * 3):
             before = global_states()
             assert not states.moved(), number
             assert same(before, global_states()) or kind is WorkerStates

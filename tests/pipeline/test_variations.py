@@ -68,63 +68,10 @@ def twice(f):
 def transform(v): return v * <2|3>
 ---
 class T:
-    def f(self): return <1|2>
-    def __call__(self, v): return v + self.f()
-transform = T()
----
-class T:
-    def __init__(self): self.by = <1|2>
-    def __call__(self, v): return v * self.by
-transform = T()
----
-class T:
     __slots__ = ('by',)
     def __call__(self, v): return v * self.by
 transform = T()
 transform.by = <1|2>
----
-class T:
-    @staticmethod
-    def f(): return <1|2>
-    def __call__(self, v): return v * self.f()
-transform = T()
----
-class T:
-    BY = <1|2>
-    def __call__(self, v): return v * self.BY
-transform = T()
----
-class T:
-    @property
-    def f(self): return <1|2>
-    def __call__(self, v): return v * self.f
-transform = T()
----
-import functools
-class T:
-    @functools.cached_property
-    def f(self): return <1|2>
-    def __call__(self, v): return v * self.f
-transform = T()
----
-class D:
-    def __get__(self, *_): return <1|2>
-class T:
-    f = D()
-    def __call__(self, v): return v * self.f
-transform = T()
----
-class B:
-    def f(self): return <1|2>
-class T(B):
-    def __call__(self, v): return v * self.f()
-transform = T()
----
-class M(type):
-    by = <1|2>
-class T(metaclass=M):
-    def __call__(self, v): return v * type(self).by
-transform = T()
 ---
 import collections
 OF = collections.defaultdict(lambda: <1|2>)
@@ -200,7 +147,20 @@ transform = T()
 `# file: name.py` begins another file of the same project; `P` in names of modules is the number of the project.
 """
 
-SOURCES = TEXT.strip().split("\n---\n")
+MEMBERS = {
+    "def f(self): return <1|2>": "self.f()",
+    "def __init__(self): self.f = <1|2>": "self.f",
+    "@staticmethod\n    def f(): return <1|2>": "self.f()",
+    "f = <1|2>": "self.f",
+    "@property\n    def f(self): return <1|2>": "self.f",
+    "@functools.cached_property\n    def f(self): return <1|2>": "self.f",
+    "f = type('D', (), {'__get__': lambda *_: <1|2>})()": "self.f",
+    "f = type('M', (type,), {'by': <1|2>})('C', (), {})": "type(self.f).by",
+}
+"""Members of a class, and how its `__call__` uses them."""
+
+CLASS = "import functools\nclass B:\n    {}\nclass T(B):\n    def __call__(self, v): return v * {}\ntransform = T()"
+SOURCES = TEXT.strip().split("\n---\n") + [CLASS.format(*member) for member in MEMBERS.items()]
 
 PROGRAM = """
 import importlib, json, sys

@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import zoo
-import zoo_random  # noqa: F401
-import zoo_steady  # noqa: F401
+import zoo_entries  # noqa: F401
 import zoo_unseen
 from zoo import ENTRIES, WAYS, Entry, rows
 
@@ -22,12 +21,12 @@ SOME = (
     *("library_that_makes_a_generator", "permutation_of_numpy"),
     *("decode_resize_normalise", "tokenise", "random_in_names_only", "collects_statistics"),
 )
-UNSEEN = [
-    pytest.param(entry, id=entry.name, marks=[pytest.mark.libraries] * entry.name.startswith(zoo_unseen.LARGE))
-    for entry in ENTRIES
-    if entry.draws is zoo_unseen.fires
-]
+UNSEEN = {entry.name: entry for entry in ENTRIES if entry.draws is zoo_unseen.fires}
+"""What draws for 1 sample in 16, and leaves no trace in the global generators."""
+
+NAMES = [pytest.param(name, marks=[pytest.mark.libraries] * name.startswith(zoo_unseen.LARGE)) for name in UNSEEN]
 SOME_UNSEEN = ("pil_effect_spread", "c_library", "hash_of_the_time")
+COUNT = 128
 LEAST = 0.9
 """Share of the deterministic entries that are to be cached."""
 
@@ -82,63 +81,58 @@ def test_most_deterministic_ones_are_cached_in_every_cache() -> None:
     assert len(problems) <= (1 - LEAST) * len(KINDS["steady"]), problems
 
 
-class TestUnseen:
-    """What draws for 1 sample in 16, and leaves no trace in the global generators."""
-
-    COUNT = 128
-
-    def stuck(self, entry: Entry, way: str, workers: int = 0) -> list[int]:
-        """The samples that are frozen after epoch 3, of those that are drawn for."""
-        ids = [id for id in range(self.COUNT) if entry.draws(id)]
-        assert len(ids) == self.COUNT // zoo_unseen.EVERY
-        return fr.frozen_in(way, rows(self.COUNT), entry.make(), ids, workers)
-
-    @pytest.mark.parametrize("entry", UNSEEN)
-    def test_is_not_frozen(self, entry: Entry) -> None:
-        assert self.stuck(entry, "step") == []
-
-    @pytest.mark.parametrize(("way", "workers"), [("auto, cut", 0), ("data set", 2)])
-    @pytest.mark.parametrize("name", SOME_UNSEEN)
-    def test_some_in_other_ways(self, name: str, way: str, workers: int) -> None:
-        assert self.stuck(of_name(name), way, workers) == []
-
-    @pytest.mark.slow
-    @pytest.mark.parametrize("workers", [0, 2])
-    @pytest.mark.parametrize("way", fr.WAYS)
-    @pytest.mark.parametrize("entry", UNSEEN)
-    def test_in_many_runs(self, entry: Entry, way: str, workers: int) -> None:
-        if workers and entry.local:
-            pytest.skip("its samples differ in one process only")
-        assert [self.stuck(entry, way, workers) for _ in range(20)] == [[]] * 20
+def stuck(name: str, way: str, workers: int) -> list[int]:
+    """The samples that are frozen after epoch 3, of those that are drawn for."""
+    ids = [id for id in range(COUNT) if zoo_unseen.fires(id)]
+    assert len(ids) == COUNT // zoo_unseen.EVERY
+    return fr.frozen_in(way, rows(COUNT), UNSEEN[name].make(), ids, workers)
 
 
-class TestJudge:
-    """With steps that are marked wrongly, so that caches do what they should not."""
+@pytest.mark.parametrize("name", NAMES)
+def test_unseen_draws_are_not_frozen(name: str) -> None:
+    assert stuck(name, "step", 0) == []
 
-    @pytest.mark.parametrize("way", ["step", pytest.param("window", marks=pytest.mark.slow), "group"])
-    def test_sees_that_a_step_is_frozen(self, way: str) -> None:
-        step = sf.mark_deterministic(lambda x: x + np.random.normal())
-        assert "48 samples are frozen" in zoo.judge(Entry("made here", "random", lambda: step), way)
 
-    def test_sees_that_a_steady_step_runs_anew(self) -> None:
-        def changed(x: Any) -> Any:
-            return x * 2
+@pytest.mark.parametrize(("way", "workers"), [("auto, cut", 0), ("data set", 2)])
+@pytest.mark.parametrize("name", SOME_UNSEEN)
+def test_some_unseen_draws_in_other_ways(name: str, way: str, workers: int) -> None:
+    assert stuck(name, way, workers) == []
 
-        entry = Entry("made here", "random", lambda: sf.mark_random(changed), prefix="changed", draws=lambda id: False)
-        assert "it runs anew" in zoo.judge(entry, "step")
 
-    def test_sees_that_a_few_samples_are_frozen_or_a_rare_draw_is_kept(self) -> None:
-        draw = np.random.default_rng(0)
-        entry, epochs = Entry("made here", "random", list), [[draw.random() for _ in range(48)] for _ in range(7)]
-        assert zoo.frozen(entry, epochs) == []
-        for epoch in epochs:
-            epoch[7] = 0.5
-        assert zoo.frozen(entry, epochs) == [7]
-        entry, bases = Entry("made here", "random", list, base=zoo.unchanged), [*map(fr.sealed, rows())]
-        epochs = [list(bases) for _ in range(7)]
-        assert len(zoo.frozen(entry, epochs)) == 48
-        epochs[4][3] = "drawn"
-        assert zoo.frozen(entry, epochs) == []
-        for epoch in epochs:
-            epoch[11] = "drawn and kept"
-        assert zoo.frozen(entry, epochs) == [11]
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("way", fr.WAYS)
+@pytest.mark.parametrize("name", NAMES)
+def test_unseen_draws_in_many_runs(name: str, way: str, workers: int) -> None:
+    if workers and UNSEEN[name].local:
+        pytest.skip("its samples differ in one process only")
+    assert [stuck(name, way, workers) for _ in range(20)] == [[]] * 20
+
+
+@pytest.mark.parametrize("way", ["step", pytest.param("window", marks=pytest.mark.slow), "group"])
+def test_the_judge_sees_that_a_step_is_frozen(way: str) -> None:
+    step = sf.mark_deterministic(lambda x: x + np.random.normal())
+    assert "48 samples are frozen" in zoo.judge(Entry("marked wrongly", "random", lambda: step), way)
+
+
+def test_the_judge_sees_that_a_steady_step_runs_anew() -> None:
+    def changed(x: Any) -> Any:
+        return x * 2
+
+    entry = Entry("marked wrongly", "random", lambda: sf.mark_random(changed), prefix="changed", draws=lambda id: False)
+    assert "it runs anew" in zoo.judge(entry, "step")
+
+
+def test_the_judge_sees_that_a_few_samples_are_frozen_or_a_rare_draw_is_kept() -> None:
+    entry, numbers = Entry("made here", "random", list), np.random.default_rng(0).random((7, 48))
+    assert zoo.frozen(entry, numbers.tolist()) == []
+    numbers[:, 7] = 0.5
+    assert zoo.frozen(entry, numbers.tolist()) == [7]
+    entry = Entry("made here", "random", list, base=zoo.unchanged)
+    epochs = [[*map(fr.sealed, rows())] for _ in range(7)]
+    assert len(zoo.frozen(entry, epochs)) == 48
+    epochs[4][3] = "drawn"
+    assert zoo.frozen(entry, epochs) == []
+    for epoch in epochs:
+        epoch[11] = "drawn and kept"
+    assert zoo.frozen(entry, epochs) == [11]

@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -27,8 +28,6 @@ COUNT, MANY = 48, 256
 Records = Callable[[], list[Any]]
 Register = Callable[..., None]
 
-# --- records --------------------------------------------------------------------------------------------------------
-
 
 def rows(count: int = COUNT) -> list[Any]:
     """Arrays of 64 values, the first of which is the id."""
@@ -38,8 +37,7 @@ def rows(count: int = COUNT) -> list[Any]:
     return made
 
 
-def many() -> list[Any]:
-    return rows(MANY)
+many = partial(rows, MANY)
 
 
 def tensors() -> list[Any]:
@@ -78,35 +76,18 @@ def texts() -> list[Any]:
     return [f"{id} " + " ".join(draw.choice(words, 12)) for id in range(COUNT)]
 
 
-# --- entries --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Entry:
-    """A transform or a data set, and what is known about it.
-
-    Attributes:
-        name: of the entry.
-        kind: "random": epochs differ. "steady": they do not, and the output should be cached. "either": values are
-            always the same within a job, but that cannot be known without doubt, so both answers are right.
-        make: a fresh step, list of steps, or data set.
-        records: what the first step gets. None for a data set.
-        draws: whether the sample of an id differs in each epoch.
-        base: what a record becomes when nothing is drawn, for entries that draw for few samples and not for the same
-            ones in each epoch.
-        local: whether state is kept from sample to sample in one process, so that it is judged without workers only.
-        prefix: qualified name of the function of a steady first step, which should be cached though the entry is
-            random.
-    """
+    """A transform or a data set, and what is known about it."""
 
     name: str
-    kind: str
-    make: Callable[[], Any]
-    records: Records | None = rows
-    draws: Callable[[int], bool] = lambda id: True
-    base: Callable[[Any], Any] | None = None
-    local: bool = False
-    prefix: str = ""
+    kind: str  # "random": epochs differ. "steady": they do not. "either": they do not, but that cannot be known
+    make: Callable[[], Any]  # a fresh step, list of steps, or data set
+    records: Records | None = rows  # what the first step gets; None for a data set
+    draws: Callable[[int], bool] = lambda id: True  # whether the sample of an id differs in each epoch
+    base: Callable[[Any], Any] | None = None  # gives the sample without a draw, if others are drawn for in each epoch
+    local: bool = False  # state is kept from sample to sample, so that it is judged without workers only
+    prefix: str = ""  # qualified name of the function of a steady first step, which should be cached
 
 
 ENTRIES: list[Entry] = []
@@ -122,16 +103,8 @@ def entry(kind: str, records: Records | None = rows, **details: Any) -> Register
     return registered
 
 
-def random_entry(records: Records | None = rows, **details: Any) -> Register:
-    return entry("random", records, **details)
-
-
-def steady_entry(records: Records | None = rows) -> Register:
-    return entry("steady", records)
-
-
-def either_entry(records: Records | None = rows) -> Register:
-    return entry("either", records, local=True)
+random_entry, steady_entry = partial(entry, "random"), partial(entry, "steady")
+either_entry = partial(entry, "either", local=True)
 
 
 def of_step(register: Register) -> Register:
@@ -150,9 +123,6 @@ def unchanged(record: Any) -> Any:
     return record
 
 
-# --- the judge ------------------------------------------------------------------------------------------------------
-
-
 def _torch_loader(dataset: Any, workers: int) -> Any:
     return torch.utils.data.DataLoader(dataset, 16, num_workers=workers, collate_fn=list)
 
@@ -165,10 +135,8 @@ def _in_window(data: Any, step: Any, workers: int) -> fr.Epochs | None:
     except sf.InputError:
         assert step is None
         return None
-    try:
+    with contextlib.closing(window):
         return fr.read(_torch_loader(window, 0))
-    finally:
-        window.close()
 
 
 def _in_group(data: Any, workers: int) -> Any:

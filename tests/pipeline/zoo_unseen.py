@@ -67,13 +67,11 @@ def as_row(pixels: Any) -> Any:
     return np.asarray(pixels, np.float32).reshape(64)
 
 
-def filled(fill: Callable[..., Any], x: Any) -> Any:
-    noise = np.empty_like(x)
-    fill(noise, 0, 1)
-    return noise
-
-
-# -- libraries -------------------------------------------------------------------------------------------------------
+def filled(fill: Callable[..., Any], x: Any, *parameters: int) -> Any:
+    """What a function of OpenCV puts into an array like `x`."""
+    array = x.reshape(64, 1).copy()
+    fill(array, *parameters)
+    return array.reshape(64)
 
 
 of_steps(
@@ -83,27 +81,19 @@ of_steps(
     data_frame=lambda x: spiced.Frame(x).sample().values,
     pil_effect_spread=lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5)),
     pil_effect_noise=lambda x: x + as_row(Image.effect_noise((8, 8), 50)),
-    opencv_normal=lambda x: x + filled(fill_normal, x),
-    opencv_uniform=lambda x: x + filled(fill_uniform, x),
-    # generators that are made inside
+    opencv_normal=lambda x: x + filled(fill_normal, x, 0, 1),
+    opencv_uniform=lambda x: x + filled(fill_uniform, x, 0, 1),
+    opencv_shuffle=lambda x: filled(mix, x),
     numpy_made_inside=lambda x: x + np.float32(new_generator().normal()),
     numpy_legacy_made_inside=lambda x: x + np.float32(new_legacy().normal()),
     numpy_bits_made_inside=lambda x: x + np.float32(small_generator().random_raw() % 2**20),
     python_seeded_by_the_time=lambda x: x + np.float32(new_python(time.time_ns()).uniform(0, 1)),
-    # the system
     bytes_of_the_system=lambda x: x + np.frombuffer(system_bytes(64), np.uint8),
     token=lambda x: x + np.frombuffer(new_token(64), np.uint8),
     unique_name=lambda x: x + np.float32(new_name().int % 2**20),
     c_library=lambda x: x + np.float32(c_number() % 2**20),
     hash_of_the_time=lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8),
 )
-
-
-@of_step(rarely())
-def opencv_shuffle(x: Any) -> Any:
-    x = x.reshape(64, 1).copy()
-    mix(x)
-    return x.reshape(64)
 
 
 @rarely()

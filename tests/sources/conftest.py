@@ -1,5 +1,6 @@
 """A folder of small pictures, and a web server."""
 
+import contextlib
 import functools
 import http.server
 import threading
@@ -33,19 +34,15 @@ def serve() -> Iterator[Callable[[Path], str]]:
     """Serves folders over HTTP on this host; gives the URL of each."""
     from fsspec.implementations.http import HTTPFileSystem
 
-    servers: list[tuple[http.server.ThreadingHTTPServer, threading.Thread]] = []
-
     def start(root: Path) -> str:
         handler = functools.partial(_QuietHandler, directory=str(root))
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+        server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        servers.append((server, thread))
+        stack.callback(thread.join)
+        stack.callback(server.shutdown)
         return f"http://127.0.0.1:{server.server_port}"
 
-    yield start
-    for server, thread in servers:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with contextlib.ExitStack() as stack:
+        yield start
     HTTPFileSystem.clear_instance_cache()

@@ -18,34 +18,27 @@ from stallfree.sources.mapped import MapSource, as_source
 from stallfree.testing.throttle import ThrottledSource
 
 
-class Squares(Dataset[int]):
+class Bare:
+    """Has only `__getitem__`."""
+
+    def __getitem__(self, id: int) -> int:
+        assert id >= 0, "ids are normalised before they come here"
+        if id == 3:
+            raise KeyError("three is broken")
+        return id * id
+
+
+class Squares(Bare, Dataset[int]):
     def __init__(self, count: int = 5) -> None:
         self.count = count
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, id: int) -> int:
-        if id < 0:
-            raise AssertionError("ids are normalised before they come here")
-        if id == 3:
-            raise KeyError("three is broken")
-        return id * id
-
 
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
-
-    def __len__(self) -> int:
-        return 3
-
-
-class Bare:
-    """Has only `__getitem__`."""
-
-    def __getitem__(self, id: int) -> int:
-        return id
 
 
 def test_a_data_set_becomes_a_source() -> None:
