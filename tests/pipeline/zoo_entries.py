@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from random import random as draw_number
 from typing import Any
 
+import albumentations as A
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -188,11 +189,7 @@ data_set(lambda: TensorDataset(torch.from_numpy(np.stack(rows())), torch.arange(
 data_set(Files, "data_set_of_files")
 
 
-@steady_entry(images)
-def albumentations_resize() -> Any:
-    import albumentations as A
-
-    return A.Compose([A.Resize(16, 16), A.Normalize()])
+steady_entry(images)(lambda: A.Compose([A.Resize(16, 16), A.Normalize()]), "albumentations_resize")
 
 
 def with_keys() -> list[Any]:
@@ -354,18 +351,13 @@ random_entry(None, draws=lambda id: id % 3 == 1)(
 )
 
 
-@random_entry(images, prefix="Resize.apply")
-def albumentations_resize_then_noise() -> Any:
-    import albumentations as A
-
-    return [A.Resize(16, 16), A.GaussNoise(p=1)]
-
-
-@random_entry(images)
-def albumentations_lambda() -> Any:
-    import albumentations as A
-
-    return A.Lambda(image=lambda image, **_: image + np.random.randint(0, 100, image.shape), p=1)
+random_entry(images, prefix="Resize.apply")(
+    lambda: [A.Resize(16, 16), A.GaussNoise(p=1)], "albumentations_resize_then_noise"
+)
+random_entry(images)(
+    lambda: A.Lambda(image=lambda image, **_: image + np.random.randint(0, 100, image.shape), p=1),
+    "albumentations_lambda",
+)
 
 
 @random_entry(with_keys, prefix="ScaleIntensityd.__call__")

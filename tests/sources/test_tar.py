@@ -88,13 +88,8 @@ def test_keys(tmp_path: Path, make: Make, keys: Any, samples: list[Any]) -> None
 def test_only_what_is_wanted_is_read(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [("0.a", b"a" * 100), ("0.b", b"b" * 200_000), ("0.c", b"c" * 100), ("0.d", b"d" * 50)]
     shard = write(tmp_path / "a.tar", files)
-    reads: list[int] = []
-
-    def read_exactly(file: Any, size: int, start: int, read: Any = tar.read_exactly) -> Any:
-        reads.append(size)
-        return read(file, size, start)
-
-    monkeypatch.setattr(tar, "read_exactly", read_exactly)
+    reads, read = list[int](), tar.read_exactly
+    monkeypatch.setattr(tar, "read_exactly", lambda file, size, start: (reads.append(size), read(file, size, start))[1])
     assert make(shard, keys=("a", "c", "d"))[0] == (b"a" * 100, b"c" * 100, b"d" * 50)
     assert reads == [100, 100, 50]
     assert make(shard, keys=("c", "d"))[0] == (b"c" * 100, b"d" * 50)
