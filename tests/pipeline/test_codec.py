@@ -135,7 +135,11 @@ def test_round_trip(value: Any, spare: int, count: int) -> None:
         built = codec.stack_build(structure, [np.repeat(array[None, :], count, axis=0) for array in leaf_arrays], count)
         assert len(built) == count
         assert all(same(item, value) for item in built)
-        check_composed_in_place(structure, leaf_arrays, record(value))
+        out, written = np.full(codec.record_size(structure, leaf_arrays), 0xAB, np.uint8), record(value)
+        for part, data in zip(codec.open_record(structure, out), leaf_arrays, strict=True):  # composed in place
+            assert np.shares_memory(part, out) or part.size == 0
+            part[:] = data
+        assert out.tobytes() == written.tobytes()
 
 
 def check_structure(structure: Any, leaf_arrays: list[Any]) -> None:
@@ -151,15 +155,6 @@ def check_structure(structure: Any, leaf_arrays: list[Any]) -> None:
         assert offset % (64 if leaf.nbytes >= 64 else 16 if leaf.nbytes >= 16 else 8) == 0
         end = offset + leaf.nbytes
     assert end <= structure.size < end + 8 if structure.fixed else structure.size == -1
-
-
-def check_composed_in_place(structure: Any, leaf_arrays: list[Any], written: Any) -> None:
-    """Leaves written to where `open_record` says make the record that `write_record` makes."""
-    out = np.full(written.size, 0xAB, np.uint8)
-    for part, data in zip(codec.open_record(structure, out), leaf_arrays, strict=True):
-        assert np.shares_memory(part, out) or part.size == 0
-        part[:] = data
-    assert out.tobytes() == written.tobytes()
 
 
 def deep(nest: Any, depth: int = 100) -> Any:

@@ -287,7 +287,7 @@ def _form_of_code(code: types.CodeType, walker: _Walker) -> Any:
     """Without file names and line numbers."""
     shape = (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags)
     names = (code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars)
-    return code.co_code, getattr(code, "co_exceptiontable", b""), shape, names, code.co_consts
+    return code.co_code, code.co_exceptiontable, shape, names, code.co_consts
 
 
 @_form.register(types.BuiltinFunctionType)

@@ -109,8 +109,8 @@ class FileDataset(BaseSource):
     object each, so workers share them.
 
     Args:
-        paths: local paths or fsspec URLs (`https://`, `s3://`, `memory://`, ...), one per sample. Relative local paths
-            are taken from the directory that is current now.
+        paths: local paths or fsspec URLs (`s3://`, `memory://`, ..., and `https://` with `stallfree[http]`), one per
+            sample. Relative local paths are taken from the directory that is current now.
         labels: one label per path; None for samples without.
         transform: called with the decoded picture (with the bytes, without `decode`), never with the label. A `Compose`
             is split into its steps. None changes nothing.
