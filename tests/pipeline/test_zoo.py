@@ -128,7 +128,7 @@ def test_the_judge_sees_that_a_few_samples_are_frozen_or_a_rare_draw_is_kept() -
     assert zoo.frozen(entry, numbers.tolist()) == []
     numbers[:, 7] = 0.5
     assert zoo.frozen(entry, numbers.tolist()) == [7]
-    entry = Entry("made here", "random", list, base=zoo.unchanged)
+    entry = Entry("made here", "random", list, base=np.copy)
     epochs = [[*map(fr.sealed, rows())] for _ in range(7)]
     assert len(zoo.frozen(entry, epochs)) == 48
     epochs[4][3] = "drawn"

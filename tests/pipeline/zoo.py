@@ -118,11 +118,6 @@ def of_steps(register: Register, **steps: Any) -> None:
         register(lambda step=step: step, name)
 
 
-def unchanged(record: Any) -> Any:
-    """That a record stays as it is when nothing is drawn."""
-    return record
-
-
 def _torch_loader(dataset: Any, workers: int) -> Any:
     return torch.utils.data.DataLoader(dataset, 16, num_workers=workers, collate_fn=list)
 

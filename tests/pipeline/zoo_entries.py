@@ -250,7 +250,7 @@ of_steps(every_fourth, clock_for_some=lambda x: (x, time.time() if int(x[0]) % 4
 of_steps(every_sixth, drawn_in_a_pool_for_some=lambda x: in_a_pool(x) if int(x[0]) % 6 == 5 else x)
 of_steps(random_entry(many, draws=lambda id: id == 200), one_sample_of_many=lambda x: noisy(x) if x[0] == 200 else x)
 of_steps(
-    random_entry(many, base=zoo.unchanged),
+    random_entry(many, base=np.copy),
     rare_numpy=lambda x: noisy(x) if np.random.rand() < 0.01 else x,
     rare_with_generator_made_inside=rarely_hidden,
 )
@@ -339,7 +339,7 @@ class Partly(fr.Transformed):
 random_entry(None, draws=lambda id: id % 4 == 2)(
     lambda: Stored(lambda id, x: np.random.permutation(x)[:32] if id % 4 == 2 else x[:32]), "data_set_that_crops_some"
 )
-random_entry(None, base=zoo.unchanged)(
+random_entry(None, base=np.copy)(
     lambda: Stored(lambda id, x: x + np.float32(pyrandom.random()) if pyrandom.random() < 0.01 else x, many()),
     "data_set_with_rare_draws",
 )
