@@ -4,8 +4,8 @@ An executor receives tasks through `submit` and returns results from `poll`, in 
 waiting loop through descriptors, so that one wait covers all executors.
 
 Each worker process is started with its first task. It receives tasks in a thread, which starts their fetches while an
-earlier batch is prepared; without such fetches it receives them between two batches. Tasks and results are messages over one connection per worker (`messages`);
-batches are in slots of the ring.
+earlier batch is prepared; without such fetches it receives them between two batches. Tasks and results are messages
+over one connection per worker (`messages`); batches are in slots of the ring.
 """
 
 import contextlib

@@ -65,6 +65,8 @@ class PathList(Sequence[str]):
         return len(self._offsets) - 1
 
     def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[at] for at in range(len(self))[index]]
         position = range(len(self))[index]
         return os.fsdecode(self._prefix + self._buffer[self._offsets[position] : self._offsets[position + 1]])
 
