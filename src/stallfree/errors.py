@@ -19,10 +19,10 @@ Errors of the user's code (data set, transform, `collate_fn`, `worker_init_fn`, 
 note that names the sample.
 
 Each kind of error has a page in `docs/errors`, whose address is the last line of its text. A kind is a class with its
-`page`, or one of the functions below the classes.
+`page`, or a function such as `lock_held(message)`, named in the table below the classes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 DOCUMENTATION = "https://stallfree.readthedocs.io/"
@@ -310,66 +310,30 @@ def missing_extra(package: str, extra: str, purpose: str) -> MissingExtraError:
 
 # -- kinds of errors that have a page of their own; the name is that of the page ---------------------------------------
 
-argument_conflict = partial(InputError, page="argument-conflict")
-batch_timeout = partial(WaitError, page="batch-timeout")
-cache_ids = partial(InputError, page="cache-ids")
-cache_not_found = partial(InputError, page="cache-not-found")
-cache_required = partial(InputError, page="cache-required")
-capacity_too_large = partial(CapacityError, page="capacity-too-large")
-capacity_too_small = partial(CapacityError, page="capacity-too-small")
-clara_configuration = partial(InputError, page="clara-configuration")
-clara_field = partial(InputError, page="clara-field")
-collate_output = partial(InputError, page="collate-output")
-cut_attribute = partial(InputError, page="cut-attribute")
-cut_random = partial(InputError, page="cut-random")
-cut_refused = partial(InputError, page="cut-refused")
-dataset_changed = partial(InputError, page="dataset-changed")
-dataset_empty = partial(InputError, page="dataset-empty")
-dataset_random = partial(InputError, page="dataset-random")
-dataset_type = partial(InputError, page="dataset-type")
-device_unknown = partial(InputError, page="device-unknown")
-file_unreadable = partial(InputError, page="file-unreadable")
-file_unwritable = partial(InputError, page="file-unwritable")
-folder_gone = partial(StorageError, page="folder-gone")
-folder_owner = partial(FingerprintError, page="folder-owner")
-group_mismatch = partial(InputError, page="group-mismatch")
-group_timeout = partial(WaitError, page="group-timeout")
-image_folder = partial(InputError, page="image-folder")
-image_unreadable = partial(InputError, page="image-unreadable")
-iterable_unsupported = partial(InputError, page="iterable-unsupported")
-iteration_over = partial(StallfreeError, page="iteration-over")
-job_failed = partial(InputError, page="job-failed")
-job_function = partial(InputError, page="job-function")
-launch_environment = partial(InputError, page="launch-environment")
-lock_held = partial(WaitError, page="lock-held")
-loss_update = partial(InputError, page="loss-update")
-main_guard = partial(WorkerError, page="main-guard")
-name_invalid = partial(InputError, page="name-invalid")
-network_interface = partial(InputError, page="network-interface")
-no_fingerprint = partial(InputError, page="no-fingerprint")
-no_files = partial(InputError, page="no-files")
-nodes_missing = partial(WaitError, page="nodes-missing")
-not_picklable = partial(InputError, page="not-picklable")
-object_closed = partial(InputError, page="object-closed")
-port_unavailable = partial(InputError, page="port-unavailable")
-prefetcher_process = partial(InputError, page="prefetcher-process")
-ranks_conflict = partial(InputError, page="ranks-conflict")
-release_mismatch = partial(StorageError, page="release-mismatch")
-run_too_large = partial(InputError, page="run-too-large")
-sampler_mismatch = partial(InputError, page="sampler-mismatch")
-sampler_output = partial(InputError, page="sampler-output")
-seed_agreement = partial(InputError, page="seed-agreement")
-server_address = partial(InputError, page="server-address")
-server_missing = partial(MissingServerError, page="server-missing")
-server_refused = partial(InputError, page="server-refused")
-server_unreachable = partial(StorageError, page="server-unreachable")
-state_format = partial(InputError, page="state-format")
-state_mismatch = partial(InputError, page="state-mismatch")
-stop_iteration = partial(BatchError, page="stop-iteration")
-storage_full = partial(StorageError, page="storage-full")
-tar_samples = partial(InputError, page="tar-samples")
-tar_unreadable = partial(InputError, page="tar-unreadable")
-transform_input = partial(InputError, page="transform-input")
-unit_format = partial(InputError, page="unit-format")
-value_unstorable = partial(CodecError, page="value-unstorable")
-window_late = partial(WaitError, page="window-late")
+_KINDS: dict[type[StallfreeError], str] = {
+    InputError: """
+        argument_conflict cache_ids cache_not_found cache_required clara_configuration clara_field collate_output
+        cut_attribute cut_random cut_refused dataset_changed dataset_empty dataset_random dataset_type device_unknown
+        file_unreadable file_unwritable group_mismatch image_folder image_unreadable iterable_unsupported job_failed
+        job_function launch_environment loss_update name_invalid network_interface no_files no_fingerprint
+        not_picklable object_closed port_unavailable prefetcher_process ranks_conflict run_too_large sampler_mismatch
+        sampler_output seed_agreement server_address server_refused state_format state_mismatch tar_samples
+        tar_unreadable transform_input unit_format""",
+    CapacityError: "capacity_too_large capacity_too_small",
+    FingerprintError: "folder_owner",
+    StorageError: "folder_gone release_mismatch server_unreachable storage_full",
+    CodecError: "value_unstorable",
+    BatchError: "stop_iteration",
+    WorkerError: "main_guard",
+    WaitError: "batch_timeout group_timeout lock_held nodes_missing window_late",
+    MissingServerError: "server_missing",
+    StallfreeError: "iteration_over",
+}
+_CLASSES = {name: kind for kind, names in _KINDS.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Callable[..., StallfreeError]:
+    """Return the function that makes an error of the kind `name`."""
+    if name not in _CLASSES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(_CLASSES[name], page=name.replace("_", "-"))

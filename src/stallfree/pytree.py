@@ -2,7 +2,6 @@
 
 import copy
 import dataclasses
-from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
@@ -73,10 +72,9 @@ def _changed_items(value: Any, keys: Sequence[Any], parts: list[Any]) -> Any:
     """Return a copy of a list or a mapping with other items."""
     try:
         made = copy.copy(value)
-        if not isinstance(value, list | dict | UserDict):  # the copy may share its inner container
-            for name, inner in vars(made).items():
-                if isinstance(inner, dict | list):
-                    setattr(made, name, copy.copy(inner))
+        for name, inner in getattr(made, "__dict__", {}).items():  # the copy may share its inner container
+            if isinstance(inner, dict | list):
+                setattr(made, name, copy.copy(inner))
         for key, part in zip(keys, parts, strict=True):
             made[key] = part
     except TypeError:  # it cannot be changed or copied

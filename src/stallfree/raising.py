@@ -13,7 +13,7 @@ from functools import wraps
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from stallfree.errors import BatchError, StallfreeError, stop_iteration, text_of
+from stallfree.errors import StallfreeError, stop_iteration, text_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -68,11 +68,11 @@ def notes_of(error: BaseException) -> list[str]:
     return [str(note) for note in getattr(error, "__notes__", ())]
 
 
-def raisable(error: E) -> E | BatchError:
+def raisable(error: E) -> E | StallfreeError:
     """Return `error`; a `BatchError` with its notes in place of a `StopIteration`."""
     if not isinstance(error, StopIteration):
         return error
-    stopped: BatchError = stop_iteration(
+    stopped = stop_iteration(
         "the data set, a transform or collate_fn raised StopIteration, which would end the loop. Let it raise another "
         "error"
     )

@@ -1,6 +1,6 @@
 """Frozen counts that the analyser, the logs and the tests read alike."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Self
 
 
@@ -159,11 +159,8 @@ class LoaderStats:
     def __sub__(self, before: Self) -> Self:
         """What was done since `before`, for instance in one epoch. Queue, staging and workers are those of now."""
         states = ("queue_depth", "staging_bytes", "num_workers", "jobs")
-        names = [field.name for field in fields(self)]
-        now = {name: getattr(self, name) for name in names}
-        return type(self)(
-            **{name: now[name] if name in states else now[name] - getattr(before, name) for name in names}
-        )
+        counts = {field.name for field in fields(self)}.difference(states)
+        return replace(self, **{name: getattr(self, name) - getattr(before, name) for name in counts})
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""Type variables of the generic classes, and the type of a map-style data set."""
+"""Type variables of the generic classes, the type of a map-style data set, and the base of what is closed."""
 
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from typing_extensions import TypeVar
 
@@ -17,3 +17,16 @@ class MapStyle(Protocol[SampleT_co]):
     """Any map-style data set. Torch's `Dataset` declares no length, so none is required here."""
 
     def __getitem__(self, index: int, /) -> SampleT_co: ...
+
+
+class Closing:
+    """Is closed at the end of a `with` block."""
+
+    def close(self) -> None:
+        """Release what this object holds. May be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

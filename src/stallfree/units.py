@@ -2,6 +2,7 @@
 
 import operator
 import re
+from fractions import Fraction
 from typing import Any
 
 from stallfree.errors import CapacityError, InputError, unit_format
@@ -13,7 +14,7 @@ _BYTES = {"": 1, "b": 1} | {
 }
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
-_TIME = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z\u00b5\u03bc]*)\s*")
+_TIME = re.compile(r"\s*(\d{1,99}(?:\.\d+)?)\s*([A-Za-z\u00b5\u03bc]*)\s*")
 
 
 def parse_size(value: int | str, name: str = "size") -> int:
@@ -21,13 +22,9 @@ def parse_size(value: int | str, name: str = "size") -> int:
 
     Raises `CapacityError` for a bool, a negative number, an unknown unit or anything that is no size.
     """
-    size: float | None = None
-    if not isinstance(value, (str, bool)) and hasattr(type(value), "__index__"):
-        size = operator.index(value)
-    elif isinstance(value, str) and (match := _SIZE.fullmatch(value)):
-        factor = _BYTES.get(match[2].lower())
-        if factor is not None:
-            size = int(match[1]) * factor if match[1].lstrip("+-").isdigit() else float(match[1]) * factor
+    size: int | Fraction | None = _whole(value)
+    if isinstance(value, str) and (match := _SIZE.fullmatch(value)) and match[2].lower() in _BYTES:
+        size = Fraction(match[1]) * _BYTES[match[2].lower()]
     if size is None:
         raise CapacityError(f"{name}={value!r} is no size: give bytes as an int, or a string such as '4GiB' or '500MB'")
     if size < 0:
@@ -54,15 +51,19 @@ def parse_whole(value: Any, name: str, low: int | None = None) -> int:
     Raises `InputError` for a bool, for anything else, and with a `low` for less and for what is beyond 63 bits, so that
     it fits where numbers are counted.
     """
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
+    number = _whole(value)
     if number is None or (low is not None and number < low):
         raise InputError(f"{name}={value!r:.80}: give a whole number" + ("" if low is None else f", {low} or more"))
     if low is not None and number.bit_length() > 63:
         raise InputError(f"{name} is a number of {number.bit_length()} bits: give one of 63 bits at most")
     return number
+
+
+def _whole(value: Any) -> int | None:
+    try:
+        return None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        return None
 
 
 def parse_rate(value: float | int | str, name: str = "rate") -> float:
@@ -81,19 +82,16 @@ def parse_rate(value: float | int | str, name: str = "rate") -> float:
 def parse_seconds(value: str, name: str = "time") -> float:
     """Seconds in `value`, a number with its unit (ns, us, ms, s, min or h): `"80ms"`, `"0.08s"`, `"15us"`, `"2 min"`.
 
-    Raises `InputError` for a number without a unit, an unknown unit, a negative or endless time, or anything else.
+    Raises `InputError` for a number without a unit, an unknown unit, a negative time, or anything else.
     """
-    example = "a number with its unit, such as '80ms', '0.08s' or '15us'"
     match = _TIME.fullmatch(value) if isinstance(value, str) else None
-    if match and not match[2]:
-        raise unit_format(f"{name}={value!r} has no unit: give {example}")
     unit = re.sub("[\u00b5\u03bc]", "u", match[2]) if match else ""
     if match is None or unit not in _SECONDS:
-        raise unit_format(f"{name}={value!r} is no time: give {example}; units: {', '.join(_SECONDS)}")
-    seconds = float(match[1]) * _SECONDS[unit]
-    if seconds == float("inf"):
-        raise unit_format(f"{name}={value!r} must be finite: give {example}")
-    return seconds
+        raise unit_format(
+            f"{name}={value!r} {'has no unit' if match and not unit else 'is no time'}: give a number with its unit, "
+            f"such as '80ms', '0.08s' or '15us'; units: {', '.join(_SECONDS)}"
+        )
+    return float(match[1]) * _SECONDS[unit]
 
 
 def format_seconds(seconds: float) -> str:

@@ -15,11 +15,12 @@ No data is sent. Names follow Prometheus conventions: unit last, and `_total` fo
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from stallfree.errors import InputError, file_unwritable, missing_extra, port_unavailable
 from stallfree.ipc.folders import is_path
 from stallfree.stats import CacheStats, LoaderStats, SharedStats, SmartCacheStats
+from stallfree.typevars import Closing
 
 _GAUGES = {"stall_fetch_seconds", "stall_prep_seconds", "queue_depth", "staging_bytes", "num_workers", "hit_ratio"}
 _GAUGES |= {"resident_items", "resident_bytes", "capacity_bytes", "used_bytes", "epoch", "window_start", "replace_num"}
@@ -175,7 +176,7 @@ class PrometheusCollector:
         yield from families.values()
 
 
-class PrometheusServer:
+class PrometheusServer(Closing):
     """Serves `metrics` to a Prometheus scraper, from a thread of this process.
 
     Args:
@@ -213,12 +214,6 @@ class PrometheusServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _client() -> Any:

@@ -7,7 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from stallfree.errors import CapacityError, capacity_too_large
+from stallfree.errors import StallfreeError, capacity_too_large
 from stallfree.raising import users_level
 from stallfree.units import format_size
 
@@ -63,7 +63,7 @@ def allowed_capacity(size: int, folder: Path, on_disk: bool, name: str) -> int:
     return room
 
 
-def no_space_left(size: int, allowed: int, folder: Path, name: str) -> CapacityError:
+def no_space_left(size: int, allowed: int, folder: Path, name: str) -> StallfreeError:
     """Return the error for a cache of `size` bytes that does not even fit as one of the `allowed` bytes."""
     return capacity_too_large(
         f"the cache {name!r} of {format_size(size)} has no space: {folder.parent} can hold {format_size(allowed)}, "

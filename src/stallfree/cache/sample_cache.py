@@ -12,9 +12,10 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
+import xxhash
 
 from stallfree import errors
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
@@ -28,6 +29,7 @@ from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
+from stallfree.typevars import Closing
 from stallfree.units import parse_size
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -42,7 +44,7 @@ _TYPICAL = 128 << 10
 """Assumed bytes of a record without an example."""
 
 
-class SampleCache:
+class SampleCache(Closing):
     """The samples of one data set, by id.
 
     Attaches to the cache `name`, and creates it if missing.
@@ -419,12 +421,22 @@ class SampleCache:
         """Remove all samples."""
         self.drop(np.arange(self.num_ids))
 
-    def evict_one(self, ids: Any) -> None:
-        """Evict the sample of lowest score among `ids`."""
-        self._counters.follow_fork()
+    def ids_of_key(self, key: bytes) -> Array:
+        """Return the 8 ids that a record may take by its `key`. Used half at most, all 8 are taken for 1 key in 256."""
+        start, step = xxhash.xxh3_64_intdigest(key), xxhash.xxh3_64_intdigest(key, 1) | 1
+        return np.array(sorted({(start + way * step) % self.num_ids for way in range(8)}), np.int64)
+
+    def free_one(self, ids: Any) -> Array:
+        """Return one of `ids` that is not resident; if all are, a policy that evicts does it for one of them.
+
+        Empty if there is none, also while another process writes.
+        """
         wanted = np.unique(checked_ids(ids, self.num_ids))
-        with self._changing("evicting from"):
-            self._space.evict_one(wanted)
+        if self.policy.evicts and self.resident(wanted).all():
+            self._counters.follow_fork()
+            with contextlib.suppress(errors.WaitError), self._changing("evicting from"):
+                self._space.evict_one(wanted)
+        return wanted[~self.resident(wanted)][:1]
 
     def set_scores(self, ids: Any, scores: Any) -> None:
         """Set the scores of samples, resident or not.
@@ -488,12 +500,6 @@ class SampleCache:
         if name in _PARTS:  # deleted by `close`, so that their memory is freed
             raise errors.object_closed(f"the cache {self.name!r} is closed: make a new one")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         need_linux("a cache that other processes use", "use num_workers=0")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from stallfree.errors import InputError, StallfreeError, clara_configuration, missing_extra
+from stallfree.errors import StallfreeError, clara_configuration, missing_extra
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.paths import canonical, read_file
 
@@ -41,7 +41,7 @@ def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     return content
 
 
-def wrong(where: str, value: Any, expected: str) -> InputError:
+def wrong(where: str, value: Any, expected: str) -> StallfreeError:
     """Return the error for a `value` in the configuration or data list that is not as `expected`."""
     return clara_configuration(f"{where} is {value!r:.200}, expected {expected}")
 

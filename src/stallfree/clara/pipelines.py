@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from stallfree.pipeline.compose import Compose, mark_deterministic
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.sources.mapped import BaseSource
 from stallfree.sources.paths import PathList, canonical, is_url, joined
+from stallfree.typevars import Closing
 from stallfree.units import parse_whole
 
 Labels = np.ndarray[Any, np.dtype[Any]]
@@ -65,7 +66,7 @@ class Pipeline:
 
 
 @dataclass(frozen=True)
-class Pipelines:
+class Pipelines(Closing):
     """The pipelines of a configuration.
 
     Attributes:
@@ -88,12 +89,6 @@ class Pipelines:
         for pipeline in (self.train, self.validate):
             if pipeline is not None:
                 pipeline.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def load(config: str | os.PathLike[str], /, *, seed: int | None = None, **variables: Any) -> Pipelines:

@@ -1,35 +1,30 @@
 """`CacheLoader`: cache any value by a key."""
 
-import contextlib
 from collections.abc import Callable
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-import xxhash
 
 from stallfree.cache.layout import chained_block
-from stallfree.cache.policies import Policy, make_policy, mixed
+from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.datasets.epoch_source import Ids
-from stallfree.errors import CodecError, InputError, WaitError, text_of, value_unstorable
+from stallfree.errors import CodecError, InputError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
 from stallfree.raising import short_traceback
 from stallfree.stats import CacheStats
-from stallfree.typevars import T
+from stallfree.typevars import Closing, T
 from stallfree.units import parse_size, parse_whole
 
 KeyT = TypeVar("KeyT", bound=str | int)
-
-_WAYS = np.arange(8, dtype=np.uint64)
-"""A key may take 8 of the places. As they are at most half full, all 8 are taken for 1 key in 256."""
 
 _MOST_PLACES = 1 << 22
 _MOST_TYPICAL = 1 << 20
 
 
-class CacheLoader:
+class CacheLoader(Closing):
     """Caches values by key, in shared memory or on a local disk.
 
     All processes of the host share the values of one name.
@@ -76,9 +71,9 @@ class CacheLoader:
                 "'lru', 'lfu' or 'random'"
             )
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
-        places = min(max(2 * room_of(store, size) // chained_block(len(example)), len(_WAYS)), _MOST_PLACES)
+        places = min(max(2 * room_of(store, size) // chained_block(len(example)), 8), _MOST_PLACES)
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
-        fingerprint = f"values by key, {places} places of 8"
+        fingerprint = f"values by key, 8 of {places} places"
         self.cache: SampleCache = open_cache(store, places, capacity=size, fingerprint=fingerprint, **options)
         self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
 
@@ -113,14 +108,10 @@ class CacheLoader:
 
     def _keep(self, key: str | int, value: Any, places: Ids) -> None:
         """Store the value of `key` in a free place, or in one that the policy empties."""
-        cache = self.cache
-        if cache.policy.evicts and cache.resident(places).all():
-            with contextlib.suppress(WaitError):  # another process is writing: the value is not stored this time
-                cache.evict_one(places)
-        free = places[~cache.resident(places)][:1]
+        free = self.cache.free_one(places)
         if len(free):
             try:
-                cache.put_many(free, [(key, value)])
+                self.cache.put_many(free, [(key, value)])
             except CodecError as error:
                 raise value_unstorable(f"the value of the key {key!r} cannot be stored: {text_of(error)}") from error
 
@@ -149,8 +140,7 @@ class CacheLoader:
         """`key` as a plain str or int, and the places that it may take."""
         plain: str | int = str.__str__(key) if isinstance(key, str) else parse_whole(key, "key (a str or an int)")
         text = f"str:{plain}" if isinstance(plain, str) else f"int:{plain:x}"
-        number = xxhash.xxh3_64_intdigest(text.encode("utf-8", "surrogatepass"))
-        return plain, np.unique(mixed(_WAYS, number) % np.uint64(self.cache.num_ids)).astype(np.int64)
+        return plain, self.cache.ids_of_key(text.encode("utf-8", "surrogatepass"))
 
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
@@ -174,9 +164,3 @@ class CacheLoader:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

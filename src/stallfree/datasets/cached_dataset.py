@@ -5,7 +5,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import numpy as np
 from torch.utils.data import Dataset, DistributedSampler, get_worker_info
@@ -28,17 +28,13 @@ from stallfree.pipeline.values import payload_bytes
 from stallfree.raising import short_traceback, shorten, users_level
 from stallfree.sources.mapped import normalize_id
 from stallfree.stats import CacheStats
-from stallfree.typevars import SampleT_co
+from stallfree.typevars import Closing, SampleT_co
 from stallfree.units import parse_whole
-
-if TYPE_CHECKING:
-    from stallfree.sources.cached_files import CachedFiles
-
 
 _FORMAT = "records-2"
 _MOST_EPOCHS = 2**31 - 2
 
-_CURE = (
+FINGERPRINT_CURE = (
     "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "
     "returns a text which changes when the data change"
 )
@@ -46,7 +42,7 @@ _CURE = (
 log = logging.getLogger("stallfree")
 
 
-class CachedDataset(Dataset[SampleT_co]):
+class CachedDataset(Closing, Dataset[SampleT_co]):
     """`dataset` with a sample cache behind it.
 
     Works with any loader; with `stallfree.DataLoader` at full speed.
@@ -123,7 +119,7 @@ class CachedDataset(Dataset[SampleT_co]):
         ```
     """
 
-    files: "CachedFiles | None" = None
+    files: Any = None
     """The data set, whose files are cached, with `form="files"`."""
 
     source: Source
@@ -334,12 +330,6 @@ class CachedDataset(Dataset[SampleT_co]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"CachedDataset({self.source!r}, {self.form}, cache={self.cache.name!r})"
 
@@ -365,34 +355,15 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
     if persist or (is_tier(store) and getattr(store, "persist", True)):
         raise errors.no_fingerprint(
             f"store={store!r:.80}, persist={persist}: no other job or node would find these samples, as {unknown} has "
-            f"no fingerprint: {_CURE}"
+            f"no fingerprint: {FINGERPRINT_CURE}"
         )
     warnings.warn(
         f"{unknown} has no fingerprint, so this cache is private: used by this process and its workers, and removed "
-        f"with them. To share it with other jobs and ranks, {_CURE}",
+        f"with them. To share it with other jobs and ranks, {FINGERPRINT_CURE}",
         errors.StallfreeWarning,
         stacklevel=users_level(),
     )
-    return token()
-
-
-def token() -> str:
-    """The name of a private cache."""
     return f"private-{os.getpid()}-{secrets.token_hex(8)}"
-
-
-def window_name(unknown: list[str], name: str) -> str:
-    """`name`, or for a window over data with `unknown` objects one that no other process gives.
-
-    Raises `InputError` if the job has several ranks here, which share one window and find it by its name.
-    """
-    if not unknown:
-        return name
-    if find_ranks().here > 1:
-        raise errors.no_fingerprint(
-            f"the ranks of this job share one window, and {unknown[0]} has no fingerprint to find it by: {_CURE}"
-        )
-    return token()
 
 
 # -- the samples that a node stores -----------------------------------------------------------------------------------

@@ -37,10 +37,6 @@ class Position:
     repeats: list[int] | None = None
 
 
-def _nothing() -> None:
-    pass
-
-
 @dataclass
 class EpochPlan:
     """One epoch, or the rest of it.
@@ -58,7 +54,7 @@ class EpochPlan:
     first: int = 0
     dealt: dict[str, int] | None = None
     on_delivered: Callable[[Ids], torch.Tensor] | None = None
-    end: Callable[[], None] = _nothing
+    end: Callable[[], None] = field(default=lambda: None)
     skip: int = 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from stallfree.cache.layout import plan_layout
 from stallfree.datasets.reader import plain_beneath
-from stallfree.errors import CapacityError, CodecError, InputError, dataset_random, text_of
+from stallfree.errors import CapacityError, CodecError, StallfreeError, dataset_random, text_of
 from stallfree.ipc.process import call_in_child
 from stallfree.pipeline import classify
 from stallfree.pipeline.classify import SOURCE, Found, Split, StepError, Trust
@@ -78,17 +78,12 @@ class FirstLook:
     """Some samples, and how the pipeline splits.
 
     Attributes:
-        samples: samples spread over the data set; at least one.
+        samples: samples spread over the data set; at least one. The first stands for all.
         parts: of the pipeline.
     """
 
     samples: list[Sample]
     parts: Split
-
-    @property
-    def first(self) -> Sample:
-        """The sample that stands for all."""
-        return self.samples[0]
 
     def values(self, *, prepared: bool) -> dict[int, Any]:
         """Return the cached values by id, of samples that can be stored, in this form.
@@ -96,8 +91,9 @@ class FirstLook:
         Raises `CodecError` if the first one cannot be stored.
         """
         values = {sample.id: sample.prepared if prepared else sample.record for sample in self.samples}
-        if isinstance(values[self.first.id], CodecError):
-            raise values[self.first.id]
+        first = values[self.samples[0].id]
+        if isinstance(first, CodecError):
+            raise first
         return {id: value for id, value in values.items() if not isinstance(value, CodecError)}
 
 
@@ -180,13 +176,13 @@ _FREEZE = (
 _INSIST = "if its samples are always the same, say so with stallfree.mark_deterministic(dataset)"
 
 
-def reason_in(error: InputError) -> str:
+def reason_in(error: StallfreeError) -> str:
     """Why samples are random, without advice, if that is what an error of `look` says; else ""."""
     why, advice, _ = text_of(error).partition(f"; {_FREEZE}")
     return why if advice else ""
 
 
-def _refused(origin: object, why: str, *, certain: bool) -> InputError:
+def _refused(origin: object, why: str, *, certain: bool) -> StallfreeError:
     gives = "gives" if certain else "may give"
     return dataset_random(f"{type(origin).__name__} {gives} random samples: {why}; {_FREEZE}; or, {_INSIST}")
 
@@ -199,8 +195,8 @@ def choose_form(
         return form, f"caching samples as {form}, as asked"
     if len(first.parts.deterministic) == 0:
         return "fetched", "caching samples as fetched: no deterministic step comes first"
-    fetched = _room(first.first.record, samples, capacity, scored, on_disk)
-    prepared = _room(first.first.prepared, samples, capacity, scored, on_disk)
+    fetched = _room(first.samples[0].record, samples, capacity, scored, on_disk)
+    prepared = _room(first.samples[0].prepared, samples, capacity, scored, on_disk)
     if prepared is None or fetched is None:
         chosen, other = ("fetched", "prepared") if prepared is None else ("prepared", "fetched")
         return chosen, f"caching samples as {chosen}: {other} they cannot be stored"

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,6 @@ import xxhash
 
 from stallfree.errors import InputError, StallfreeWarning, WaitError, launch_environment, seed_agreement
 from stallfree.raising import users_level
-from stallfree.units import parse_whole
 
 _JOB = ("TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
 """Environment variables that are equal in all ranks of one job."""
@@ -169,10 +169,15 @@ def part_of_host(hosts: Any) -> tuple[int, int]:
     """
     if hosts is None:
         return environment_number("GROUP_RANK", 0), environment_number("GROUP_WORLD_SIZE", 1)
-    number, count = hosts if isinstance(hosts, (tuple, list)) and len(hosts) == 2 else (0, 0)
-    if not (isinstance(number, int) and isinstance(count, int) and 0 <= number < count):
-        raise InputError(f"hosts={hosts!r:.80}: give (number of this host, number of hosts), such as (0, 2)")
-    return number, count
+    return _pair("hosts", hosts, "(number of this host, number of hosts)")
+
+
+def _pair(name: str, value: Any, parts: str) -> tuple[int, int]:
+    """`value` as two whole numbers, the first below the second. Raises `InputError` for anything else."""
+    number, count = value if isinstance(value, (tuple, list)) and len(value) == 2 else (0, 0)
+    if not (isinstance(number, Integral) and isinstance(count, Integral) and 0 <= number < count):
+        raise InputError(f"{name}={value!r:.80}: give {parts}, counted from 0, such as (0, 2)")
+    return int(number), int(count)
 
 
 # -- the part of each rank in one order -------------------------------------------------------------------------------
@@ -180,13 +185,8 @@ def part_of_host(hosts: Any) -> tuple[int, int]:
 
 def check_ranks(ranks: Any) -> None:
     """Raise `InputError` unless `ranks` is None, "auto" or a pair (rank, number of ranks)."""
-    if ranks is None or (isinstance(ranks, str) and ranks == "auto"):
-        return
-    if not isinstance(ranks, (tuple, list)) or len(ranks) != 2:
-        raise InputError(f"ranks={ranks!r}: give (rank, number of ranks), 'auto', or None")
-    rank, count = parse_whole(ranks[0], "ranks[0]", 0), parse_whole(ranks[1], "ranks[1]", 1)
-    if rank >= count:
-        raise InputError(f"ranks={ranks!r}: the rank is counted from 0, so give one from 0 to {count - 1}")
+    if ranks is not None and not (isinstance(ranks, str) and ranks == "auto"):
+        _pair("ranks", ranks, "'auto' or (rank, number of ranks)")
 
 
 def rank_and_count(ranks: tuple[int, int] | str | None) -> tuple[int, int]:

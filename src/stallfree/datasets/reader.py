@@ -106,11 +106,6 @@ class Reader:
             self._randomness = Randomness(self._drawing, [self._dataset, *self._pipeline], lazy=True)
         return self._randomness
 
-    @property
-    def current(self) -> bool:
-        """Whether the cached values are outputs of this reader's `deterministic` steps."""
-        return self.caches and self.cache is not None and self.cache.uncached_steps == self.split.uncached
-
     # -- fetches ------------------------------------------------------------------------------------------------------
 
     def start(self, ids: Ids) -> Pending:

@@ -139,7 +139,7 @@ class SampleBatch:
         reader, cache, samples = self.reader, self.reader.cache, self.samples
         self._values = [MISS] * len(self.ids)
         missing: Sequence[int] = range(len(self.ids))
-        if cache is not None and reader.current:
+        if reader.caches and cache.uncached_steps == reader.split.uncached:  # else outputs of other steps
             if self.buffer is not None:
                 self._borrowed = cache.borrow(self.pending.ids)
             self._values = cache.get_many(self.pending.ids) if self._borrowed is None else [*self._borrowed.values]

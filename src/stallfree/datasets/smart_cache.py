@@ -7,19 +7,19 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import current_process
 from multiprocessing.context import BaseContext
-from typing import Any, Self
+from typing import Any
 
 from torch.utils.data import Dataset, DistributedSampler
 
+from stallfree import errors
 from stallfree.cache.capacity import free_memory
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.cached_dataset import checked_ids, window_name
+from stallfree.datasets.cached_dataset import FINGERPRINT_CURE, checked_ids
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
 from stallfree.datasets.probe import example_for, look
-from stallfree.datasets.ranks import LocalRanks, job_name, local_ranks, part_of_host, warn_of_ranks
+from stallfree.datasets.ranks import LocalRanks, find_ranks, job_name, local_ranks, part_of_host, warn_of_ranks
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.window import Field, FillProcesses, Window, WindowPlan, replace_count
-from stallfree.errors import InputError, argument_conflict, capacity_too_large, ranks_conflict, state_mismatch
 from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
 from stallfree.pipeline.codec import encode, record_size
@@ -30,7 +30,7 @@ from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
 from stallfree.raising import described, short_traceback
 from stallfree.stats import SmartCacheStats
-from stallfree.typevars import MapStyle, SampleT_co
+from stallfree.typevars import Closing, MapStyle, SampleT_co
 from stallfree.units import format_size, parse_whole
 
 _FORMAT = "smart-2"
@@ -41,7 +41,7 @@ log = logging.getLogger("stallfree")
 _made = itertools.count()
 
 
-class SmartCacheDataset(Dataset[SampleT_co]):
+class SmartCacheDataset(Closing, Dataset[SampleT_co]):
     """A window of `cache_num` samples over `data`, partly replaced after each epoch.
 
     The samples of the window are kept in memory that all processes of the host share, after the longest deterministic
@@ -132,7 +132,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         part = part_of_host(hosts)
         total = len(range(part[0], len(self.source), part[1]))
         if not total:
-            raise argument_conflict(f"hosts={part}: give fewer hosts than samples, which are {len(self.source)}")
+            raise errors.argument_conflict(f"hosts={part}: give fewer hosts than samples, which are {len(self.source)}")
         self.cache_num = min(cache_num, total)
         self.replace_num = replace_count(self.cache_num, replace_rate, total)
         plan = WindowPlan(len(self.source), self.cache_num, self.replace_num, drawn, shuffle, part)
@@ -151,9 +151,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self.start()
 
     def _open_cache(self, plan: WindowPlan, samples: list[Any], before: Compose, name: str | None) -> SampleCache:
-        job = job_name()  # the same in all ranks of one job on this host
-        self._alone = job is None and name is None
-        job = job or f"{os.getpid()}-{next(_made)}"
         with tolerant() as unknown:
             key = key_of(
                 **{"data set": fingerprint(self.source.fingerprint()), "transforms": before},
@@ -161,12 +158,19 @@ class SmartCacheDataset(Dataset[SampleT_co]):
                 seed=repr(self.seed),
                 format=_FORMAT,
             )
+        if unknown and name is None and find_ranks().here > 1:
+            raise errors.no_fingerprint(
+                f"the ranks of this job share one window, and {unknown[0]} has no fingerprint: {FINGERPRINT_CURE}"
+            )
+        job = None if unknown else job_name()  # the same in all ranks of one job on this host
+        self._alone = job is None and name is None
+        own_name = f"{key[:20]}-smart-{job or f'{os.getpid()}-{next(_made)}'}"
         example = example_for(samples)
         return SampleCache(
             len(self.source),
             capacity=_capacity(samples, example, plan),
             fingerprint=key,
-            name=window_name(unknown, f"{key[:20]}-smart-{job}") if name is None else check_name(name),
+            name=own_name if name is None else check_name(name),
             example=example,
         )
 
@@ -197,9 +201,9 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         Its order is the one that the loader would have without it.
         """
         if plans_epochs(setup.sampler):
-            raise argument_conflict("a SmartCacheDataset chooses its samples itself: leave out the ImportanceSampler")
+            raise errors.argument_conflict("a SmartCacheDataset chooses its samples: leave out the ImportanceSampler")
         if setup.ranks is not None and (setup.ranks == "auto" or setup.ranks[1] != 1):
-            raise ranks_conflict(
+            raise errors.ranks_conflict(
                 f"ranks={setup.ranks!r} with a SmartCacheDataset, whose window is that of one host: give "
                 "sampler=dataset.rank_sampler() instead"
             )
@@ -278,12 +282,12 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         """
         ranks = local_ranks()
         if ranks.count > 1 and self._alone:
-            raise ranks_conflict(
+            raise errors.ranks_conflict(
                 "each rank has a window of its own, because no job was known when the data set was made: make it after "
                 "init_process_group(), or give name=, the same in all ranks"
             )
         if ranks.hosts > 1 and self.window.plan.part == (0, 1):
-            raise ranks_conflict(
+            raise errors.ranks_conflict(
                 f"the ranks run on {ranks.hosts} hosts, and this window is over all samples: give "
                 f"hosts=(number of this host, {ranks.hosts})"
             )
@@ -307,7 +311,7 @@ class SmartCacheDataset(Dataset[SampleT_co]):
     def stats(self) -> SmartCacheStats:
         """The counts of the cache and of the window, over all processes."""
         window, header = self.window, self.window.header
-        start = window.start(window.epoch) if window.epoch >= 0 else 0
+        start = window.start(window.epoch)
         return SmartCacheStats(
             **self.cache.stats().__dict__,
             epoch=window.epoch,
@@ -333,12 +337,6 @@ class SmartCacheDataset(Dataset[SampleT_co]):
         self.window.close()
         self.cache.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def __repr__(self) -> str:
         return f"SmartCacheDataset({self.source!r}, cache_num={self.cache_num}, replace_num={self.replace_num})"
 
@@ -346,12 +344,12 @@ class SmartCacheDataset(Dataset[SampleT_co]):
 def _check(cache_num: Any, replace_rate: Any, num_fill_workers: Any, on_late: Any, on_error: Any) -> None:
     parse_whole(cache_num, "cache_num", 1)
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
-        raise InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (nothing is replaced) to 1")
+        raise errors.InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (none is replaced) to 1")
     parse_whole(num_fill_workers, "num_fill_workers", 1)
     if on_late not in ("partial", "wait"):
-        raise InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
+        raise errors.InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
     if on_error not in ("raise", "skip"):
-        raise InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
+        raise errors.InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
 
 
 def _capacity(samples: list[Any], example: Any, plan: WindowPlan) -> int:
@@ -365,7 +363,7 @@ def _capacity(samples: list[Any], example: Any, plan: WindowPlan) -> int:
     count, beside, free = plan.size + plan.replace, 24 * plan.samples + (1 << 17), free_memory()
     least, most = int(count * each) + beside, int(free * _SPARE)
     if least > most:
-        raise capacity_too_large(
+        raise errors.capacity_too_large(
             f"cache_num={plan.size} and {plan.replace} replacements of about {format_size(int(mean))} each take "
             f"{format_size(least)}, and {format_size(free)} of memory are free here (of the host and of this control "
             f"group), of which a tenth is left to others: give cache_num={plan.size * most // least} or less, or more "
@@ -414,7 +412,7 @@ class WindowSource(EpochSource):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "window" not in state:
-            raise state_mismatch(
+            raise errors.state_mismatch(
                 "the state has no window: it was taken with a data set that is no SmartCacheDataset. Give the same "
                 "data set"
             )
@@ -430,7 +428,7 @@ class RankSampler(DistributedSampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         if self.num_replicas == 1 and local_ranks().count > 1:
-            raise ranks_conflict(
+            raise errors.ranks_conflict(
                 "the sampler was made before the process group, and gives each rank all samples: call rank_sampler() "
                 "after init_process_group()"
             )

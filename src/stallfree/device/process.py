@@ -19,7 +19,7 @@ from multiprocessing import get_context
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
 from queue import SimpleQueue
-from typing import Any, Generic, Self
+from typing import Any, Generic
 
 import torch
 import torch.multiprocessing  # registers how tensors are sent
@@ -33,7 +33,7 @@ from stallfree.pipeline.randomness import draw_seed
 from stallfree.platform import how_it_ended, need_linux
 from stallfree.pytree import take_apart
 from stallfree.raising import raisable, short_traceback
-from stallfree.typevars import BatchT_co
+from stallfree.typevars import BatchT_co, Closing
 from stallfree.units import parse_whole
 
 _START_METHOD = "spawn"  # a fork would inherit locked locks and an unusable device
@@ -44,7 +44,7 @@ _HEAD = struct.Struct("<BQ")
 _BEGIN, _RETURN, _BREAK, _LENGTH, _BATCH, _FAILED, _END = range(7)
 
 
-class ProcessPrefetcher(Generic[BatchT_co]):
+class ProcessPrefetcher(Closing, Generic[BatchT_co]):
     """Loads batches and copies them to the device in a separate process.
 
     The loading process starts at once, by "spawn": scripts need the guard below. It calls `make_loader` and iterates
@@ -161,12 +161,6 @@ class ProcessPrefetcher(Generic[BatchT_co]):
         last = None if self._pass is None else self._pass()
         if last is not None:
             last.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> Any:
         raise errors.prefetcher_process(

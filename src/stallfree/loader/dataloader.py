@@ -5,7 +5,7 @@ import operator
 import os
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
-from typing import TYPE_CHECKING, Any, Generic, Self
+from typing import TYPE_CHECKING, Any, Generic
 
 import torch
 import torch.utils.data
@@ -23,14 +23,14 @@ from stallfree.pipeline.compose import Transform
 from stallfree.raising import short_traceback
 from stallfree.sources.mapped import is_iterable
 from stallfree.stats import ImportanceStats, LoaderStats
-from stallfree.typevars import BatchT_co
+from stallfree.typevars import BatchT_co, Closing
 from stallfree.units import parse_size, parse_whole
 
 if TYPE_CHECKING:
     from stallfree.datasets.cached_dataset import CachedDataset
 
 
-class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
+class DataLoader(Closing, torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """Batches of a data set, prepared ahead by worker processes in reused shared memory.
 
     The arguments of `torch.utils.data.DataLoader` have the same meaning; differences and additions are below. It is a
@@ -459,12 +459,6 @@ class DataLoader(torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         self._epochs.close()
         if self._auto is not None:
             self._auto.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     __repr__ = shown_by("batch_size", "shuffle", "num_workers", "drop_last", "device")
 

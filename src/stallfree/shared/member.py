@@ -344,7 +344,7 @@ class Member:
         self._requested = number
         link.send(pack(Kind.REQUEST, number=number, value=1))
 
-    def _timeout(self, number: int, why: str) -> errors.WaitError:
+    def _timeout(self, number: int, why: str) -> errors.StallfreeError:
         epoch, batch = divmod(number, len(self.setup.order))
         return errors.group_timeout(
             f"the group {self.group.name!r} did not deliver batch {batch} of epoch {epoch} within {self._seconds:g} s: "

@@ -30,13 +30,13 @@ from stallfree.raising import note_samples, raisable, short_traceback
 from stallfree.shared import coordinator, link, member
 from stallfree.shared.rebatching import Rebatching
 from stallfree.stats import SharedStats
-from stallfree.typevars import BatchT_co
+from stallfree.typevars import BatchT_co, Closing
 from stallfree.units import parse_size, parse_whole
 
 _STATE_VERSION = 3
 
 
-class SharedLoader(Generic[BatchT_co]):
+class SharedLoader(Closing, Generic[BatchT_co]):
     """A loader whose batches are prepared once for all jobs of a `group`.
 
     The jobs run on one host and give the same `group`.
@@ -328,12 +328,6 @@ class SharedLoader(Generic[BatchT_co]):
         return partial(type(self), **self._arguments), (), state
 
     __setstate__ = load_state_dict
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     __repr__ = arguments.shown_by("group", "batch_size", "drop_last")
 

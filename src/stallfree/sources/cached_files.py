@@ -21,9 +21,6 @@ from stallfree.pipeline.compose import Compose
 from stallfree.sources import file_opens
 from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
 
-_WAYS = 8
-"""A file may take 8 of the ids of its cache, by the hash of its key. As these are many, 8 are rarely all taken."""
-
 
 def ids_of_cache(samples: int) -> int:
     """Return the number of ids of a cache for the files of so many samples, each of which may have three of its own."""
@@ -68,14 +65,10 @@ class FileTable:
 
     def put(self, key: bytes, stamp: str, data: bytes) -> None:
         """Store the content of a file as it was read, if there is room."""
-        cache, ids = self.cache, self._ids(key)
-        cache.count_fetch(1, len(data))
-        if cache.resident(ids).all() and cache.policy.evicts:
-            with contextlib.suppress(TimeoutError):
-                cache.evict_one(ids)
-        for id in [id for id, taken in zip(ids, cache.resident(ids), strict=True) if not taken][:1]:
+        self.cache.count_fetch(1, len(data))
+        for id in self.cache.free_one(self.cache.ids_of_key(key)).tolist():
             head = _head(stamp, id, key)
-            cache.put_many([id], [(head, data)])
+            self.cache.put_many([id], [(head, data)])
             self.verified.array[id] = _mark(head)
 
     def drop(self, key: bytes) -> None:
@@ -90,12 +83,9 @@ class FileTable:
             self.cache.drop([id])
 
     def _find(self, key: bytes, *, count: bool = True) -> tuple[bytes, bytes] | None:
-        record = self.cache.find(self._ids(key), lambda record: record[0].partition(b"\0")[2] == key, count=count)
+        ids = self.cache.ids_of_key(key)
+        record = self.cache.find(ids, lambda record: record[0].partition(b"\0")[2] == key, count=count)
         return record if isinstance(record, tuple) else None
-
-    def _ids(self, key: bytes) -> list[int]:
-        start, step = xxhash.xxh3_64_intdigest(key), xxhash.xxh3_64_intdigest(key, 1) | 1
-        return [(start + way * step) % self.cache.num_ids for way in range(_WAYS)]
 
 
 def _head(stamp: str, id: int, key: bytes) -> bytes:

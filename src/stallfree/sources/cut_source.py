@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from torch.utils import _pytree as pytree
 
-from stallfree.errors import InputError, cut_refused
+from stallfree.errors import StallfreeError, cut_refused
 from stallfree.pipeline import compose
 from stallfree.pipeline.classify import known
 from stallfree.pipeline.fingerprint import fingerprint
@@ -77,7 +77,7 @@ class Recorder:
     def make(self, id: int) -> Any:
         """Return sample `id` with outputs in it. Raises `InputError` if a use of one was refused, even if caught."""
         self.id, self.calls = id, []
-        self._refusal: InputError | None = None
+        self._refusal: StallfreeError | None = None
         try:
             return self._dataset[id]
         finally:

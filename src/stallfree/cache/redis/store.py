@@ -34,7 +34,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -50,6 +50,7 @@ from stallfree.ipc.process import finalize_here
 from stallfree.pipeline.codec import read_record
 from stallfree.platform import need_linux
 from stallfree.raising import short_traceback
+from stallfree.typevars import Closing
 from stallfree.units import parse_size, parse_whole
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -72,7 +73,7 @@ _STEP = 10_000
 """Ids per request of `clear`."""
 
 
-class RedisStore:
+class RedisStore(Closing):
     """Redis or Valkey servers, as one store for all nodes of a job.
 
     The first process of a node starts a server of Valkey or Redis, which ends with that process. Every sample is stored
@@ -182,12 +183,6 @@ class RedisStore:
         The server of this node ends if this process has started it.
         """
         self._finish()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"RedisStore({self.name!r}, {', '.join(self._servers.names)})"
