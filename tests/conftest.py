@@ -32,7 +32,6 @@ from warm import Interpreter
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 # Python's default from 3.14 on, "forkserver", is tried where a test names it, and by scripts in `test_install.py`.
-# The others make data sets, which it could not send, and fork processes, which could not use its server.
 multiprocessing.set_start_method("fork", force=True)
 
 crops.library()  # before any module of tests imports torchvision 0.19, which has another libjpeg of the same name
@@ -56,18 +55,18 @@ _unmapped_since: int | None = None  # when the store was last changed, if nothin
 
 
 @pytest.fixture(scope="session", autouse=True)
-def interrupts() -> None:
-    """A shell ignores SIGINT for what it starts in the background, and that is inherited; tests send it."""
+def process() -> None:
+    """A shell ignores SIGINT for what it starts in the background, and that is inherited; tests send it. Files that a
+    test has just written do not count as perhaps written by the data set that reads them.
+    """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    file_opens.TICK = 0
 
 
 @pytest.fixture(scope="session", autouse=True)
 def warm_forkserver() -> None:
-    """The server of "forkserver" imports once what all its processes need, so that such tests are nearly as quick as
-    those of "fork". Its processes are given all by pickle, as those of "spawn" are, of which each takes two seconds:
-    that is tried every day by few tests and by the slow ones in all places.
-    """
+    """The server of "forkserver" imports once what its processes need: such tests are nearly as quick as of "fork"."""
     modules = ("analysis.analyze", "clara", "device.process", "shared.shared_loader")  # which import all the others
     used_by_tests = ("hypothesis.stateful", "psutil", "pytest")
     multiprocessing.set_forkserver_preload([*(f"stallfree.{module}" for module in modules), *used_by_tests])
@@ -91,13 +90,9 @@ def store_root() -> Iterator[Path]:
     root = Path(tempfile.mkdtemp(prefix="stallfree-test-", dir=parent))
     below = root / f"stallfree-{os.getuid()}"
     below.mkdir(mode=0o700)
-    before = os.environ.get("STALLFREE_ROOT")
-    os.environ["STALLFREE_ROOT"] = str(root)
-    yield below
-    if before is None:
-        del os.environ["STALLFREE_ROOT"]
-    else:
-        os.environ["STALLFREE_ROOT"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("STALLFREE_ROOT", str(root))
+        yield below
     shutil.rmtree(root, ignore_errors=True)
 
 
@@ -108,8 +103,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What the modules made stays to the end: full collections, of which tests ask for many, need not look at it.
-
-    Torch has dozens of loggers that do not propagate, and pytest would add its handlers to each of them for every test.
+    Torch's loggers that do not propagate would each get pytest's handlers for every test.
     """
     gc.collect()
     gc.freeze()
@@ -124,15 +118,11 @@ def pytest_fixture_setup(fixturedef: pytest.FixtureDef[object], request: pytest.
     try:
         return (yield)
     finally:
-        _forget(fixturedef, request)
+        pytest_fixture_post_finalizer(fixturedef, request)
 
 
 def pytest_fixture_post_finalizer(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
     """What it has taken away may not be left behind by another test."""
-    _forget(fixturedef, request)
-
-
-def _forget(fixturedef: pytest.FixtureDef[object], request: pytest.FixtureRequest) -> None:
     if fixturedef.scope != "function":
         request.config.stash[_known] = None
 
@@ -151,12 +141,6 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is not None and nextitem.path != item.path:
         with contextlib.suppress(AttributeError):  # another C library than glibc
             ctypes.CDLL(None).malloc_trim(0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def files_are_old() -> None:
-    """Files that a test has just written do not count as perhaps written by the data set that reads them."""
-    file_opens.TICK = 0
 
 
 @pytest.fixture(autouse=True)
@@ -184,10 +168,7 @@ def held(store_root: Path) -> Held:
 
 
 def _remove(left: Held) -> None:
-    """Ends the processes and deletes the files, so that one leak does not fail the tests that follow.
-
-    What lies beside the tests' store may be somebody else's, and stays.
-    """
+    """Ends processes and deletes files, so that one leak does not fail the tests that follow; beside the store none."""
     for (kind, *_), thing in left.items():
         if kind == "process":
             with contextlib.suppress(psutil.Error):
@@ -212,8 +193,8 @@ def _left_after(before: Held, store_root: Path, seconds: float) -> tuple[Held, H
 
 def _processes() -> Found:
     """Every descendant but the helpers that `multiprocessing` keeps for the life of an interpreter."""
-    kept = (forkserver._forkserver, "_forkserver_pid"), (resource_tracker._resource_tracker, "_pid")
-    for pid in {*_descendants(os.getpid())} - {getattr(helper, name, None) for helper, name in kept}:
+    kept: Any = {getattr(forkserver._forkserver, "_forkserver_pid", None)}
+    for pid in {*_descendants(os.getpid())} - kept - {getattr(resource_tracker._resource_tracker, "_pid", None)}:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             if "multiprocessing.resource_tracker" not in " ".join(process.cmdline()):
@@ -251,9 +232,7 @@ def _descriptors() -> Found:
 
 
 def _mappings(store_root: Path) -> Found:
-    """The files of the store that are mapped, deleted ones included. The kernel takes long to list all mappings: those
-    of an empty store in which nothing has been made since the last look need no other look.
-    """
+    """The files of the store that are mapped, deleted ones included. An empty store is not listed, which takes long."""
     global _unmapped_since
     changed = store_root.stat().st_mtime_ns if store_root.is_dir() else None
     if changed is not None and changed == _unmapped_since and not any(store_root.iterdir()):
@@ -267,10 +246,7 @@ def _mappings(store_root: Path) -> Found:
 
 
 def _files(store_root: Path) -> Found:
-    """The contents of the tests' store, and entries of shared memory that should have been in it.
-
-    The stores of users and of other test sessions have names of their own and are none of our business.
-    """
+    """The contents of the tests' store, and entries of shared memory that should have been in it."""
     ours = [*store_root.iterdir()] if store_root.is_dir() else []
     for path in (*ours, *SHARED_MEMORY.glob("stallfree-*"), *SHARED_MEMORY.glob(f"torch_{os.getpid()}_*")):
         if path.name != f"stallfree-{os.getuid()}" and not path.name.startswith("stallfree-test-"):

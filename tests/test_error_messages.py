@@ -4,6 +4,7 @@ import math
 import re
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,14 @@ GIVEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "sampler": (sf.ImportanceSampler, {"num_samples": 8}),
     "replayed": (sf.replay, {"trace_or_plans": [0, 1, 0], "policy": "lru", "capacity": 1}),
     "servers": (sf.RedisStore, {"hosts": [{"host": "localhost", "port": 1}], "capacity_per_node": "1MiB"}),
-    "analyzed": (
-        sf.analyze,
-        {"dataset": Plain(8), "step": print, "batch_size": 2, "num_workers": 0, "progress": False},
-    ),
+    "analyzed": (partial(sf.analyze, step=print, batch_size=2, num_workers=0, progress=False), {"dataset": Plain(8)}),
 }
 """What is made, and with which arguments, of which the tests change one."""
 
 
 def make(kind: str, **changed: Any) -> Any:
     function, given = GIVEN[kind]
-    return function(**{**given, **changed})
+    return function(**given | changed)
 
 
 WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
@@ -86,14 +84,7 @@ WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("kind", "name", "value"),
-    [
-        pytest.param(kind, name, value, id=f"{kind}-{name}-{value!r:.20}")
-        for kind, name, values in WRONG
-        for value in values
-    ],
-)
+@pytest.mark.parametrize(("kind", "name", "value"), [(*case[:2], value) for case in WRONG for value in case[2]])
 def test_the_message_names_the_value(
     kind: str, name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,11 +148,10 @@ def test_closed_objects_say_so_and_a_value_that_cannot_be_made_is_not_kept() -> 
     with pytest.raises(sf.InputError, match=r"load=None cannot be called"):
         values.get("key", None)  # type: ignore[arg-type]
     assert "key" not in values
-    for thing in (dataset, window, values):
-        thing.close()
-    for use in (lambda: dataset[0], lambda: window[0], lambda: values.get("key", len)):
+    dataset.close(), window.close(), values.close()
+    for use in (dataset.__getitem__, window.__getitem__, partial(values.get, load=len)):
         with pytest.raises(sf.InputError, match=r"is closed: make a new one"):
-            use()
+            use(0)
 
 
 def test_a_name_in_use_by_other_data() -> None:

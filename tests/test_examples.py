@@ -66,8 +66,7 @@ def check(name: str, ended: Ended, store_root: Path) -> None:
     assert PRINTED.get(name, ended.out) == ended.out
     assert "Traceback" not in ended.err, ended.err
     assert not list(store_root.iterdir()), f"{name} left a cache behind"
-    left = [entry for entry in ended.files if not entry.startswith("torchinductor_")]
-    assert not left, f"{name} left files behind"
+    assert all(entry.startswith("torchinductor_") for entry in ended.files), f"{name} left files behind"
 
 
 def check_search(printed: str) -> None:

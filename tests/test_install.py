@@ -43,15 +43,9 @@ def run(program: str, *arguments: str, prefix: tuple[str, ...] = (), **environme
     return json.loads(done.stdout)
 
 
-# -- import ------------------------------------------------------------------------------------------------------------
-
-
 def test_importing_stallfree_imports_nothing_else() -> None:
-    program = (
-        "import json, sys; import importlib.metadata, typing; before = set(sys.modules); import stallfree; "
-        "print(json.dumps(sorted(set(sys.modules) - before)))"
-    )
-    new = run(program)
+    before = "import json, sys; import importlib.metadata, typing; before = set(sys.modules); import stallfree; "
+    new = run(before + "print(json.dumps(sorted(set(sys.modules) - before)))")
     assert [name for name in new if name.startswith("stallfree")] == ["stallfree"]
     heavy = {"torch", "numpy", "PIL", "fsspec", "rich", "typer", "xxhash", "multiprocessing", "asyncio", "socket"}
     assert not heavy & {name.partition(".")[0] for name in new}
@@ -61,15 +55,10 @@ def test_users_see_the_public_names() -> None:
     """Those of `__init__.pyi`, which type checkers read too (`tests/typing`)."""
     everything: dict[str, Any] = {}
     exec("from stallfree import *", everything)
-    for name in sf.__all__:
-        assert everything[name] is getattr(sf, name)
-        assert name in dir(sf)
+    assert all(everything[name] is getattr(sf, name) and name in dir(sf) for name in sf.__all__)
     assert {"DataLoader", "StallfreeError", "clara", "__version__"} <= {*dir(sf)}
     with pytest.raises(AttributeError, match="module 'stallfree' has no attribute 'DataLoadr'"):
         sf.DataLoadr  # type: ignore[attr-defined]  # noqa: B018
-
-
-# -- no /dev/shm -------------------------------------------------------------------------------------------------------
 
 
 def test_without_shared_memory_a_temporary_folder_is_taken_with_a_warning(
@@ -92,9 +81,7 @@ def _mounts(*commands: str) -> tuple[str, ...]:
     return unshare, "-m", "sh", "-c", f'{script} && exec "$@"', "sh"
 
 
-EPOCHS = (
-    DATA
-    + """
+EPOCHS = """
 before = set(sys.modules)
 import stallfree as sf
 sf.DataLoader, sf.CachedDataset, sf.ImageFolder, sf.ImportanceSampler
@@ -114,7 +101,6 @@ except sf.StallfreeError as error:
     found = {"error": f"{type(error).__name__}: {error}"}
 print(json.dumps(found))
 """
-)
 READ_ONLY = "mount -t tmpfs -o ro,size=4k none /dev/shm"
 READ_ONLY_ROOT = "mount -o remount,ro,bind /"
 
@@ -122,12 +108,11 @@ READ_ONLY_ROOT = "mount -o remount,ro,bind /"
 def test_everything_runs_with_a_read_only_root_and_only_a_temporary_folder(tmp_path: Path) -> None:
     """And the loader imports nothing that only others need."""
     prefix = _mounts(READ_ONLY, f"mount -t tmpfs none {tmp_path}", READ_ONLY_ROOT)
-    found = run(EPOCHS, prefix=prefix, TMPDIR=str(tmp_path), HOME="/nowhere")
+    found = run(DATA + EPOCHS, prefix=prefix, TMPDIR=str(tmp_path), HOME="/nowhere")
     assert found["plain"] == found["cached"] == [list(range(24))] * 2
     assert found["hits"] >= 24
     assert found["folder"] == str(tmp_path / f"stallfree-{os.getuid()}")
-    assert len(set(found["warned"])) == 1
-    assert found["read-only"] == ["/", "/dev/shm"]
+    assert (len(set(found["warned"])), found["read-only"]) == (1, ["/", "/dev/shm"])
     new = {".".join(name.split(".")[:2]) for name in found["imported"]}
     others = ("analysis", "clara", "cli", "integrations", "observe", "report", "shared")
     assert not new & {f"stallfree.{package}" for package in others}
@@ -138,12 +123,9 @@ def test_everything_runs_with_a_read_only_root_and_only_a_temporary_folder(tmp_p
 def test_nothing_but_read_only_folders_is_one_error() -> None:
     separate = [folder for folder in ("/tmp", "/var/tmp") if Path(folder).is_dir()]
     bound = [f"mount --bind {folder} {folder} && mount -o remount,ro,bind {folder}" for folder in separate]
-    found = run(EPOCHS, prefix=_mounts(READ_ONLY, READ_ONLY_ROOT, *bound), TMPDIR="/tmp")
+    found = run(DATA + EPOCHS, prefix=_mounts(READ_ONLY, READ_ONLY_ROOT, *bound), TMPDIR="/tmp")
     assert "StorageError" in found["error"]
     assert "set STALLFREE_ROOT" in found["error"]
-
-
-# -- start methods -----------------------------------------------------------------------------------------------------
 
 
 SCRIPT = """
@@ -151,12 +133,9 @@ import torch
 import stallfree as sf
 
 class Data:
-    def __init__(self, make):
-        self.make = make
-    def __len__(self):
-        return 24
-    def __getitem__(self, id):
-        return self.make(id), id
+    def __init__(self, make): self.make = make
+    def __len__(self): return 24
+    def __getitem__(self, id): return self.make(id), id
 
 def picture(id):
     return torch.full((3, 5), id, dtype=torch.uint8)
@@ -166,9 +145,7 @@ def check(loader):
         assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(24)), loader
     loader.close()
 """
-UNGUARDED = """
-check(sf.DataLoader(Data(lambda id: picture(id)), batch_size=4, cache="auto", capacity="1MiB"))
-"""
+UNGUARDED = 'check(sf.DataLoader(Data(lambda id: picture(id)), batch_size=4, cache="auto", capacity="1MiB"))'
 GUARDED = """
 if __name__ == "__main__":
     data = Data(picture)
@@ -190,11 +167,7 @@ def test_a_script_with_the_start_method_of_this_python(rest: str, tmp_path: Path
     assert done.returncode == 0, done.stderr
 
 
-# -- other systems -----------------------------------------------------------------------------------------------------
-
-ELSEWHERE = (
-    DATA
-    + """
+ELSEWHERE = """
 import asyncio, concurrent.futures.thread, http.server, importlib.metadata, multiprocessing.popen_spawn_posix
 import numpy, torch.distributed, torch.utils.data, typer
 import PIL.Image, fsspec, pickle, rich.console, tempfile, xxhash
@@ -205,10 +178,8 @@ import stallfree as sf
 import stallfree.cli
 
 def refused(make):
-    try:
-        make()
-    except sf.PlatformError as error:
-        return str(error)
+    try: make()
+    except sf.PlatformError as error: return str(error)
 
 found = {"names": [name for name in sf.__all__ if not hasattr(sf, name)]}
 with warnings.catch_warnings(record=True) as warned:
@@ -237,17 +208,16 @@ prefetcher.close()
 found["libraries"] = sorted({"torchvision", "albumentations", "monai"} & set(sys.modules))
 print(json.dumps(found))
 """
-)
 
 
 @pytest.mark.parametrize("system", [pytest.param("darwin", marks=pytest.mark.slow), "win32"])
 def test_on_other_systems_one_process_does_all(system: str, tmp_path: Path) -> None:
-    found = run(ELSEWHERE, system, TMPDIR=str(tmp_path))
+    found = run(DATA + ELSEWHERE, system, TMPDIR=str(tmp_path))
     with sf.DataLoader(range(24), batch_size=4, shuffle=True, seed=3) as loader:  # type: ignore[arg-type]
         here = [[int(id) for labels in loader for id in labels] for _ in range(2)]
-    assert found["names"] == []
+    assert found["names"] == found["libraries"] == []
     assert found["plain"] == found["auto"] == here
-    assert found["kept"] == list(range(24))
+    assert found["kept"] == found["device"] == list(range(24))
     assert len(found["warned"]) == 1
     assert "num_workers=2: worker processes need Linux" in found["warned"][0]
     without = "leave the cache out"
@@ -255,24 +225,17 @@ def test_on_other_systems_one_process_does_all(system: str, tmp_path: Path) -> N
     for message, instead in zip(found["refused"], instead_of, strict=True):
         assert f"needs Linux, and this is {system}" in message
         assert instead in message.partition(": ")[2]
-    assert found["libraries"] == []
-    assert found["device"] == list(range(24))
     assert list(tmp_path.iterdir()) == []
-
-
-# -- wheel and sdist ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> None:
     pytest.importorskip("build")
     pytest.importorskip("hatchling")
-    source = tmp_path / "source"
-    source.mkdir()
+    source, built = tmp_path / "source", tmp_path / "built"
+    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "src", source / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    built = tmp_path / "built"
     build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", str(built), str(source)]
     subprocess.run(build, check=True, capture_output=True)
     packages = sorted(built.iterdir())
@@ -281,8 +244,8 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
     def output(*command: str) -> str:
         return subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
 
-    for number, package in enumerate(packages):
-        place = tmp_path / f"environment-{number}"
+    for package in packages:
+        place = tmp_path / f"environment of {package.suffix}"
         venv.create(place, with_pip=True, system_site_packages=False)
         python, here = str(place / "bin/python"), Path(torch.__file__).parents[1]
         (next(place.glob("lib/python*/site-packages")) / "others.pth").write_text(str(here))

@@ -12,13 +12,9 @@ import stallfree as sf
 LOADERS: dict[str, Callable[[Any, int], Any]] = {
     "plain": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers),
     "auto": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers, cache="auto"),
-    "cached": lambda data, workers: sf.DataLoader(
-        sf.CachedDataset(data, capacity="1MiB"), batch_size=4, num_workers=workers
-    ),
+    "cached": lambda data, workers: sf.DataLoader(sf.CachedDataset(data, capacity="1MiB"), 4, num_workers=workers),
     "prefetched": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers, device="cpu"),
-    "shared": lambda data, workers: sf.SharedLoader(
-        data, batch_size=4, group="tracebacks", num_workers=max(1, workers)
-    ),
+    "shared": lambda data, workers: sf.SharedLoader(data, group="tracebacks", batch_size=4, num_workers=workers or 1),
 }
 OURS = str(Path(sf.__file__).parent)
 

@@ -54,8 +54,8 @@ WRONG: list[tuple[Any, str, list[Any]]] = [
     (parse_seconds, r"limit='.*' has no unit: give a number with its unit, such as '80ms'", ["80", "0.08", " 1 "]),
     (parse_seconds, r"limit=.* is no time: .* units: ns, us, ms, s, min, h", [
         "", "ms", "-80ms", "+80ms", "80 m", "80MS", "80ms/s", "8e1ms", "nan", "infs", "1,5s", "1.s", 80, 0.08, b"1s",
+        "9" * 400 + "h",
     ]),
-    (parse_seconds, "must be finite", ["9" * 400 + "h"]),
     (lambda value, name: parse_whole(value, name, 0), r"limit is a number of \d+ bits: give one of 63", [1 << 63]),
     (lambda value, name: parse_whole(value, name, 1), "limit=0: give a whole number, 1 or more", [0]),
 ]  # fmt: skip

@@ -30,16 +30,12 @@ class LateNoise:
     generator: Any = None
 
     def __call__(self, picture: Any) -> Any:
-        if self.generator is None:
-            self.generator = np.random.default_rng()
+        self.generator = self.generator or np.random.default_rng()
         return picture + 0 * self.generator.random(picture.shape)
 
 
-class Scale:
+class Scale(Noise):
     """Owns a generator, and draws nothing."""
-
-    def __init__(self, generator: Any = None) -> None:
-        self.generator = generator or np.random.default_rng()
 
     def __call__(self, picture: Any) -> Any:
         return picture / 2
@@ -55,7 +51,8 @@ def albumentations() -> list[Any]:
 
 
 def users() -> list[Any]:
-    return [Scale(), Noise(np.random.default_rng()), drawn, Scale(), Noise(np.random.RandomState())]
+    one, other = np.random.default_rng(), np.random.default_rng()
+    return [Scale(one), Noise(np.random.default_rng()), drawn, Scale(other), Noise(np.random.RandomState())]
 
 
 def shared() -> list[Any]:

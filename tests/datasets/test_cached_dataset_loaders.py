@@ -1,6 +1,7 @@
 """`CachedDataset` under torch's loader and under ours, with worker processes."""
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +17,15 @@ from unseen import unseen_ids
 FEW = 160_000  # bytes: some of the samples of 4 KiB fit, and some do not
 
 
-def loading(
-    kind: Any, data: Any, workers: int, context: str | None = None, persistent: bool = False, **more: Any
-) -> Any:
-    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context, **more}
-    return kind(data, 4, shuffle=True, persistent_workers=persistent, **options)
-
-
-def end(loader: Any) -> None:
-    """End the workers of a loader."""
-    if isinstance(loader, sf.DataLoader):
-        loader.close()
-    elif loader._iterator is not None:
-        loader._iterator._shutdown_workers()
+def loading(kind: Any, data: Any, workers: int, context: Any = None, persistent: bool = False, **more: Any) -> Any:
+    more |= {"num_workers": workers, "multiprocessing_context": context, "persistent_workers": persistent}
+    return kind(data, 4, shuffle=True, **more)
 
 
 @pytest.fixture
 def source() -> Iterator[ThrottledSource]:
-    throttled = ThrottledSource(Numbers(26, [doubled, with_draws]))
-    yield throttled
-    throttled.close()
+    with closing(ThrottledSource(Numbers(26, [doubled, with_draws]))) as throttled:
+        yield throttled
 
 
 def epoch_of(loader: Any) -> dict[int, tuple[Any, ...]]:
@@ -65,13 +55,12 @@ def test_each_sample_once_with_the_same_augmentation_and_fetched_once(source: Th
         with sf.CachedDataset(source, capacity="1MiB", seed=7) as data:
             loader = loading(way[0], data, *way[1:])
             epochs = [epoch_of(loader) for _ in range(2)]
-            end(loader)
+            del loader
             stats = data.stats()
         assert [sorted(epoch) for epoch in epochs] == [list(range(26))] * 2
         draws = [drawn for epoch in epochs for drawn in epoch.values()]
         assert len(set(draws)) == len(draws)
-        assert stats.storage_reads == source.requests == 26
-        assert stats.storage_bytes == source.bytes == 26 * 128
+        assert (stats.storage_reads, stats.storage_bytes) == (source.requests, source.bytes) == (26, 26 * 128)
         assert stats.misses == len(unseen_ids(26))  # the others were stored when the data set was made
         seen.append(epochs)
     assert all(epochs == seen[0] for epochs in seen)
@@ -80,9 +69,8 @@ def test_each_sample_once_with_the_same_augmentation_and_fetched_once(source: Th
 @pytest.mark.parametrize(("kind", "workers", "spread"), [(DataLoader, 2, 1), (sf.DataLoader, 2, 5)])
 def test_storage_gives_what_is_not_resident_and_nothing_more(kind: Any, workers: int, spread: int) -> None:
     inner = Numbers(64, [with_draws], size=512, spread=spread)
-    source = ThrottledSource(inner)
     total = sum(record.nbytes for record in inner.records)
-    with sf.CachedDataset(source, capacity=FEW) as data:
+    with closing(ThrottledSource(inner)) as source, sf.CachedDataset(source, capacity=FEW) as data:
         loader = loading(kind, data, workers, collate_fn=labels_of)
         for epoch in range(3):
             before = data.stats(), source.bytes, source.requests
@@ -97,17 +85,14 @@ def test_storage_gives_what_is_not_resident_and_nothing_more(kind: Any, workers:
             assert read == source.bytes - before[1] == round((1 - share) * total)
             assert after.storage_reads - before[0].storage_reads == source.requests - before[2] == 64 - resident.sum()
             assert after.hits - before[0].hits == resident.sum()
-        end(loader)
+        del loader
         stats = data.stats()
-        assert (stats.storage_reads, stats.storage_bytes) == (source.requests, source.bytes)
-        assert stats.evictions == 0
-    source.close()
+        assert (stats.storage_reads, stats.storage_bytes, stats.evictions) == (source.requests, source.bytes, 0)
 
 
 def labels_of(samples: list[Any]) -> list[int]:
     """The labels of a batch."""
-    for array, label, *_ in samples:
-        assert (array == label).all()
+    assert all((array == label).all() for array, label, *_ in samples)
     return [label for _, label, *_ in samples]
 
 
@@ -119,11 +104,9 @@ def test_a_set_epoch_reaches_persistent_workers(source: ThrottledSource) -> None
             data.set_epoch(epoch)
             now = epoch_of(loader)
             assert seen.setdefault(epoch, now) == now
-        end(loader)
+        del loader
         assert seen[5] != seen[0] != seen[1]
 
-
-# -- several jobs: one cache on the host, what stays and what goes -----------------------------------------------------
 
 UNSEEN = len(unseen_ids(40))
 

@@ -1,6 +1,7 @@
 """`CachedDataset(form="files")`: the files that `__getitem__` opens are cached, and its augmentation stays fresh."""
 
 import builtins
+import contextlib
 import gzip
 import inspect
 import io
@@ -13,11 +14,13 @@ import threading
 import warnings
 import zipfile
 from collections.abc import Callable
+from operator import itemgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import cv2
+import fsspec
 import numpy as np
 import pytest
 import torch
@@ -62,11 +65,15 @@ def by_descriptor(path: str) -> Any:
         return np.fromfile(file, np.uint8)
 
 
-def by_fsspec(path: str) -> Any:
-    import fsspec
-
-    with fsspec.open(f"file://{path}.raw") as file:
+def by_fsspec(path: str, protocol: str = "file") -> Any:
+    with fsspec.open(f"{protocol}://{path}.raw") as file:
         return np.frombuffer(file.read(), np.uint8)
+
+
+def for_writing(path: str) -> Any:
+    with open(f"{path}.raw", "rb") as file, contextlib.suppress(io.UnsupportedOperation):
+        file.write(b"more")
+    return type(file).__name__
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
@@ -82,14 +89,17 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "imread": lambda path: cv2.imread(f"{path}.png", cv2.IMREAD_COLOR),
     "volume": lambda path: np.asarray(nibabel.load(f"{path}.nii.gz").dataobj),
     "fsspec": by_fsspec,
+    "fsspec, memory": lambda path: by_fsspec(path, "memory"),
+    "opened for reading": for_writing,
+    "torchvision": lambda path: sys.modules["torchvision.io.image"].read_image(f"{path}.raw"),
 }
+ON_DISK = [*WAYS][:-3]
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Files of each kind."""
-    folder = tmp_path_factory.mktemp("kept") / "files"
-    folder.mkdir()
+    folder = tmp_path_factory.mktemp("files")
     for id in range(COUNT):
         array, path = picture(id), str(folder / str(id))
         write(Path(f"{path}.raw"), array.tobytes())
@@ -109,10 +119,11 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Files that a test may change."""
-    (tmp_path / "files").mkdir()
+    folder = tmp_path / "files"
+    folder.mkdir()
     for id in range(COUNT):
-        write(tmp_path / "files" / f"{id}.raw", picture(id).tobytes())
-    return tmp_path / "files"
+        write(folder / f"{id}.raw", picture(id).tobytes())
+    return folder
 
 
 def write(path: Path, data: bytes, time: float = 1e9) -> None:
@@ -153,7 +164,7 @@ def cached(data: Any, **options: Any) -> sf.CachedDataset[Any]:
     return sf.CachedDataset(data, **{"capacity": "4MiB", "form": "files", **options})
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ON_DISK)
 def test_each_way_to_open_a_file(kept: Path, way: str) -> None:
     with cached(Files(kept, way)) as data, sf.DataLoader(data, 5, num_workers=0) as loader:
         found = [list(loader)]
@@ -162,24 +173,22 @@ def test_each_way_to_open_a_file(kept: Path, way: str) -> None:
             found += [list(loader), list(loader)]
         assert not opened
         assert data.stats().storage_reads == COUNT
-    plain = [Files(kept, way)[id][0] for id in range(COUNT)]
-    for epoch in found:
-        assert same([value for values, *_ in epoch for value in values], list(map(torch.as_tensor, plain)))
+    plain = [torch.as_tensor(Files(kept, way)[id][0]) for id in range(COUNT)]
+    assert all(same([value for values, *_ in epoch for value in values], plain) for epoch in found)
     assert len({noise for epoch in found for batch in epoch for noise in batch[2].tolist()}) == 3 * COUNT
 
 
-@pytest.mark.parametrize(
-    ("workers", "method"), [(0, None), (2, "fork"), pytest.param(1, "spawn", marks=pytest.mark.slow)]
-)
+SPAWN = pytest.param(1, "spawn", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), SPAWN])
 def test_batches_are_those_of_workers_without_a_cache(kept: Path, workers: int, method: str | None) -> None:
     plain = epochs(Files(kept), 2, num_workers=1)
     with cached(Files(kept)) as data:
         assert (data.form, len(data)) == ("files", COUNT)
-        found = epochs(data, 2, num_workers=workers, multiprocessing_context=method)
+        assert same(epochs(data, 2, num_workers=workers, multiprocessing_context=method), plain)
         stats = data.stats()
-    assert same(found, plain)
-    assert (stats.storage_reads, stats.resident_items) == (COUNT, COUNT)
-    assert stats.hits + stats.misses == 2 * COUNT
+    assert (stats.storage_reads, stats.resident_items, stats.hits + stats.misses) == (COUNT, COUNT, 2 * COUNT)
 
 
 def test_samples_share_files(folder: Path) -> None:
@@ -193,13 +202,8 @@ def test_samples_share_files(folder: Path) -> None:
 
 
 def test_a_transform_and_a_subset(kept: Path) -> None:
-    subset = Subset(Files(kept), [7, 2, 5])
-    with cached(subset, transform=_first) as data:
+    with cached(Subset(Files(kept), [7, 2, 5]), transform=itemgetter(slice(2))) as data:
         assert same([data[id] for id in range(3)], [Files(kept)[id][:2] for id in (7, 2, 5)])
-
-
-def _first(sample: Any) -> Any:
-    return sample[:2]
 
 
 # --- files that change ----------------------------------------------------------------------------------------------
@@ -235,8 +239,7 @@ def test_the_next_job_reads_a_file_that_has_changed(
     def job() -> None:
         with cached(Files(folder), name="changed", **on_disk) as data:
             check_files(data, folder, workers)
-            assert data.stats().hits >= COUNT, "the second epoch comes from the cache"
-            assert data.stats().resident_items == COUNT
+            assert data.stats().hits >= COUNT == data.stats().resident_items, "the second epoch comes from the cache"
 
     with cached(Files(folder), name="changed", **on_disk):  # keeps the cache in memory between the jobs
         assert Child(job).wait() == 0
@@ -256,51 +259,37 @@ def test_a_file_that_vanished(folder: Path, workers: int) -> None:
         assert epochs(data, 1, batch_size=None, shuffle=False)[0][7][0].tolist() == [0] * 5
 
 
-class Writes:
-    """Writes a file, by Python's `open` or unseen, and reads it."""
-
-    def __init__(self, folder: Path, *, unseen: bool, remove: bool) -> None:
-        self.folder, self.unseen, self.remove = str(folder), unseen, remove
-
-    def __len__(self) -> int:
-        return COUNT
+class Writes(Files):
+    """Writes a file, by Python's `open` or unseen, and reads it; it may remove it."""
 
     def __getitem__(self, id: int) -> Any:
         by_open(f"{self.folder}/{id}")
-        number, path = random.randrange(256), f"{self.folder}/{id}.written"
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT), "wb") if self.unseen else open(path, "wb") as file:
+        number, path, unseen = random.randrange(256), f"{self.folder}/{id}.written", "unseen" in self.way
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT), "wb") if unseen else open(path, "wb") as file:
             file.write(bytes([number]))
-        os.utime(path, None if self.unseen else (1e9, 1e9 + 0.5))
+        os.utime(path, None if unseen else (1e9, 1e9 + 0.5))
         with open(path, "rb") as file:
             found = file.read()[0]
-        if self.remove:
+        if "removed" in self.way:
             os.remove(path)
         return number, found
 
 
-@pytest.mark.parametrize(("unseen", "remove"), [(False, False), (True, False), (True, True)])
-def test_files_that_the_data_set_writes(
-    folder: Path, unseen: bool, remove: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("way", ["seen", "unseen", "unseen, removed"])
+def test_files_that_the_data_set_writes(folder: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(file_opens, "TICK", 20_000_000)
-    with cached(Writes(folder, unseen=unseen, remove=remove)) as data:
+    with cached(Writes(folder, way)) as data:
         for epoch in epochs(data):
             assert all(torch.equal(numbers, found) for numbers, found in epoch)
 
 
-class Parts:
-    """Reads a part of a large file, or all of it."""
-
-    def __init__(self, folder: Path, size: int) -> None:
-        self.folder, self.size = str(folder), size
-
-    def __len__(self) -> int:
-        return COUNT
+class Parts(Files):
+    """Reads so many bytes of a large file."""
 
     def __getitem__(self, id: int) -> Any:
         with open(f"{self.folder}/{id}.raw", "rb") as file:
             file.seek(10)
-            return file.read(self.size)
+            return file.read(int(self.way))
 
 
 @pytest.mark.parametrize(("size", "most", "stored"), [(20, 1 << 20, 1), (90_000, 1 << 20, COUNT), (90_000, 1000, 1)])
@@ -312,8 +301,7 @@ def test_large_files_are_stored_if_most_of_them_is_read(
     write(folder / "0.raw", bytes(800))
     for id in range(1, COUNT):
         write(folder / f"{id}.raw", bytes([id]) * 100_000)
-    with warnings.catch_warnings(), cached(Parts(folder, size)) as data:
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"), cached(Parts(folder, str(size))) as data:
         for _ in range(2):
             for id in range(1, COUNT):
                 assert data[id] == bytes([id]) * size
@@ -361,20 +349,10 @@ def test_open_is_untouched_outside_of_samples(kept: Path) -> None:
                 opener("nowhere")
 
 
-class WritesWrongly(Files):
-    """Writes to a file that it has opened for reading."""
-
-    def __getitem__(self, id: int) -> Any:
-        with open(f"{self.folder}/{id}.raw", "rb") as file:
-            try:
-                file.write(b"more")
-            except io.UnsupportedOperation:
-                return type(file).__name__
-
-
 def test_a_file_opened_for_reading_is_not_written(kept: Path) -> None:
-    with cached(WritesWrongly(kept)) as data:
-        assert data[0] == "ServedFile"
+    with cached(Files(kept, "opened for reading")) as data:
+        assert data[0][0] == "ServedFile"
+        assert by_open(f"{kept}/0").tolist() == picture(0).ravel().tolist()
 
 
 class Waits(Files):
@@ -406,7 +384,7 @@ def test_other_threads_read_storage(folder: Path) -> None:
         waits.inside.wait()
         write(folder / "5.raw", b"new")
         assert (folder / "5.raw").read_bytes() == b"new"
-        with sf.CachedDataset(Files(folder), capacity="4MiB", form="files") as other:
+        with cached(Files(folder)) as other:
             assert len(other[4]) == 5  # begins and ends while the first one goes on
         waits.go_on.set()
         thread.join()
@@ -417,19 +395,11 @@ def test_other_threads_read_storage(folder: Path) -> None:
 # --- other libraries ------------------------------------------------------------------------------------------------
 
 
-class Remote(Files):
-    def __getitem__(self, id: int) -> Any:
-        import fsspec
-
-        with fsspec.open(f"memory://{self.folder}/{id}.raw") as file:
-            return np.frombuffer(file.read(), np.uint8), random.random()
-
-
 def test_files_of_fsspec_elsewhere(kept: Path) -> None:
-    fs = pytest.importorskip("fsspec").filesystem("memory")
+    fs = fsspec.filesystem("memory")
     fs.pipe({f"{kept}/{id}.raw": picture(id).tobytes() for id in range(COUNT)})
     try:
-        with cached(Remote(kept)) as data, sf.DataLoader(data, 5) as loader:
+        with cached(Files(kept, "fsspec, memory")) as data, sf.DataLoader(data, 5) as loader:
             first = list(loader)
             fs.rm(str(kept), recursive=True)
             second = list(loader)
@@ -441,32 +411,21 @@ def test_files_of_fsspec_elsewhere(kept: Path) -> None:
         fs.store.clear()
 
 
-class TorchvisionPictures(Files):
-    def __getitem__(self, id: int) -> Any:
-        return sys.modules["torchvision.io.image"].read_image(f"{self.folder}/{id}.raw")
-
-
 def test_pictures_of_torchvision(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A module of the same shape: `read_image` decodes what `read_file` reads natively."""
     module: Any = ModuleType("torchvision.io.image")
     code = """
-def read_file(path):
-    import os, torch
-    file = os.open(path, os.O_RDONLY)
-    data = os.read(file, 1000)
-    os.close(file)
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-def read_image(path):
-    return read_file(path) + 1
+import torch
+def read_file(path): return torch.from_file(path, size=192, dtype=torch.uint8)
+def read_image(path): return read_file(path) + 1
 """
     exec(code, vars(module))
     monkeypatch.setitem(sys.modules, "torchvision.io.image", module)
-    with cached(TorchvisionPictures(folder)) as data, sf.DataLoader(data, 5) as loader:
-        first = list(loader)
+    with cached(Files(folder, "torchvision")) as data, sf.DataLoader(data, 5) as loader:
+        first = [batch[0] for batch in loader]
         with gone(folder):
-            assert same(list(loader), first)
-    with pytest.raises(FileNotFoundError):
+            assert same([batch[0] for batch in loader], first)
+    with pytest.raises(RuntimeError, match="nowhere"):
         module.read_file("nowhere")
 
 
@@ -487,8 +446,7 @@ def test_bytes_that_are_read_natively_are_reported(folder: Path, monkeypatch: py
     with pytest.warns(sf.StallfreeWarning, match=words) as caught:
         cached(PartlyNative(folder)).close()
     assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         monkeypatch.setattr(PartlyNative, "native", 0)
         cached(PartlyNative(folder)).close()
 
@@ -520,8 +478,7 @@ def test_samples_that_fail(folder: Path) -> None:
     with cached(Files(folder)) as data:
         with pytest.raises(FileNotFoundError, match="fetching sample 0"):
             data[0]
-        with warnings.catch_warnings(), sf.DataLoader(data, 4, on_error="skip") as loader:
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"), sf.DataLoader(data, 4, on_error="skip") as loader:
             assert sorted(id for _, ids, *_ in loader for id in ids.tolist()) == list(range(1, COUNT))
     for file in folder.iterdir():
         file.unlink()

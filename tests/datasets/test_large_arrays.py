@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,7 @@ class Lookup:
         return window + int(self.data[int(window[0])])
 
 
-def cached(data: Any, **options: Any) -> sf.CachedDataset:
-    return sf.CachedDataset(data, capacity="8MiB", **options)
-
-
+cached = partial(sf.CachedDataset, capacity="8MiB")
 CASES: dict[str, Callable[[Any], Any]] = {
     "no cache": lambda data: sf.DataLoader(Tokens(data), 8),
     "CachedDataset": lambda data: sf.DataLoader(cached(Tokens(data)), 8, num_workers=1),

@@ -3,6 +3,7 @@
 import multiprocessing
 import threading
 import warnings
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +29,7 @@ class Holder:
 
 
 class Raises:
-    def __reduce__(self) -> Any:
-        raise ZeroDivisionError("no copies")
-
-
-def lists() -> Any:
-    chain: list[Any] = []
-    for _ in range(3000):
-        chain = [chain]
-    return chain
-
-
-@pytest.fixture(autouse=True)
-def warn_always() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("always")
-        yield
+    __reduce__ = None
 
 
 def private(thing: Any, **options: Any) -> sf.CachedDataset:
@@ -53,7 +39,7 @@ def private(thing: Any, **options: Any) -> sf.CachedDataset:
     return cached
 
 
-@pytest.mark.parametrize("make", [threading.Lock, Raises, lists])
+@pytest.mark.parametrize("make", [threading.Lock, Raises, lambda: reduce(lambda inner, _: [inner], range(3000), [])])
 def test_a_private_cache(make: Any, store_root: Path) -> None:
     with private(make()) as first, private(make()) as second:
         assert first.cache.name != second.cache.name
@@ -67,35 +53,31 @@ def test_a_private_cache(make: Any, store_root: Path) -> None:
 
 def test_all_workers_use_it() -> None:
     with private(multiprocessing.get_context("forkserver").Lock()) as data:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", sf.StallfreeWarning)  # none of a worker's own
+        with warnings.catch_warnings(action="error", category=sf.StallfreeWarning):  # none of a worker's own
             loader = sf.DataLoader(data, num_workers=1, multiprocessing_context="forkserver")
             assert sorted(batch.item() for batch in loader) == list(range(8))
         assert data.stats().resident_items == data.stats().storage_reads == 8
 
 
 def test_with_a_name_it_is_shared() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", name="mine") as first:
-            list(first)
-            with sf.CachedDataset(Holder(threading.Lock()), capacity="1MiB", name="mine") as second:
-                assert second.stats().resident_items == 8
-            with pytest.raises(sf.FingerprintError, match="its data set differs"):  # the rest of it is compared
-                sf.CachedDataset(Holder(threading.Lock(), 7), capacity="1MiB", name="mine")
+    options: Any = {"capacity": "1MiB", "name": "mine"}
+    with warnings.catch_warnings(action="error"), sf.CachedDataset(Holder(threading.Lock()), **options) as first:
+        list(first)
+        with sf.CachedDataset(Holder(threading.Lock()), **options) as second:
+            assert second.stats().resident_items == 8
+        with pytest.raises(sf.FingerprintError, match="its data set differs"):  # the rest of it is compared
+            sf.CachedDataset(Holder(threading.Lock(), 7), **options)
 
 
 def test_a_transform() -> None:
-    class Doubled:
-        def __init__(self) -> None:
-            self.lock = threading.Lock()
+    lock = threading.Lock()
 
-        def __call__(self, value: torch.Tensor) -> torch.Tensor:
-            with self.lock:
-                return value * 2
+    def doubled(value: torch.Tensor) -> torch.Tensor:
+        with lock:
+            return value * 2
 
     with pytest.warns(sf.StallfreeWarning, match="lock has no fingerprint"):
-        data = sf.CachedDataset(Holder(1), capacity="1MiB", transform=Doubled(), form="prepared")
+        data = sf.CachedDataset(Holder(1), capacity="1MiB", transform=doubled, form="prepared")
     with data:
         assert [sample.item() for sample in data] == list(range(0, 16, 2))
 
@@ -118,9 +100,8 @@ def test_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     data = Holder(threading.Lock())
     with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0) as window:
         assert len(list(window)) == 4
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    for variable, value in (("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2"), ("RANK", "0")):
+        monkeypatch.setenv(variable, value)
     with pytest.raises(sf.InputError, match=r"the ranks of this job share one window.*lock.*name="):
         sf.SmartCacheDataset(data, cache_num=4, replace_rate=0)
     with sf.SmartCacheDataset(data, cache_num=4, replace_rate=0, name="window") as window:

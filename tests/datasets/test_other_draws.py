@@ -10,6 +10,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,7 @@ def check(rows: Rows, way: str) -> None:
     options: dict[str, Any] = {"batch_size": 8, "num_workers": int("worker" in way)}
     with contextlib.ExitStack() as stack:
         stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
-        caught = stack.enter_context(warnings.catch_warnings(record=True))
-        warnings.simplefilter("always")
+        caught = stack.enter_context(warnings.catch_warnings(record=True, action="always"))
         cached: Any = None
         if "auto" in way:
             rows.seconds = 0.002
@@ -103,20 +103,13 @@ DRAWS: dict[str, Callable[[], Any]] = {
 )
 def test_a_thread_that_draws_now_and_then(kind: str, way: str, calls: Calls) -> None:
     """Nor does any number come twice: the states of the generators are not set back under the thread."""
-    numbers: list[Any] = []
     stop = threading.Event()
-
-    def work() -> None:
-        while not stop.wait(0.001):
-            numbers.append(DRAWS[kind]())
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        check(Rows(calls), way)
-    finally:
-        stop.set()
-        thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        drawn = pool.submit(lambda: [DRAWS[kind]() for _ in iter(lambda: stop.wait(0.001), True)])
+        with contextlib.ExitStack() as ends:
+            ends.callback(stop.set)
+            check(Rows(calls), way)
+        numbers = drawn.result()
     assert len(set(numbers)) == len(numbers) > 0
 
 
@@ -125,15 +118,14 @@ def garbage(kind: str) -> Iterator[None]:
     """What an earlier cell of a notebook left: it draws when it is freed."""
 
     class Loader:
-        def __init__(self) -> None:
-            self.me = self
-
         def __del__(self) -> None:
             DRAWS[kind]()
 
     gc.disable()
     for _ in range(3):
-        Loader()
+        loader: Any = Loader()
+        loader.itself = loader
+    del loader
     yield
     gc.enable()
 

@@ -24,8 +24,7 @@ def train(kind: str, together: Callable[[], object], workers: int) -> list[list[
     epochs: list[list[int]] = []
     with sf.SmartCacheDataset(Rows(24), cache_num=12, replace_rate=0.25, on_late="wait") as data:
         sampler = data.rank_sampler()
-        options = {"num_workers": workers, "persistent_workers": workers > 0}
-        loader = LOADERS[kind](data, batch_size=2, sampler=sampler, **options)
+        loader = LOADERS[kind](data, 2, sampler=sampler, num_workers=workers, persistent_workers=workers > 0)
         for epoch in range(4):
             sampler.set_epoch(epoch)
             epochs.append([])

@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -19,18 +20,11 @@ def ids(*given: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 @contextlib.contextmanager
-def reading(
-    source: Any, *, cached: bool = True, rest: Any = (), fresh: bool = False, **options: Any
-) -> Iterator[Reader]:
+def reading(source: Any, *, cached: bool = True, **options: Any) -> Iterator[Reader]:
     """Return a reader that caches the outputs of the source's steps."""
     cache = SampleCache(len(source), capacity="1MiB", fingerprint="tested", **options) if cached else None
-    reader = Reader(source, cache, source.pipeline, Compose(rest))
-    try:
+    with contextlib.closing(Reader(source, cache, source.pipeline, Compose([]))) as reader, cache or nullcontext():
         yield reader
-    finally:
-        reader.close()
-        if cache is not None:
-            cache.close()
 
 
 def test_fetches_are_under_way_together() -> None:

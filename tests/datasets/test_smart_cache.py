@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import stallfree as sf
+from loader_data import Made
 from smart_data import Rows, ids_of, noisy, until
 from unseen import unseen_ids
 
@@ -32,10 +33,8 @@ def windows(data: sf.SmartCacheDataset, *epochs: int) -> list[list[int]]:
 def samples_of(loader: Any) -> dict[int, float]:
     """What was drawn for each sample of an epoch."""
     batches = list(loader)
-    return dict(zip(ids_of(batches), [drawn for batch in batches for drawn in batch[2].tolist()], strict=True))
+    return dict(zip(ids_of(batches), torch.cat([batch[2] for batch in batches]).tolist(), strict=True))
 
-
-# -- every loader ------------------------------------------------------------------------------------------------------
 
 SETTINGS = [
     ("stallfree", None, 0, False),
@@ -50,14 +49,8 @@ SETTINGS = [
 def test_the_window_moves_under_every_loader(kind: str, method: str | None, workers: int, persistent: bool) -> None:
     with smart(multiprocessing_context=method) as data:
         assert len(data) == 10
-        loader = LOADERS[kind](
-            data,
-            batch_size=3,
-            shuffle=True,
-            num_workers=workers,
-            persistent_workers=persistent,
-            multiprocessing_context=method if workers else None,
-        )
+        options = {"persistent_workers": persistent, "multiprocessing_context": method if workers else None}
+        loader = LOADERS[kind](data, 3, shuffle=True, num_workers=workers, **options)
         epochs = [samples_of(loader) for _ in range(10)]
         assert [sorted(epoch) for epoch in epochs] == windows(data, *range(10))
         assert {*Counter(id for epoch in epochs for id in epoch).values()} == {5}
@@ -128,30 +121,11 @@ def test_validation_mode_caches_everything_once(tmp_path: Path) -> None:
     assert Counter(map(int, log.read_text().split())) == Counter({*range(8), *LOOKED})
 
 
-# -- sizes -------------------------------------------------------------------------------------------------------------
-
-
-class Blocks:
-    """`samples` samples of `size` bytes, made as they are asked for."""
-
-    def __init__(self, samples: int, size: int) -> None:
-        self.samples, self.size = samples, size
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __getitem__(self, id: int) -> Any:
-        return np.full(self.size, id % 251, np.uint8)
-
-
-class Uneven(Blocks):
-    def __getitem__(self, id: int) -> Any:
-        return bytes(self.size + 97 * (id % 100))
-
-
-@pytest.mark.parametrize("kind", [Blocks, Uneven])
-def test_the_cache_has_room_for_window_and_replacements_and_little_more(kind: type[Blocks]) -> None:
-    with sf.SmartCacheDataset(kind(500, 10_000), cache_num=100, on_late="wait") as data:
+@pytest.mark.parametrize(
+    "make", [lambda id: np.full(10_000, id % 251, np.uint8), lambda id: bytes(10_000 + 97 * (id % 100))]
+)
+def test_the_cache_has_room_for_window_and_replacements_and_little_more(make: Any) -> None:
+    with sf.SmartCacheDataset(Made(500, make), cache_num=100, on_late="wait") as data:
         with sf.DataLoader(data, batch_size=10, collate_fn=len) as loader:
             assert [sum(loader) for _ in range(4)] == [100] * 4
         stats = data.stats()
@@ -160,22 +134,16 @@ def test_the_cache_has_room_for_window_and_replacements_and_little_more(kind: ty
         assert stats.used_bytes <= stats.capacity_bytes <= 2 * 110 * 15_000 + (1 << 18)
 
 
-# -- by hand, resume, ranks --------------------------------------------------------------------------------------------
-
-
 def test_start_update_and_shutdown_may_be_called_twice() -> None:
     with smart() as data:
         loader = torch.utils.data.DataLoader(data, batch_size=5)
         for epoch, expected in enumerate(windows(data, *range(6))):
-            data.start()
-            data.start()
+            data.start(), data.start()
             assert data.is_started()
             assert sorted(ids_of(loader)) == expected
-            data.update_cache()
-            data.update_cache()
+            data.update_cache(), data.update_cache()
             if epoch > 2:
-                data.shutdown()
-                data.shutdown()
+                data.shutdown(), data.shutdown()
                 assert not data.is_started()
         del loader
 
@@ -183,17 +151,17 @@ def test_start_update_and_shutdown_may_be_called_twice() -> None:
 def test_resume_at_every_step() -> None:
     def steps_of(loader: Any) -> Any:
         while True:
-            for batch in loader:
-                yield [batch.ids.tolist(), batch.data[2].tolist()]
+            yield from ([batch.ids.tolist(), batch.data[2].tolist()] for batch in loader)
 
-    with smart(15, 6, 0.3, seed=2) as data, sf.DataLoader(data, 4, shuffle=True, with_ids=True) as loader:
+    options: Any = {"batch_size": 4, "shuffle": True, "with_ids": True}
+    with smart(15, 6, 0.3, seed=2) as data, sf.DataLoader(data, **options) as loader:
         iterator, states, steps = steps_of(loader), [], []
         for _ in range(8):
             states.append(json.dumps(loader.state_dict()))
             steps.append(next(iterator))
         iterator.close()
     for step in range(8):
-        with smart(15, 6, 0.3, seed=2) as data, sf.DataLoader(data, 4, shuffle=True, with_ids=True) as loader:
+        with smart(15, 6, 0.3, seed=2) as data, sf.DataLoader(data, **options) as loader:
             loader.load_state_dict(json.loads(states[step]))
             iterator = steps_of(loader)
             assert [next(iterator) for _ in steps[step:]] == steps[step:]
@@ -230,8 +198,7 @@ def test_torchs_generator_decides_and_is_not_moved() -> None:
 def test_hosts_have_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     for host in range(2):
-        monkeypatch.setenv("GROUP_RANK", str(host))
-        monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+        monkeypatch.setenv("GROUP_RANK", str(host)), monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
         with smart(21, 5, 0.4) as data, sf.DataLoader(data, batch_size=5) as loader:
             seen.append({id for _ in range(5) for id in ids_of(loader)})
     assert seen[0] | seen[1] == set(range(21))
@@ -243,7 +210,7 @@ def test_hosts_have_parts_of_the_data(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_window_larger_than_the_memory() -> None:
     needed = r"cache_num=900000 and 90000 replacements of about .* each take .* free.* give cache_num=\d+ or less"
     with pytest.raises(sf.CapacityError, match=needed):
-        sf.SmartCacheDataset(Blocks(1_000_000, 5_000_000), cache_num=900_000)
+        sf.SmartCacheDataset(Made(1_000_000, lambda id: bytes(5_000_000)), cache_num=900_000)
 
 
 def test_a_state_within_an_epoch_of_torchs_loader() -> None:

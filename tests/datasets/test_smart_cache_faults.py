@@ -28,9 +28,6 @@ def due(total: int, size: int, replace: int, *epochs: int) -> list[list[int]]:
     return [sorted(id % total for id in range(replace * epoch, replace * epoch + size)) for epoch in epochs]
 
 
-# -- files that cannot be read -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("kind", "workers", "on_late"), [("torch", 0, "partial"), ("stallfree", 2, "wait")])
 def test_a_bad_file_stops_training_with_its_path(kind: str, workers: int, on_late: str) -> None:
     with smart(Rows(10, bad=[7]), 5, on_late=on_late) as data:
@@ -59,9 +56,6 @@ def test_bad_files_are_skipped_and_counted(kind: str) -> None:
         data.set_epoch(0)
         with pytest.raises(OSError, match="row-0"):
             data.__getitems__([0, 1])  # nothing else in the batch
-
-
-# -- late replacements -------------------------------------------------------------------------------------------------
 
 
 def test_late_replacements_join_later_and_none_is_left_out(tmp_path: Path) -> None:
@@ -100,17 +94,8 @@ def test_waiting_for_late_replacements(tmp_path: Path) -> None:
         del loader
 
 
-# -- killed processes --------------------------------------------------------------------------------------------------
-
-
 def fillers() -> list[Any]:
     return [process for process in active_children() if process.name == "stallfree-fill"]
-
-
-def kill(*processes: Any) -> None:
-    for process in processes:
-        process.kill()
-        process.join()
 
 
 def test_a_dead_fill_process_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
@@ -119,7 +104,8 @@ def test_a_dead_fill_process_is_replaced(caplog: pytest.LogCaptureFixture) -> No
         for epoch, expected in enumerate(due(40, 10, 2, *range(12))):
             assert sorted(ids_of(loader)) == expected
             if epoch % 2:
-                kill(*fillers())
+                for process in fillers():
+                    process.kill(), process.join()
         assert caplog.text.count("memory is short; it is replaced") == 2
         assert caplog.text.count("it is not replaced any more: samples are prepared as they are asked for") == 1
         assert not data.is_started()
@@ -170,22 +156,18 @@ def test_fill_processes_die_with_their_parent(method: str) -> None:
     read, write = os.pipe()
     child = Child(hold, write, method)
     (pid,) = map(int, os.read(read, 1000).split())
-    os.close(read)
-    os.close(write)
+    os.close(read), os.close(write)
     child.kill()
     until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == "zombie")
     smart(Rows(20)).close()  # removes what the killed one left
 
 
-# -- ranks -------------------------------------------------------------------------------------------------------------
-
-
-def ids(data: sf.SmartCacheDataset, positions: range) -> list[int]:
-    return [label for _, label in data.__getitems__(positions)]
-
-
 def test_a_rank_that_is_behind_stays_in_its_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under a loader that says no epochs: one rank begins the next one before another has ended the last."""
+
+    def ids(data: sf.SmartCacheDataset, positions: range) -> list[int]:
+        return [label for _, label in data.__getitems__(positions)]
+
     monkeypatch.setenv("MASTER_PORT", "4714")
     with smart(Rows(20), rate=0.4, on_late="wait") as fast, smart(Rows(20), rate=0.4, on_late="wait") as slow:
         before: list[int] = []

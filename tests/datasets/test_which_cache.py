@@ -11,6 +11,7 @@ import pytest
 
 import stallfree as sf
 from cases import half
+from loader_data import Made
 from warm import Interpreter
 
 PROJECT = """
@@ -68,27 +69,15 @@ def test_a_project_in_site_packages_is_edited(tmp_path: Path, interpreter: Inter
 args = argparse.Namespace(scale=1)
 
 
-class Rows:
-    def __init__(self) -> None:
-        self.count = 16
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, id: int) -> Any:
-        return np.full(4, id, np.float32)
+def row(id: int) -> Any:
+    return np.full(4, id, np.float32)
 
 
-class Scaled(Rows):
-    def __getitem__(self, id: int) -> Any:
-        return super().__getitem__(id) * args.scale
-
-
-class Holds(Rows):
+class Holds(Made):
     args = args
 
     def __getitem__(self, id: int) -> Any:
-        return super().__getitem__(id) * self.args.scale
+        return row(id) * self.args.scale
 
 
 def scale(x: Any) -> Any:
@@ -101,10 +90,10 @@ class Scale:
 
 
 USES: dict[str, tuple[Any, Any]] = {
-    "function": (Rows, scale),
-    "object": (Rows, Scale()),
-    "data set": (Scaled, None),
-    "attribute": (Holds, None),
+    "function": (Made(16, row), scale),
+    "object": (Made(16, row), Scale()),
+    "data set": (Made(16, lambda id: row(id) * args.scale), None),
+    "attribute": (Holds(16, row), None),
 }
 
 
@@ -117,14 +106,12 @@ def test_two_jobs_of_a_sweep(use: str, held: bool, monkeypatch: pytest.MonkeyPat
         caches = []
         for by in (2, 3):
             monkeypatch.setattr(args, "scale", by)
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
+            with warnings.catch_warnings(record=True, action="always") as caught:
                 options = {} if transform is None else {"transform": transform, "form": "prepared"}
-                caches.append(sf.CachedDataset(dataset(), capacity="1MiB", **options))
+                caches.append(sf.CachedDataset(dataset, capacity="1MiB", **options))
             assert caches[-1][3].tolist() == [3 * by] * 4
-            assert [str(each.message) for each in caught if "private" in str(each.message)] == [] or held
-            assert held == any(
-                "log of type _io.TextIOWrapper has no fingerprint" in str(each.message) for each in caught
-            )
+            said = [str(each.message) for each in caught if "private" in str(each.message)]
+            assert held == any("log of type _io.TextIOWrapper has no fingerprint" in each for each in said)
+            assert held or not said
         for cached in caches:
             cached.close()

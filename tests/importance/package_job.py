@@ -35,28 +35,19 @@ class Job:
     ) -> None:
         self.folder, self.log = folder / "packages", folder / "log"
         self.source = Rows(samples, log=self.log, **rows)
-        self.cache = SampleCache(
-            samples,
-            capacity=capacity,
-            fingerprint="rows",
-            policy="importance",
-            example=(np.zeros(8, np.int32), 0),
-        )
+        example, policy = (np.zeros(8, np.int32), 0), "importance"
+        self.cache = SampleCache(samples, capacity=capacity, fingerprint="rows", policy=policy, example=example)
         self.reader = Reader(self.source, self.cache, Compose([step] if step else []), Compose([]))
         self.shared = SharedFlags(samples)
         self.packager: Packager | None = None
+        self.works: list[PackageWork] = []
 
     def flag(self, ids: Any, flags: int = WANTED) -> None:
         self.shared.flags[ids] = flags
 
     def start(self, *, budget: int | str = "1MiB") -> Packager:
-        self.packager = Packager(
-            self.reader,
-            self.folder,
-            write_budget=budget,
-            context=multiprocessing.get_context("fork"),
-            package_bytes=TEN,
-        )
+        options: Any = {"write_budget": budget, "context": multiprocessing.get_context("fork"), "package_bytes": TEN}
+        self.packager = Packager(self.reader, self.folder, **options)
         given, self.shared = self.shared, self.packager.shared
         self.shared.flags[:], self.shared.fields[:] = given.flags, given.fields
         given.close()
@@ -65,7 +56,8 @@ class Job:
     def work(self, *, budget: int = 1 << 20) -> PackageWork:
         """What the packaging process does, in this process."""
         self.folder.mkdir(exist_ok=True)
-        return PackageWork(self.reader, self.shared, self.folder, budget, TEN)
+        self.works.append(PackageWork(self.reader, self.shared, self.folder, budget, TEN))
+        return self.works[-1]
 
     def add(self, packages: Packages, ids: Any) -> None:
         """Add a package of these samples."""
@@ -82,11 +74,9 @@ class Job:
         for number in range(len(packages.sizes)):
             ids, values = packages.read(number, lambda ids: np.ones(len(ids), bool))
             assert len(ids)
-            for id, (numbers, label) in zip(ids.tolist(), values, strict=True):
-                assert (numbers == id).all()
-                assert label == id
-                assert id not in found
-                found[id] = number
+            assert not {*ids.tolist()} & {*found}
+            assert all(label == id and (row == id).all() for id, (row, label) in zip(ids.tolist(), values, strict=True))
+            found |= dict.fromkeys(ids.tolist(), number)
         self.shared.fields[:] = counts
         return found
 
@@ -94,7 +84,7 @@ class Job:
         return set(np.flatnonzero(self.cache.resident(range(len(self.source)))).tolist())
 
     def close(self) -> None:
-        if self.packager is not None:
-            self.packager.close()
+        for each in [*self.works, *filter(None, [self.packager])]:
+            each.close()
         self.shared.close()
         self.cache.close()

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,6 @@ from children import Child, until
 from stallfree.cache.records import MISS
 from stallfree.importance import source as packager_module
 from stallfree.importance.packages import LOW, MISSED, Field
-
-
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    made.close()
 
 
 def helpers() -> dict[str, Any]:
@@ -47,14 +39,12 @@ def test_everything_together(job: Job) -> None:
     until(lambda: (packager.wake(), packager.stats().packages_written == 19)[1])
     packager.close()
     stats = packager.stats()
-    assert (stats.packages_read, stats.package_bytes_read) == (9, 9 * package_size(10))
+    assert (stats.packages_read, stats.package_bytes_read, stats.packages_dropped) == (9, 9 * package_size(10), 0)
     assert stats.package_bytes_written == 19 * package_size(10)
-    assert stats.packages_dropped == 0
     assert job.resident() == packed
     assert len(job.fetched()) == len(set(job.fetched())) == 190 == job.cache.stats().storage_reads
     values = job.cache.get_many(sorted(packed))
     assert all((value[0] == id).all() for id, value in zip(sorted(packed), values, strict=True))
-    assert helpers() == {}
     packager.wake()  # of no use any more, and no harm
     assert helpers() == {}
 
@@ -119,8 +109,7 @@ def test_processes_killed_at_random_instants(tmp_path: Path, monkeypatch: pytest
     packager.close()
     assert problems(job.cache) == []
     stats = packager.stats()
-    assert stats.packages_dropped == 0
-    assert stats.packages_read > 20
+    assert stats.packages_dropped == 0 < 20 < stats.packages_read
     assert stats.package_bytes_written <= 1000 * package_size(10)
     assert list(job.folder.iterdir()) == []
     job.close()

@@ -2,8 +2,7 @@
 
 import os
 import threading
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,42 +22,40 @@ from stallfree.importance.packages import LOW, MISSED, PENDING, Field, Packages,
 from stallfree.pipeline.codec import encode
 
 NUM_IDS = 1000
-PLENTY = 1 << 40
+
+
+def everything(ids: Any) -> Any:
+    return np.ones(len(ids), bool)
 
 
 class Some(Packages):
     """Packages that take values, and whose counts are at hand."""
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False, write_budget: int = PLENTY) -> None:
+    def __init__(self, folder: Path) -> None:
         self.shared = SharedFlags(NUM_IDS)
-        self.allow_pickle = allow_pickle
-        super().__init__(folder, self.shared, allow_pickle=allow_pickle, write_budget=write_budget)
+        super().__init__(folder, self.shared, allow_pickle=False, write_budget=1 << 40)
 
     def put(self, ids: Any, values: list[Any]) -> bool:
-        return self.add(list(ids), [encode(value, allow_pickle=self.allow_pickle) for value in values])
+        return self.add(list(ids), [encode(value, allow_pickle=False) for value in values])
 
     def all_of(self, number: int) -> dict[int, Any]:
-        ids, values = self.read(number, lambda ids: np.ones(len(ids), bool))
+        ids, values = self.read(number, everything)
         return dict(zip(ids.tolist(), values, strict=True))
-
-    def count(self, name: str) -> int:
-        return self.shared.stats()[name]
 
     def file_size(self) -> int:
         return os.fstat(self._file.fileno()).st_size
 
-
-# -- round trips -------------------------------------------------------------------------------------------------------
 
 arrays = (np.arange(12.0).reshape(3, 4), torch.arange(10).view(2, 5), torch.zeros(0), np.float32(2))
 values = st.sampled_from([None, 3.5, "text", (1, "a", None), {"a": [1, 2.0]}, *arrays]) | st.binary(max_size=3000)
 quick = settings(max_examples=15, suppress_health_check=list(HealthCheck))
 
 
+packages = st.lists(st.tuples(st.integers(0, NUM_IDS - 1), values), min_size=1, max_size=8)
+
+
 @quick
-@given(
-    st.lists(st.lists(st.tuples(st.integers(0, NUM_IDS - 1), values), min_size=1, max_size=8), min_size=1, max_size=4)
-)
+@given(st.lists(packages, min_size=1, max_size=4))
 def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, contents: list[Any]) -> None:
     some = Some(tmp_path_factory.mktemp("packages"))
     newest: dict[int, int] = {}
@@ -69,19 +66,16 @@ def test_what_goes_in_comes_out(tmp_path_factory: pytest.TempPathFactory, conten
     assert some.sizes.tolist() == [len(content) for content in contents]
     for number, content in enumerate(contents):
         for _ in range(2):  # the first time they are changed
-            ids, found = some.read(number, lambda ids: np.ones(len(ids), bool))
+            ids, found = some.read(number, everything)
             assert ids.tolist() == [id for id, _ in content]
-            assert [type(value) for value in found] == [type(value) for _, value in content]
-            assert list(map(crc, found)) == [crc(value) for _, value in content]
+            assert [(type(value), crc(value)) for value in found] == [(type(value), crc(value)) for _, value in content]
             for value in found:
                 if isinstance(value, torch.Tensor) and value.numel():
                     value.zero_()
-    assert some.count("packages_read") == 2 * len(contents)
-    assert some.count("package_bytes_read") == 2 * some.file_size()
-    assert some.count("packages_dropped") == 0
-    assert some.count("packages_written") == len(contents)
-    assert some.count("samples_packed") == sum(map(len, contents))
-    assert some.count("package_bytes_written") == some.file_size()
+    size, number, samples = some.file_size(), len(contents), sum(map(len, contents))
+    written = {"packages_written": number, "samples_packed": samples, "package_bytes_written": size}
+    read = {"packages_read": 2 * number, "package_bytes_read": 2 * size, "packages_dropped": 0}
+    assert some.shared.stats() == written | read
     some.close()
 
 
@@ -95,11 +89,8 @@ def test_more_than_one_call_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(os, "pwritev", limited(os.pwritev))
     some = Some(tmp_path)
     assert some.put(range(9), [signed(id, 7, 500) for id in range(9)])
-    assert some.count("package_bytes_written") == some.file_size() > 4000
+    assert some.shared.stats()["package_bytes_written"] == some.file_size() > 4000
     assert all(is_signed(id, value) for id, value in some.all_of(0).items())
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
 
 
 def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
@@ -114,7 +105,7 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
         os.pwrite(fd, bytes([before[0] ^ 1 << at % 8]), start + at % size)
         assert some.all_of(int(some.holding([3])[0])) == {}
         assert some.holding([3, 999]).tolist() == [-1, -1]
-    assert some.count("packages_dropped") == 90
+    assert some.shared.stats()["packages_dropped"] == 90
     os.ftruncate(fd, some.file_size() - 1)
     assert some.put([3, 999], [22, 6994])
     assert some.all_of(int(some.holding([3])[0])) == {3: 22, 999: 6994}
@@ -123,19 +114,10 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
     assert some.all_of(int(some.holding([3])[0])) == {}
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    made.close()
-
-
-def do(work: PackageWork) -> None:
+def do(work: PackageWork, times: int = 1) -> None:
     """All that there is to do."""
-    work.work(threading.Event())
-
-
-# -- packing -----------------------------------------------------------------------------------------------------------
+    for _ in range(times):
+        work.work(threading.Event())
 
 
 def test_full_packages_of_what_is_not_there(job: Job) -> None:
@@ -147,11 +129,10 @@ def test_full_packages_of_what_is_not_there(job: Job) -> None:
     job.flag(range(60))
     job.flag(range(60, 70), LOW)
     job.flag(range(70, 80), PENDING)
-    for _ in range(3):
-        do(work)
+    do(work, 3)
     fetched = job.fetched()
     assert len(set(fetched)) == len(fetched) == 40
-    assert set(fetched) <= set(range(8, 50)) | set(range(55, 60))
+    assert set(fetched) <= {*range(8, 50), *range(55, 60)}
     assert job.packed(work.packages).keys() == set(fetched) | set(range(8))
     stats = job.shared.stats()
     assert (stats["packages_written"], stats["samples_packed"]) == (5, 48)
@@ -160,11 +141,8 @@ def test_full_packages_of_what_is_not_there(job: Job) -> None:
     assert (job.cache.stats().hits, job.cache.stats().misses) == (0, 0)
     job.flag(range(100, 103))  # with those that were left, enough for one more
     do(work)
-    assert len(job.fetched()) == 50
-    assert {100, 101, 102} | (set(range(60)) - set(fetched) - set(range(8)) - set(range(50, 55))) == set(
-        job.fetched()[40:]
-    )
-    work.close()
+    left = {*range(8, 50), *range(55, 60)} - set(fetched)
+    assert (len(job.fetched()), set(job.fetched()[40:])) == (50, {100, 101, 102} | left)
 
 
 def test_missed_samples_come_first(job: Job) -> None:
@@ -175,22 +153,18 @@ def test_missed_samples_come_first(job: Job) -> None:
     do(work)
     assert len(missed) == 22
     assert set(job.fetched()[:20]) <= set(missed) <= set(job.fetched())
-    assert len(job.fetched()) == 30
-    assert job.shared.stats()["packages_written"] == 3
-    work.close()
+    assert (len(job.fetched()), job.shared.stats()["packages_written"]) == (30, 3)
 
 
 @pytest.mark.parametrize("more", [-1, 0])
 def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: pytest.LogCaptureFixture) -> None:
     job.flag(range(200))
     work = job.work(budget=3 * package_size(10) + more)
-    for _ in range(3):
-        do(work)
+    do(work, 3)
     packages = 3 - (more < 0)
     assert len(job.fetched()) == 10 * packages
     assert job.shared.stats()["package_bytes_written"] == packages * package_size(10)
     assert caplog.text.count("is spent") == len(caplog.records) == 1
-    work.close()
 
 
 def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,14 +181,12 @@ def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     job.flag(range(23))
     job.flag([3, 12, 17], WANTED | MISSED)
     work = job.work()
-    for _ in range(3):
-        do(work)
-    assert Counter(job.fetched())[3] == Counter(job.fetched())[12] == Counter(job.fetched())[17] == 1
+    do(work, 3)
+    assert [job.fetched().count(id) for id in (3, 12, 17)] == [1, 1, 1]
     assert set(np.flatnonzero(work.packages.holding(range(200)) >= 0)) == set(range(23)) - {3, 12, 17}
     for number in range(2):
-        content = work.packages.read(number, lambda ids: np.ones(len(ids), bool))
+        content = work.packages.read(number, everything)
         assert all((value[0] == id + 1).all() for id, value in zip(*content, strict=True))
-    work.close()
     job.close()
 
 
@@ -232,10 +204,6 @@ def test_nothing_is_packed_once_a_step_has_proved_random(job: Job) -> None:
     work = job.work()
     do(work)
     assert job.shared.stats()["packages_written"] == 0
-    work.close()
-
-
-# -- reading -----------------------------------------------------------------------------------------------------------
 
 
 def reading(job: Job) -> PackageWork:
@@ -267,10 +235,9 @@ def model(packages: list[list[int]], flags: np.ndarray, resident: set[int], regi
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_packages_that_bring_most_are_read(job: Job, seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    work = reading(job)
-    ids = rng.permutation(200)
-    packages = [part.tolist() for part in np.split(ids, np.sort(rng.choice(np.arange(1, 200), 11, replace=False)))]
+    rng, work = np.random.default_rng(seed), reading(job)
+    cuts = np.sort(rng.choice(np.arange(1, 200), 11, replace=False))
+    packages = [part.tolist() for part in np.split(rng.permutation(200), cuts)]
     if seed % 2:
         packages.append(rng.permutation(200)[:20].tolist())  # some are in two
     for part in packages:
@@ -284,17 +251,15 @@ def test_the_packages_that_bring_most_are_read(job: Job, seed: int) -> None:
     job.shared.fields[Field.REGION] = region = int(rng.integers(0, 60))
     job.log.unlink()
     read = model(packages, flags, set(before), region)
-    for _ in range(2):
-        do(work)
+    do(work, 2)
     stats = job.shared.stats()
     assert stats["packages_read"] == len(read)
     assert stats["package_bytes_read"] == sum(package_size(len(packages[number])) for number in read)
-    brought = {id for number in read for id in packages[number] if flags[id] & WANTED == WANTED}
-    assert job.resident() == set(before) | brought
+    brought = sorted({id for number in read for id in packages[number] if flags[id] & WANTED == WANTED})
+    assert job.resident() == {*before, *brought}
     assert job.fetched() == []
-    for id, value in zip(sorted(brought), job.cache.get_many(sorted(brought)), strict=True):
-        assert value is not MISS
-        assert (value[0] == id).all()
+    values = job.cache.get_many(brought)
+    assert all(value is not MISS and (value[0] == id).all() for id, value in zip(brought, values, strict=True))
 
 
 def full_cache(folder: Path) -> tuple[Job, list[int]]:
@@ -312,18 +277,15 @@ def full_cache(folder: Path) -> tuple[Job, list[int]]:
 def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
     """No package is read again and again for samples that find no place."""
     job, high = full_cache(tmp_path)
-    room = len(high)
-    work = reading(job)
+    room, work = len(high), reading(job)
     for first in range(0, 1000, 50):
         job.add(work.packages, range(first, first + 50))
     job.flag(range(1000))
     job.shared.fields[Field.REGION] = 1000
-    for _ in range(5):
-        do(work)
+    do(work, 5)
     assert job.shared.stats()["packages_read"] == room // 50 + 1
     low = sorted(job.resident())
-    assert len(low) == room
-    assert max(low) < 1000
+    assert (len(low), max(low) < 1000) == (room, True)
     job.flag(low[:60], LOW)  # served, and used
     job.cache.set_scores(low[:60], np.zeros(60))
     do(work)
@@ -331,8 +293,7 @@ def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
     assert len(set(job.resident()) - set(low)) == 60
     job.shared.fields[Field.EPOCH] += 1  # whatever the reason was, a new epoch is a new try
     reads = job.shared.stats()["packages_read"]
-    do(work)
-    do(work)
+    do(work, 2)
     assert job.shared.stats()["packages_read"] == reads + 1
     job.close()
 

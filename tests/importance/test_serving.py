@@ -15,15 +15,12 @@ quick = settings(max_examples=40, suppress_health_check=list(HealthCheck))
 
 
 class Asked(Drifting):
-    """Remembers what it said last of each id, and what it was asked first since `begin`."""
+    """Remembers what it said last of each id, and what it was asked first since `first` was None."""
 
     def __init__(self, num_ids: int, seed: int, **arguments: Any) -> None:
         super().__init__(num_ids, seed, **arguments)
         self.said = np.zeros(num_ids, bool)
         self.first: tuple[list[int], list[bool]] | None = None
-
-    def begin(self) -> None:
-        self.first = None
 
     def resident(self, ids: Any) -> Array:
         there = super().resident(ids)
@@ -58,30 +55,28 @@ def epochs(draw: st.DrawFn) -> tuple[list[Array], Array, Asked, np.random.Genera
     return batches, low, Asked(COUNT, draw(st.integers(0, 2**32)), share=share, change=change), rng
 
 
-def check_batch(ids: list[int], low: Array, cache: Asked) -> int:
-    """Each of a batch was its turn, or stands for a missing L-sample and was resident; how many do the latter."""
-    assert cache.first is not None
-    turn = dict(zip(*cache.first, strict=True))
-    assert len(turn) == len(ids) == len(set(ids))
-    instead = [id for id in ids if id not in turn]
-    assert all(cache.said[id] and low[id] for id in instead)
-    gone = [id for id in turn if id not in ids]
-    assert all(low[id] and not turn[id] for id in gone)
-    return len(instead)
+def serve(epoch: Any, on_miss: str, *more: Any) -> tuple[Serving, list[int], list[int], int]:
+    """Serve an epoch; also the ids that were planned, those that were served, and how many of these stood for others.
+
+    Each of a batch was its turn, or stands for a missing L-sample and was resident.
+    """
+    batches, low, cache, rng = epoch
+    serving, ledger, others = Serving(batches, low, cache, on_miss, rng, *more), list[int](), 0
+    for planned, served in zip(batches, serving, strict=True):
+        ids, turn = served.tolist(), dict(zip(*cache.first, strict=True))
+        assert len(turn) == len(ids) == len(set(ids)) == len(planned)
+        instead = [id for id in ids if id not in turn]
+        assert all(cache.said[id] and low[id] for id in instead)
+        assert all(low[id] and not turn[id] for id in turn if id not in ids)
+        ledger, others, cache.first = ledger + ids, others + len(instead), None
+    return serving, [id for batch in batches for id in batch.tolist()], ledger, others
 
 
 @quick
 @given(epochs())
 def test_swap_serves_each_planned_sample_exactly_once(epoch: Any) -> None:
-    batches, low, cache, rng = epoch
-    board = Board()
-    serving, ledger, swaps = Serving(batches, low, cache, "swap", rng, board), [], 0
-    for planned, ids in zip(batches, serving, strict=True):
-        assert len(ids) == len(planned)
-        ledger += ids.tolist()
-        swaps += check_batch(ids.tolist(), low, cache)
-        cache.begin()
-    in_plan = [id for batch in batches for id in batch.tolist()]
+    low, board = epoch[1], Board()
+    serving, in_plan, ledger, swaps = serve(epoch, "swap", board)
     assert sorted(ledger) == sorted(in_plan)
     assert [id for id in ledger if not low[id]] == [id for id in in_plan if not low[id]]  # H-samples in their order
     assert serving.swaps == swaps == len(board.is_missed)
@@ -96,23 +91,14 @@ def test_swap_serves_each_planned_sample_exactly_once(epoch: Any) -> None:
 @quick
 @given(epochs(), st.integers(0, 30))
 def test_substitute_serves_any_unused_resident(epoch: Any, others: int) -> None:
-    batches, low, cache, rng = epoch
-    in_plan = {id for batch in batches for id in batch.tolist()}
-    elsewhere = np.array([id for id in range(COUNT) if id not in in_plan][:others], np.int64)
-    serving = Serving(batches, low, cache, "substitute", rng, None, elsewhere)
-    ledger: list[int] = []
-    substituted = 0
-    for planned, ids in zip(batches, serving, strict=True):
-        assert len(ids) == len(planned)
-        ledger += ids.tolist()
-        substituted += check_batch(ids.tolist(), low, cache)
-        cache.begin()
+    low, unplanned = epoch[1], {*range(COUNT)}.difference(*map(np.ndarray.tolist, epoch[0]))
+    elsewhere = sorted(unplanned)[:others]
+    serving, in_plan, ledger, substituted = serve(epoch, "substitute", None, np.array(elsewhere, np.int64))
     assert len(set(ledger)) == len(ledger) == len(in_plan)
-    assert serving.substitutions == substituted
-    assert serving.swaps == 0
+    assert (serving.substitutions, serving.swaps) == (substituted, 0)
     assert {id for id in in_plan if not low[id]} <= set(ledger)
-    assert not set(ledger) & set(elsewhere.tolist())
-    assert len(set(ledger) - in_plan) <= substituted
+    assert not set(ledger) & set(elsewhere)
+    assert len(set(ledger) - set(in_plan)) <= substituted
 
 
 def test_by_hand() -> None:

@@ -17,8 +17,6 @@ from stallfree.importance.plans import generator, ranks
 
 Array = npt.NDArray[Any]
 
-REAL_CACHES = ("minio", "importance")
-
 
 class Residents:
     """Stands in for a cache of `num_ids` samples. Tells what it is told to tell.
