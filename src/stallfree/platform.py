@@ -46,9 +46,7 @@ def at_fork(**hooks: Callable[[], object]) -> None:
 
 def cpu_count() -> int:
     """Number of processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def user_id() -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import threading
 from collections.abc import Iterator
-from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,8 @@ def ids(*given: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 def reading(source: Any, *, cached: bool = True, **options: Any) -> Iterator[Reader]:
     """Return a reader that caches the outputs of the source's steps."""
     cache = SampleCache(len(source), capacity="1MiB", fingerprint="tested", **options) if cached else None
-    with contextlib.closing(Reader(source, cache, source.pipeline, Compose([]))) as reader, cache or nullcontext():
+    reader = Reader(source, cache, source.pipeline, Compose([]))
+    with cache or contextlib.nullcontext(), contextlib.closing(reader):
         yield reader
 
 

@@ -24,7 +24,7 @@ from stallfree.cache.layout import Count, DamagedError, Field, Index, Meta, plan
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import MISS, Aim, Borrowed, Located, Record, Records, checked_ids, checked_scores
 from stallfree.cache.space import Space
-from stallfree.ipc.folders import SharedFolder, default_root, prepare_root, remove_unused, sweep, user_root
+from stallfree.ipc.folders import SharedFolder, check_name, default_root, prepare_root, remove_unused, sweep, user_root
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.platform import need_linux
@@ -107,7 +107,7 @@ class SampleCache(Closing):
         size = parse_size(capacity, "capacity")
         policy = make_policy(policy)
         on_disk = str(store) != "memory"
-        name = name or f"{fingerprint[:20]}-{policy.name}-{size}"
+        name = f"{fingerprint[:20]}-{policy.name}-{size}" if name is None else check_name(name)
         structure, typical = None, _TYPICAL
         if example is not MISS:
             structure, arrays = encode(example, allow_pickle=allow_pickle)

@@ -19,13 +19,12 @@ from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import Reader
-from stallfree.ipc.folders import check_name
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
-from stallfree.raising import short_traceback, shorten, users_level
+from stallfree.raising import short_traceback, users_level
 from stallfree.sources.mapped import normalize_id
 from stallfree.stats import CacheStats
 from stallfree.typevars import Closing, SampleT_co
@@ -144,8 +143,6 @@ class CachedDataset(Closing, Dataset[SampleT_co]):
         if form not in ("auto", "fetched", "prepared", "files"):
             raise errors.InputError(f"form={form!r}: use 'fetched', 'prepared', 'files' or 'auto'")
         size, policy = parse_capacity(capacity, store), make_policy(policy)
-        if name is not None:
-            check_name(name)
         self.dataset, self.seed = dataset, None if seed is None else parse_whole(seed, "seed")
         self.next_epoch, self._drawn = 0, None
         self._auto, self._store = store == "auto", None
@@ -233,15 +230,12 @@ class CachedDataset(Closing, Dataset[SampleT_co]):
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))  # without it, an IndexError of the data set would end a loop
 
+    @short_traceback
     def __getitems__(self, ids: Sequence[int]) -> list[SampleT_co]:
         """The samples of a whole batch: one look into the cache for all. Raises `IdError`, or a sample's error."""
-        try:
-            wanted = checked_ids(ids, len(self.source))
-            pending = self.reader.start(wanted)
-            return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
-        except Exception as error:
-            shorten(error)
-            raise
+        wanted = checked_ids(ids, len(self.source))
+        pending = self.reader.start(wanted)
+        return self.reader.finish(pending, self._seed_now(), self._epoch_of(wanted), skip=False).values
 
     def _seed_now(self) -> int:
         """The seed that was given; else one that all workers of an iteration of torch's loader have in common."""

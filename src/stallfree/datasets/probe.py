@@ -91,8 +91,7 @@ class FirstLook:
         Raises `CodecError` if the first one cannot be stored.
         """
         values = {sample.id: sample.prepared if prepared else sample.record for sample in self.samples}
-        first = values[self.samples[0].id]
-        if isinstance(first, CodecError):
+        if isinstance(first := values[self.samples[0].id], CodecError):
             raise first
         return {id: value for id, value in values.items() if not isinstance(value, CodecError)}
 

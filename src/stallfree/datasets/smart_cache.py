@@ -20,7 +20,6 @@ from stallfree.datasets.probe import example_for, look
 from stallfree.datasets.ranks import LocalRanks, find_ranks, job_name, local_ranks, part_of_host, warn_of_ranks
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.window import Field, FillProcesses, Window, WindowPlan, replace_count
-from stallfree.ipc.folders import check_name
 from stallfree.ipc.process import context_of, start_method
 from stallfree.pipeline.codec import encode, record_size
 from stallfree.pipeline.compose import Compose, Source
@@ -170,7 +169,7 @@ class SmartCacheDataset(Closing, Dataset[SampleT_co]):
             len(self.source),
             capacity=_capacity(samples, example, plan),
             fingerprint=key,
-            name=own_name if name is None else check_name(name),
+            name=own_name if name is None else name,
             example=example,
         )
 

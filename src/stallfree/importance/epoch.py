@@ -96,8 +96,7 @@ class Retention:
 
     def _jobs_here(self, num_ids: int) -> Jobs | None:
         """The jobs that use the cache, if it has a folder."""
-        path = getattr(self._cache, "path", None)
-        if self._jobs is None and path is not None:
+        if self._jobs is None and (path := getattr(self._cache, "path", None)) is not None:
             self._jobs = Jobs(path, num_ids)
         return self._jobs
 

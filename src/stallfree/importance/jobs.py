@@ -219,14 +219,12 @@ class Jobs:
         The sum of benefit times importance, float64 per id, over the jobs with a benefit of at least 1.5; over all, if
         there is none. Zeros if no job has published.
         """
-        published = None
+        published = [] if self._own is None else [self._own]
         if not self._apart:
             try:
                 published = [job for data in self._file.read_living() if (job := self._parsed(data)) is not None]
             except OSError as error:
                 self._warn(error)
-        if published is None:
-            published = [] if self._own is None else [self._own]
         enough = any(benefit >= THRESHOLD for _, benefit in published)
         total = np.zeros(self.num_ids)
         for values, benefit in published:

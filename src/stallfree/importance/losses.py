@@ -102,9 +102,9 @@ class Losses:
             self._apply(ids.numpy(), losses.numpy())
 
     def _check(self, ids: Array) -> None:
-        if len(ids) and (ids.min() < 0 or ids.max() >= self.count):
-            bad = ids[(ids < 0) | (ids >= self.count)][0]
-            raise loss_update(f"update was given the id {bad}: ids are 0 to {self.count - 1}. Give Batch.ids")
+        bad = ids[(ids < 0) | (ids >= self.count)]
+        if len(bad):
+            raise loss_update(f"update was given the id {bad[0]}: ids are 0 to {self.count - 1}. Give Batch.ids")
 
     def _apply(self, ids: Array, losses: Array) -> None:
         known = np.isfinite(losses)

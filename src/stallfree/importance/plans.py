@@ -19,6 +19,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 HISTORY = 1024
 """Losses that selective sampling compares with (Chen et al., iCACHE, HPCA 2023)."""
 
+_LEAN = 0.8
+"""Dependence of a missing sample's probability on the rank of its loss; see docs/decisions/importance.md."""
+
 _STRATA = 256
 _WIDE = 64
 _GRID = 4096
@@ -235,7 +238,6 @@ class Rule:
         prune: share left out of the samples below the mean loss ("infobatch").
         target_io: storage operations of an epoch as a share of those of the full plan ("unbiased").
         p_min: lowest probability ("unbiased").
-        lean: dependence of a missing sample's probability on its rank ("unbiased").
         max_age: a sample that was not drawn for this many epochs is drawn.
         warm_up: number of full epochs at the start.
         full_every: interval of full epochs; 0 for none.
@@ -248,7 +250,6 @@ class Rule:
     prune: float
     target_io: float
     p_min: float
-    lean: float
     max_age: int
     warm_up: int
     full_every: int
@@ -290,7 +291,7 @@ class Rule:
         left = ~(known.resident | overdue)
         missing, others = len(left) - int(np.count_nonzero(known.resident)), int(np.count_nonzero(left))
         mean = (self.target_io * missing - (missing - others)) / max(1, others)
-        chances = leaning(quantiles, left, max(self.p_min, mean), self.p_min, self.lean)
+        chances = leaning(quantiles, left, max(self.p_min, mean), self.p_min, _LEAN)
         chances[~left] = 1
         return chances, chances if not self.rotating else shares(chances, quantiles)
 

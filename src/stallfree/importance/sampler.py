@@ -30,9 +30,6 @@ _STATE_VERSION = 1
 _LOWEST = 0.4
 """Lowest probability of a missing sample, as a share of their mean."""
 
-_LEAN = 0.8
-"""Dependence of a missing sample's probability on the rank of its loss; see docs/decisions/importance.md."""
-
 
 class ImportanceSampler:
     """Draws the samples of each epoch by their losses, to reduce storage reads.
@@ -155,12 +152,18 @@ class ImportanceSampler:
         self.write_budget = parse_size(write_budget, "write_budget")
         self.measures = benefit is None
         self.benefit = 1.0 if benefit is None else float(benefit)
-        self.rule = _rule(
+        target_io = check_share("target_io", target_io)
+        lowest = _LOWEST * target_io if p_min is None else check_share("p_min", p_min)
+        if lowest > target_io:
+            raise argument_conflict(
+                f"p_min={p_min} is above target_io={target_io}: give a smaller p_min, no draw has so few operations"
+            )
+        self.rule = Rule(
             plan,
             beta=check_share("beta", beta, high=100),
             prune=check_share("prune", prune, high=0.99),
-            target_io=check_share("target_io", target_io),
-            p_min=p_min,
+            target_io=target_io,
+            p_min=lowest,
             max_age=parse_whole(max_age, "max_age", 1),
             warm_up=parse_whole(warm_up, "warm_up", 0),
             full_every=0 if full_every is None else parse_whole(full_every, "full_every", 1),
@@ -405,15 +408,6 @@ class ImportanceSampler:
         self._next, self._iterated = state["next"], state["iterated"]
         self._draw, self._drawn_by = Draw.load(state["draw"], self.num_samples), ranks_of_job()[1]
         self._begun_draw = Draw.load(state["begun"], self.num_samples) or self._draw
-
-
-def _rule(plan: str, *, target_io: float, p_min: float | None, **given: Any) -> Rule:
-    lowest = _LOWEST * target_io if p_min is None else check_share("p_min", p_min)
-    if lowest > target_io:
-        raise argument_conflict(
-            f"p_min={p_min} is above target_io={target_io}: give a smaller p_min, no draw has so few operations"
-        )
-    return Rule(plan, target_io=target_io, p_min=lowest, lean=_LEAN, **given)
 
 
 def _check_serving(plan: str, on_miss: Any, packages: Any, benefit: Any, *, scored: bool) -> None:

@@ -207,22 +207,17 @@ class ImportanceSource(EpochSource):
         sampler, low = self._sampler, active.draw.low
         if sampler.cache is None:
             return active.batches
-        packager = self._start_packager(sampler) if low.any() else None
-        if packager is not None:
-            packager.begin(active.draw, active.batches, self._low_share)
+        if self._packager is None and low.any() and sampler.packages is not None and self._reader.cache is not None:
+            budget, context = sampler.write_budget, self._setup.context
+            self._packager = Packager(self._reader, sampler.packages, write_budget=budget, context=context)
+        if self._packager is not None:
+            self._packager.begin(active.draw, active.batches, self._low_share)
         assert sampler.seed is not None  # drawn with the plan
         rng = generator(sampler.seed, active.draw.plan.epoch, 3)
         # With a tier, also the samples that this node assumes to be in it, without a request.
         residents: Any = SimpleNamespace(resident=getattr(sampler.cache, "known", sampler.cache.resident))
-        self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, packager, active.excluded)
+        self._serving = Serving(active.batches, low, residents, sampler.on_miss, rng, self._packager, active.excluded)
         return self._serving
-
-    def _start_packager(self, sampler: ImportanceSampler) -> Packager | None:
-        if self._packager is None and sampler.packages is not None and self._reader.cache is not None:
-            self._packager = Packager(
-                self._reader, sampler.packages, write_budget=sampler.write_budget, context=self._setup.context
-            )
-        return self._packager
 
     def _measure_benefit(self) -> None:
         """Measure the benefit of the cache for this job from the previous epoch."""
