@@ -52,7 +52,6 @@ def test_importing_stallfree_imports_nothing_else() -> None:
 
 
 def test_users_see_the_public_names() -> None:
-    """Those of `__init__.pyi`, which type checkers read too (`tests/typing`)."""
     everything: dict[str, Any] = {}
     exec("from stallfree import *", everything)
     assert all(everything[name] is getattr(sf, name) and name in dir(sf) for name in sf.__all__)

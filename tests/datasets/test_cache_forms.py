@@ -15,8 +15,6 @@ COUNT = 12
 
 
 class Noise:
-    """Adds what its generator draws."""
-
     def __init__(self, generator: Any) -> None:
         self.generator = generator
 
@@ -25,8 +23,6 @@ class Noise:
 
 
 class LateNoise:
-    """Makes its generator when it is first called."""
-
     generator: Any = None
 
     def __call__(self, picture: Any) -> Any:
@@ -66,7 +62,6 @@ def late() -> list[Any]:
 
 
 def epochs(make: Callable[[], list[Any]], form: Any, workers: int = 0, method: str | None = None) -> list[Any]:
-    """The batches of two epochs."""
     data: Any = Given([pixels(id).numpy() for id in range(COUNT)], make())
     data = data if form is None else sf.CachedDataset(data, capacity="4MiB", form=form)
     options = {"batch_size": 4, "shuffle": True, "seed": 1, "multiprocessing_context": method}

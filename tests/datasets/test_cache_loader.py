@@ -20,8 +20,6 @@ def cache() -> Iterator[sf.CacheLoader]:
 
 
 class Load:
-    """Notes the keys."""
-
     def __init__(self) -> None:
         self.keys: list[Any] = []
 
@@ -157,7 +155,6 @@ def work(cache: sf.CacheLoader, number: int) -> None:
 
 @pytest.mark.parametrize(("context", "policy"), [("fork", "lru"), ("forkserver", "minio")])
 def test_several_processes_at_once(context: str, policy: str) -> None:
-    """More values than fit, which are never mixed up."""
     chosen = multiprocessing.get_context(context)
     with sf.CacheLoader(capacity="200KiB", name="values", policy=policy) as cache:
         workers = [chosen.Process(target=work, args=(cache, 20 * number)) for number in range(3)]

@@ -91,7 +91,6 @@ def test_storage_gives_what_is_not_resident_and_nothing_more(kind: Any, workers:
 
 
 def labels_of(samples: list[Any]) -> list[int]:
-    """The labels of a batch."""
     assert all((array == label).all() for array, label, *_ in samples)
     return [label for _, label, *_ in samples]
 

@@ -98,7 +98,6 @@ ON_DISK = [*WAYS][:-3]
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of each kind."""
     folder = tmp_path_factory.mktemp("files")
     for id in range(COUNT):
         array, path = picture(id), str(folder / str(id))
@@ -118,7 +117,6 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Files that a test may change."""
     folder = tmp_path / "files"
     folder.mkdir()
     for id in range(COUNT):
@@ -146,8 +144,6 @@ class Files:
 
 
 class Mosaics(Files):
-    """Each sample is of four random files, chosen from an index file."""
-
     def __getitem__(self, id: int) -> Any:
         with open(f"{self.folder}/index.json") as file:
             names = json.load(file)
@@ -205,8 +201,6 @@ def test_a_transform_and_a_subset(kept: Path) -> None:
     with cached(Subset(Files(kept), [7, 2, 5]), transform=itemgetter(slice(2))) as data:
         assert same([data[id] for id in range(3)], [Files(kept)[id][:2] for id in (7, 2, 5)])
 
-
-# --- files that change ----------------------------------------------------------------------------------------------
 
 CHANGES: dict[str, Callable[[Path], object]] = {
     "other bytes": lambda path: path.write_bytes(bytes(192)),
@@ -284,8 +278,6 @@ def test_files_that_the_data_set_writes(folder: Path, way: str, monkeypatch: pyt
 
 
 class Parts(Files):
-    """Reads so many bytes of a large file."""
-
     def __getitem__(self, id: int) -> Any:
         with open(f"{self.folder}/{id}.raw", "rb") as file:
             file.seek(10)
@@ -323,12 +315,7 @@ def test_a_cache_that_is_full(tmp_path: Path, policy: str, workers: int, monkeyp
         assert 0 < data.stats().resident_items < COUNT
 
 
-# --- nobody else sees it --------------------------------------------------------------------------------------------
-
-
 class Captures(Files):
-    """Captures functions while it is indexed."""
-
     def __getitem__(self, id: int) -> Any:
         self.captured = [open, io.open, cv2.imread]
         self.shown = inspect.isroutine(open), inspect.signature(open)
@@ -356,8 +343,6 @@ def test_a_file_opened_for_reading_is_not_written(kept: Path) -> None:
 
 
 class Waits(Files):
-    """Waits in a sample until another thread is done."""
-
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.inside, self.go_on = threading.Event(), threading.Event()
@@ -390,9 +375,6 @@ def test_other_threads_read_storage(folder: Path) -> None:
         thread.join()
         assert values[0][0].tolist() == picture(5).ravel().tolist()
         assert builtins.open is io.open is sys.modules["_io"].open
-
-
-# --- other libraries ------------------------------------------------------------------------------------------------
 
 
 def test_files_of_fsspec_elsewhere(kept: Path) -> None:

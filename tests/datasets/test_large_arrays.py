@@ -32,8 +32,6 @@ class Tokens(torch.utils.data.Dataset[Any]):
 
 
 class Lookup:
-    """A step over a long array."""
-
     def __init__(self, data: Any) -> None:
         self.data = data
 
@@ -60,19 +58,15 @@ def mapped(path: Path) -> int:
 
 
 def peak() -> int:
-    """The most memory of this process since the last call of `reset`."""
+    """The most memory of this process since it was cleared."""
     return 1024 * int(re.findall(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[0])
-
-
-def reset() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
 
 
 def use(make: Callable[[Any], Any], path: Path, in_memory: bool) -> None:
     data: Any = np.memmap(path, np.uint16, "r")
     if in_memory:
         data = np.ones(SIZE // 2, np.uint16)
-    reset()
+    Path("/proc/self/clear_refs").write_text("5")
     before = peak()
     loader = make(data)
     for _ in range(2):

@@ -22,7 +22,6 @@ WAYS = ("cached", "under torch", "auto", "smart", "cut", "cut, no cache")
 
 @contextlib.contextmanager
 def loading(way: str, rows: Rows, workers: int, method: str | None) -> Iterator[Any]:
-    """A loader over `rows` with a cache of one kind."""
     options: dict[str, Any] = {"shuffle": True, "num_workers": workers}
     options["multiprocessing_context"] = method if workers else None
     data: Any = sf.cut(rows, "transform") if "cut" in way else rows

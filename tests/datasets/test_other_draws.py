@@ -73,8 +73,6 @@ def check(rows: Rows, way: str) -> None:
 
 
 class Step:
-    """Does what its data set does."""
-
     def __init__(self, rows: Rows) -> None:
         self.rows, rows.act = Rows(rows.calls, rows.act), None
 

@@ -20,7 +20,6 @@ LOADERS = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 
 
 def train(kind: str, together: Callable[[], object], workers: int) -> list[list[int]]:
-    """The ids of this rank in four epochs."""
     epochs: list[list[int]] = []
     with sf.SmartCacheDataset(Rows(24), cache_num=12, replace_rate=0.25, on_late="wait") as data:
         sampler = data.rank_sampler()

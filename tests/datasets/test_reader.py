@@ -20,7 +20,6 @@ def ids(*given: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 @contextlib.contextmanager
 def reading(source: Any, *, cached: bool = True, **options: Any) -> Iterator[Reader]:
-    """Return a reader that caches the outputs of the source's steps."""
     cache = SampleCache(len(source), capacity="1MiB", fingerprint="tested", **options) if cached else None
     reader = Reader(source, cache, source.pipeline, Compose([]))
     with cache or contextlib.nullcontext(), contextlib.closing(reader):

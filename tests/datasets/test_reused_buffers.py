@@ -25,7 +25,6 @@ class InOneArray:
 
 
 def shifted(value: Any) -> torch.Tensor:
-    """A random step, which copies."""
     row = value[0] if isinstance(value, tuple) else value
     return torch.as_tensor(np.asarray(row) + np.float32(random.random() * 0.5))
 

@@ -24,7 +24,6 @@ def smart(data: Any, size: int = 10, rate: float = 0.2, **more: Any) -> sf.Smart
 
 
 def due(total: int, size: int, replace: int, *epochs: int) -> list[list[int]]:
-    """The samples of each epoch, when nothing is ever late."""
     return [sorted(id % total for id in range(replace * epoch, replace * epoch + size)) for epoch in epochs]
 
 
@@ -82,10 +81,9 @@ def test_late_replacements_join_later_and_none_is_left_out(tmp_path: Path) -> No
 def test_waiting_for_late_replacements(tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     with smart(Rows(20, gate=gate), on_late="wait") as data:
-        loader = torch.utils.data.DataLoader(data, batch_size=5)
+        loader, opening = torch.utils.data.DataLoader(data, batch_size=5), threading.Timer(0.05, gate.touch)
         ids_of(loader)
         until(data.window.is_filled)
-        opening = threading.Timer(0.05, gate.touch)
         opening.start()
         assert sorted(ids_of(loader)) == list(range(2, 12))
         opening.join()

@@ -41,7 +41,6 @@ for step in (project.Prep(), project.prep, project.late):
 
 
 def install(site: Path, by: int) -> None:
-    """Install version 0.1.0 of a project that multiplies by `by`."""
     package, info = site / "project", site / "project-0.1.0.dist-info"
     files = {
         package / "__init__.py": PROJECT.format(by),
@@ -56,7 +55,6 @@ def install(site: Path, by: int) -> None:
 
 
 def test_a_project_in_site_packages_is_edited(tmp_path: Path, interpreter: Interpreter) -> None:
-    """Its version stays the same."""
     for number, by in enumerate((2, 3, 2)):
         site = tmp_path / str(number) / "site-packages"
         install(site, by)

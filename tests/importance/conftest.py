@@ -1,6 +1,7 @@
 """The job that tests of packages use."""
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,5 @@ from package_job import Job
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
-    yield made
-    made.close()
+    with closing(Job(tmp_path)) as made:
+        yield made

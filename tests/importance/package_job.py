@@ -60,11 +60,9 @@ class Job:
         return self.works[-1]
 
     def add(self, packages: Packages, ids: Any) -> None:
-        """Add a package of these samples."""
         assert packages.add(list(ids), [encode(self.source.fetch(id), allow_pickle=False) for id in ids])
 
     def fetched(self) -> list[int]:
-        """The ids that were fetched, in order."""
         return list(map(int, self.log.read_text().split())) if self.log.exists() else []
 
     def packed(self, packages: Packages) -> dict[int, int]:

@@ -52,9 +52,9 @@ def test_the_expected_gradient_is_the_full_one(given: Any, some: Any) -> None:
     assert z_score(gradients, full) > 6
 
 
-def rotated(folder: Path, task: Task, seed: int, *, noise: bool) -> tuple[list[float], Array]:
+def rotated(folder: Path, task: Task, seed: int) -> tuple[list[float], Array]:
     """Sums of weights and weighted gradients of the epochs of a run on a cache whose residents rotate."""
-    count, rng = len(task.losses), np.random.default_rng([seed, 1])
+    count = len(task.losses)
     cache = Kept(folder, count, count * 2 // 5, "importance")
     sampler = sf.ImportanceSampler(count, cache=cache, seed=seed)
     served, sums, gradients = Served(sampler, 32), [], []
@@ -64,8 +64,7 @@ def rotated(folder: Path, task: Task, seed: int, *, noise: bool) -> tuple[list[f
         for ids, each in served.epoch(epoch):
             cache.use(ids)
             weights[ids] = each
-            losses = task.losses[ids]
-            sampler.update(ids, losses * rng.exponential(size=len(ids)) if noise else losses)
+            sampler.update(ids, task.losses[ids])
         weights *= count / np.count_nonzero(weights)  # as they were before they were normalized
         sums.append(weights.sum())
         gradients.append(weights @ task.gradients)
@@ -78,7 +77,7 @@ def rotated(folder: Path, task: Task, seed: int, *, noise: bool) -> tuple[list[f
 def test_the_expected_gradient_where_residents_rotate(tmp_path: Path) -> None:
     task = Task(256)
     full = task.gradients.sum(axis=0)
-    runs = [rotated(tmp_path / str(seed), task, seed, noise=False) for seed in range(30)]
+    runs = [rotated(tmp_path / str(seed), task, seed) for seed in range(30)]
     assert z_score([np.mean(sums) for sums, _ in runs], 256) < 4
     gradients = np.array([gradient for _, gradient in runs])
     assert z_score(gradients, full) < 4
@@ -143,7 +142,6 @@ arguments = st.fixed_dictionaries(
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(arguments, st.booleans(), st.integers(1, 20), st.integers(0, 4))
 def test_nobody_is_unseen_for_long(given: dict[str, Any], scored: bool, batch_size: int, late: int) -> None:
-    """By a ledger of who was really served."""
     count, rng = 40, np.random.default_rng(given["seed"])
     if given["on_miss"] == "substitute" and given["plan"] in ("unbiased", "infobatch"):
         given = {**given, "on_miss": "swap"}
@@ -276,7 +274,6 @@ def test_asking_for_other_plans_does_not_change_an_epoch_under_way() -> None:
 @settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 8), st.booleans())
 def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool) -> None:
-    """All ranks have as many batches, of about the same size, and together each sample once."""
     parts = []
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(ranks):

@@ -4,7 +4,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,21 +20,17 @@ TWO = [1.0, 1.0, 0.5, 0.0, 0.0]
 
 
 def files(folder: Path) -> list[str]:
-    """What the jobs have in the folder of their cache."""
     assert os.listdir(folder) == ["importance"]
     return sorted(name for name in os.listdir(folder / "importance") if name != "lock")
 
 
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Jobs]:
-    job = Jobs(tmp_path, N)
-    yield job
-    job.close()
+    with closing(Jobs(tmp_path, N)) as job:
+        yield job
 
 
 def another(folder: Path, importance: Any, benefit: float) -> Holder:
-    """A process that is a job."""
-
     def begin() -> Callable[[], None]:
         job = Jobs(folder, N)
         job.publish(importance, benefit)

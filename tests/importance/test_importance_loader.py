@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import pickle
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -58,7 +59,6 @@ def check(batch: sf.Batch, expected: dict[int, float]) -> list[int]:
     ids = batch.ids.tolist()
     assert labels.tolist() == ids
     assert (numbers == batch.ids[:, None]).all()
-    assert batch.weights is not None
     assert batch.weights.dtype == torch.float32
     assert batch.weights.tolist() == pytest.approx([expected.get(id, 1.0) for id in ids])
     return ids
@@ -77,8 +77,7 @@ def check(batch: sf.Batch, expected: dict[int, float]) -> list[int]:
 def test_ids_labels_weights_and_losses_belong_together(plan: str, policy: str, on_miss: Any, workers: int) -> None:
     with cached(policy) as (source, dataset):
         sampler = sf.ImportanceSampler(COUNT, plan=plan, cache=dataset.cache, on_miss=on_miss, beta=2)
-        told = np.full(COUNT, np.inf)
-        substituted = 0
+        told, substituted = np.full(COUNT, np.inf), 0
         with sf.DataLoader(dataset, 13, sampler=sampler, num_workers=workers, persistent_workers=workers > 0) as loader:
             for epoch in range(4):
                 ledger: list[int] = []
@@ -141,7 +140,6 @@ Told = tuple[list[int], list[float]]
 
 
 def train(loader: sf.DataLoader, epoch: int, told: list[Told], states: list[Any] | None = None) -> None:
-    """An epoch, or what is left of it."""
     for batch in loader:
         told.append((batch.ids.tolist(), batch.weights.tolist()))
         loader.update(batch.ids, loss_of(batch.ids, epoch))
@@ -191,7 +189,7 @@ def test_a_copy_goes_on_by_itself(tmp_path: Path) -> None:
     sampler = sf.ImportanceSampler(40, cache=data.cache, plan="icache", packages=tmp_path)
     loader = sf.DataLoader(data, 4, sampler=sampler)
     iterator = iter(loader)
-    before = [id for _ in range(3) for id in told([next(iterator)], loader)]
+    before = told(islice(iterator, 3), loader)
     other = pickle.loads(pickle.dumps(loader))
     assert other.sampler is not loader.sampler
     other.set_epoch(0)

@@ -17,8 +17,6 @@ from stallfree.importance.losses import Losses
 
 to_host = module._to_host
 
-Device = torch.device("meta")
-
 
 class Event:
     """Something that a device does. Nobody may wait for it but where `allowed`."""
@@ -40,14 +38,12 @@ class Event:
         self.finish()
 
     def finish(self) -> None:
-        """The copies arrive."""
         for host, values in self.copies:
             host.copy_(values)
         self.done = True
 
 
 def where(tensor: torch.Tensor) -> int:
-    """The memory of a tensor on the device."""
     return tensor.untyped_storage()._cdata
 
 
@@ -60,8 +56,7 @@ class Copies:
         self.events: list[Event] = []
 
     def put(self, values: Any, dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the device."""
-        there = torch.empty(len(values), dtype=dtype, device=Device)
+        there = torch.empty(len(values), dtype=dtype, device="meta")
         self.values[where(there)] = torch.as_tensor(values, dtype=dtype), there
         return there
 

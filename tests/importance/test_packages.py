@@ -115,7 +115,6 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
 
 
 def do(work: PackageWork, times: int = 1) -> None:
-    """All that there is to do."""
     for _ in range(times):
         work.work(threading.Event())
 
@@ -149,8 +148,7 @@ def test_missed_samples_come_first(job: Job) -> None:
     job.flag(range(200))
     missed = list(range(5, 200, 9))
     job.flag(missed, WANTED | MISSED)
-    work = job.work(budget=3 * package_size(10))
-    do(work)
+    do(job.work(budget=3 * package_size(10)))
     assert len(missed) == 22
     assert set(job.fetched()[:20]) <= set(missed) <= set(job.fetched())
     assert (len(job.fetched()), job.shared.stats()["packages_written"]) == (30, 3)
@@ -159,8 +157,7 @@ def test_missed_samples_come_first(job: Job) -> None:
 @pytest.mark.parametrize("more", [-1, 0])
 def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: pytest.LogCaptureFixture) -> None:
     job.flag(range(200))
-    work = job.work(budget=3 * package_size(10) + more)
-    do(work, 3)
+    do(job.work(budget=3 * package_size(10) + more), 3)
     packages = 3 - (more < 0)
     assert len(job.fetched()) == 10 * packages
     assert job.shared.stats()["package_bytes_written"] == packages * package_size(10)
@@ -168,8 +165,6 @@ def test_nothing_is_fetched_that_cannot_be_written(job: Job, more: int, caplog: 
 
 
 def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One cannot be read, one not prepared, one not stored."""
-
     def refuse(value: Any, **arguments: Any) -> Any:
         if value[1] == 18:
             raise CodecError("of a strange kind")
@@ -180,8 +175,7 @@ def test_bad_samples_are_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     job = Job(tmp_path, step=mark_deterministic(plus_one), bad=[3])
     job.flag(range(23))
     job.flag([3, 12, 17], WANTED | MISSED)
-    work = job.work()
-    do(work, 3)
+    do(work := job.work(), 3)
     assert [job.fetched().count(id) for id in (3, 12, 17)] == [1, 1, 1]
     assert set(np.flatnonzero(work.packages.holding(range(200)) >= 0)) == set(range(23)) - {3, 12, 17}
     for number in range(2):
@@ -201,13 +195,11 @@ def plus_one(sample: Any) -> Any:
 def test_nothing_is_packed_once_a_step_has_proved_random(job: Job) -> None:
     job.flag(range(60))
     job.cache.uncache_steps(1)
-    work = job.work()
-    do(work)
+    do(job.work())
     assert job.shared.stats()["packages_written"] == 0
 
 
 def reading(job: Job) -> PackageWork:
-    """Work that packs nothing by itself."""
     work = job.work()
     work._full = True
     return work
@@ -301,8 +293,7 @@ def test_a_cache_that_takes_no_more_is_left_in_peace(tmp_path: Path) -> None:
 def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The trainer takes `PENDING` away and lowers the score just before the score is raised."""
     job, high = full_cache(tmp_path)
-    work = reading(job)
-    job.add(work.packages, range(10))
+    job.add((work := reading(job)).packages, range(10))
     job.flag(range(10))
     job.shared.fields[Field.REGION] = 10
     put_many = job.cache.put_many

@@ -31,8 +31,6 @@ class Asked(Drifting):
 
 
 class Board:
-    """Writes down what it is told."""
-
     def __init__(self) -> None:
         self.is_served: list[int] = []
         self.is_missed: list[int] = []
