@@ -55,7 +55,7 @@ _unmapped_since: int | None = None  # when the store was last changed, if nothin
 
 
 @pytest.fixture(scope="session", autouse=True)
-def process() -> None:
+def signals_and_times() -> None:
     """A shell ignores SIGINT for what it starts in the background, and that is inherited; tests send it. Files that a
     test has just written do not count as perhaps written by the data set that reads them.
     """

@@ -244,7 +244,7 @@ def test_wheel_and_sdist_install_into_an_empty_environment(tmp_path: Path) -> No
         return subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path).stdout
 
     for package in packages:
-        place = tmp_path / f"environment of {package.suffix}"
+        place = tmp_path / f"environment{package.suffix}"
         venv.create(place, with_pip=True, system_site_packages=False)
         python, here = str(place / "bin/python"), Path(torch.__file__).parents[1]
         (next(place.glob("lib/python*/site-packages")) / "others.pth").write_text(str(here))

@@ -12,7 +12,7 @@ _BYTES = {"": 1, "b": 1} | {
     for e, p in enumerate("kmgtp", start=1)
     for suffix, base in (("ib", 1024), ("b", 1000), ("", 1000))
 }
-_SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+_SIZE = re.compile(r"\s*([+-]?\d{1,99}(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 _SECONDS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 _TIME = re.compile(r"\s*(\d{1,99}(?:\.\d+)?)\s*([A-Za-z\u00b5\u03bc]*)\s*")
 
@@ -68,15 +68,11 @@ def _whole(value: Any) -> int | None:
 
 def parse_rate(value: float | int | str, name: str = "rate") -> float:
     """Bytes per second in `value`: a number, or a string such as `"60MB/s"`. Raises `InputError` for anything else."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        rate = float(value)
-    elif isinstance(value, str) and value.rstrip().endswith("/s"):
-        rate = float(parse_size(value.rstrip()[:-2], name))
-    else:
-        raise unit_format(f"{name}={value!r} is no rate: give bytes per second, or a string such as '60MB/s'")
-    if not 0 < rate < float("inf"):
-        raise InputError(f"{name}={value!r} must be above 0 and finite: give such a number")
-    return rate
+    per_second = isinstance(value, str) and value.rstrip().endswith("/s")
+    rate: Any = parse_size(str(value).rstrip()[:-2], name) if per_second else value
+    if isinstance(rate, bool) or not isinstance(rate, (int, float)) or not 0 < rate < float("inf"):
+        raise unit_format(f"{name}={value!r} is no rate: give bytes per second above 0, or a string such as '60MB/s'")
+    return float(rate)
 
 
 def parse_seconds(value: str, name: str = "time") -> float:

@@ -133,4 +133,4 @@ def test_a_sample_that_contains_itself_is_refused_by_name() -> None:
     cyclic: list[Any] = []
     cyclic.append(cyclic)
     with pytest.raises(sf.CodecError, match="contains itself"):
-        sf.CachedDataset(Made(9, sf.mark_deterministic(lambda id: cyclic)), capacity="1MiB")
+        sf.CachedDataset(sf.mark_deterministic(Made(9, lambda id: cyclic)), capacity="1MiB")
