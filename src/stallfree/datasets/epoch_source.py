@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from stallfree.cache.arena import one_thread
 from stallfree.errors import state_format
 from stallfree.pipeline.randomness import sample_seed
 
-Ids = npt.NDArray[np.int64]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -190,8 +189,8 @@ class Plan:
         epoch: number of the epoch.
     """
 
-    ids: npt.NDArray[np.int64]
-    weights: npt.NDArray[np.float32] | None
+    ids: Ids
+    weights: np.ndarray[Any, np.dtype[np.float32]] | None
     epoch: int
 
 

@@ -20,11 +20,9 @@ import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
-from torch import distributed
 
 from stallfree.datasets.ranks import has_process_group, local_ranks
 from stallfree.importance.losses import Losses
@@ -33,12 +31,12 @@ from stallfree.platform import OPEN
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
-_groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def ranks_of_job() -> tuple[int, int]:
     """The rank of this process in `torch.distributed`, and the number of ranks; (0, 1) if that is not initialised."""
-    return (distributed.get_rank(), distributed.get_world_size()) if has_process_group() else (0, 1)
+    return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if has_process_group() else (0, 1)
 
 
 def is_first_here() -> bool:
@@ -58,7 +56,7 @@ def agree(losses: Losses, *masks: Array) -> None:
     table = torch.zeros((2, losses.count))
     table[0][torch.from_numpy(fresh)] = torch.from_numpy(losses.last[fresh])
     table[1] = torch.from_numpy(fresh)
-    distributed.all_reduce(table, group=_group())
+    torch.distributed.all_reduce(table, group=_group())
     sums, times = table.numpy()
     seen = times > 0
     losses.last[seen] = sums[seen] / times[seen]
@@ -71,7 +69,7 @@ def of_first_rank(number: int) -> int:
     if ranks_of_job()[1] == 1:
         return number
     given = torch.tensor(number)
-    distributed.broadcast(given, src=0, group=_group())
+    torch.distributed.broadcast(given, src=0, group=_group())
     return int(given.item())
 
 
@@ -80,7 +78,7 @@ def unite(*masks: Array) -> None:
     if ranks_of_job()[1] == 1:
         return
     bits = torch.from_numpy(np.concatenate(masks).astype(np.uint8))
-    distributed.all_reduce(bits, op=distributed.ReduceOp.MAX, group=_group())
+    torch.distributed.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=_group())
     start = 0
     for mask in masks:
         mask[:] = bits[start : start + len(mask)].numpy()
@@ -135,11 +133,11 @@ def steps_of(ids: Array, ranks: int, batch_size: int, drop_last: bool) -> list[l
 
 def _group() -> Any:
     """A process group for CPU tensors. All ranks create it together, once per job."""
-    default: Any = distributed.group.WORLD
-    if distributed.get_backend() == "gloo":
+    default: Any = torch.distributed.group.WORLD
+    if torch.distributed.get_backend() == "gloo":
         return default
     if default not in _groups:
-        _groups[default] = distributed.new_group(backend="gloo")
+        _groups[default] = torch.distributed.new_group(backend="gloo")
     return _groups[default]
 
 

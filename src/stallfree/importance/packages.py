@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import xxhash
 
@@ -34,7 +33,7 @@ from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import Structure, encode, read_record, record_size, write_record
 from stallfree.units import format_size
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 Record = tuple[Structure, list[Array]]
 
 LOW, PENDING, MISSED = 1, 2, 4
@@ -90,8 +89,8 @@ class SharedFlags:
     Raises `StorageError` if there is no shared memory left.
     """
 
-    flags: npt.NDArray[np.uint8]
-    fields: npt.NDArray[np.int64]
+    flags: Array
+    fields: Array
 
     def __init__(self, num_ids: int) -> None:
         self.__setstate__((num_ids, SharedCounts(2 * len(Field) + -(-num_ids // 4))))

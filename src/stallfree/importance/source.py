@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Position, SourceSetup
+from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
 from stallfree.datasets.reader import Reader
 from stallfree.errors import StorageError, argument_conflict, sampler_mismatch, state_mismatch, text_of
 from stallfree.importance.epoch import ActiveEpoch, Serving
@@ -24,7 +24,6 @@ from stallfree.importance.packages import LOW, MISSED, PENDING, Field, SharedFla
 from stallfree.importance.plans import Draw, generator
 from stallfree.importance.sampler import ImportanceSampler
 from stallfree.ipc.process import Child, Owner, end_all
-from stallfree.loader.messages import Ids
 from stallfree.platform import how_it_ended
 from stallfree.raising import users_level
 from stallfree.stats import ImportanceStats
