@@ -82,7 +82,9 @@ class Job:
         return set(np.flatnonzero(self.cache.resident(range(len(self.source)))).tolist())
 
     def close(self) -> None:
-        for each in [*self.works, *filter(None, [self.packager])]:
-            each.close()
+        while self.works:
+            self.works.pop().close()
+        if self.packager is not None:
+            self.packager.close()
         self.shared.close()
         self.cache.close()

@@ -357,6 +357,11 @@ def private_name(store: Any, unknown: str, *, persist: bool) -> str:
         errors.StallfreeWarning,
         stacklevel=users_level(),
     )
+    return token()
+
+
+def token() -> str:
+    """The name of a private cache."""
     return f"private-{os.getpid()}-{secrets.token_hex(8)}"
 
 
