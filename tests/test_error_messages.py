@@ -138,7 +138,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: make("sampler").batches(0, 0), r"batch_size=0: give a whole number, 1 or more"),
     (lambda: make("sampler").expected_samples(-1), r"epochs=-1: give a whole number, 0 or more"),
     (lambda: sf.DataLoader(Plain(8)).set_epoch(-1), r"epoch=-1: give a whole number, 0 or more"),
-    (lambda: sf.DataLoader(Plain(8)).load_state_dict({}), r"version None, .*: give what state_dict\(\) of this"),
+    (partial(sf.DataLoader(DATA).load_state_dict, {}), r"version None, .*: give what state_dict\(\) of this"),
     (lambda: list(sf.DataLoader(closed(), 2)), "is closed"),
     (
         lambda: list(sf.DataLoader(DATA, num_workers=1, collate_fn=lambda x: x, multiprocessing_context="spawn")),

@@ -70,14 +70,16 @@ def test_with_a_name_it_is_shared() -> None:
 
 
 def test_a_transform() -> None:
-    lock = threading.Lock()
+    class Doubled:
+        def __init__(self) -> None:
+            self.lock = threading.Lock()
 
-    def doubled(value: torch.Tensor) -> torch.Tensor:
-        with lock:
-            return value * 2
+        def __call__(self, value: torch.Tensor) -> torch.Tensor:
+            with self.lock:
+                return value * 2
 
     with pytest.warns(sf.StallfreeWarning, match="lock has no fingerprint"):
-        data = sf.CachedDataset(Holder(1), capacity="1MiB", transform=doubled, form="prepared")
+        data = sf.CachedDataset(Holder(1), capacity="1MiB", transform=Doubled(), form="prepared")
     with data:
         assert [sample.item() for sample in data] == list(range(0, 16, 2))
 
