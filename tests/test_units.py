@@ -1,6 +1,7 @@
-"""Sizes, rates, times and whole numbers as people write them, and the ends of processes in words."""
+"""Sizes, rates, times and whole numbers as people write them, the ends of processes in words, and statistics."""
 
 import math
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 
 from stallfree.errors import CapacityError, InputError
 from stallfree.platform import how_it_ended
+from stallfree.stats import LoaderStats
 from stallfree.units import format_seconds, format_size, parse_rate, parse_seconds, parse_size, parse_whole
 
 READ: list[tuple[Any, dict[Any, Any]]] = [
@@ -67,6 +69,13 @@ def test_anything_else_is_one_clear_error(parse: Any, message: str, values: list
         with pytest.raises(CapacityError if parse is parse_size else InputError, match=message) as caught:
             parse(value, "limit")
         assert repr(value) in str(caught.value) or parse not in (parse_size, parse_seconds) or len(value) > 20
+
+
+def test_statistics_of_a_time_have_the_counts_of_that_time_and_the_states_of_now() -> None:
+    names = [field.name for field in fields(LoaderStats)]
+    counted = LoaderStats(*range(20, 20 + len(names))) - LoaderStats(*[2] * len(names))
+    states = {"queue_depth", "staging_bytes", "num_workers"}
+    assert asdict(counted) == {name: at + 20 - 2 * (name not in states) for at, name in enumerate(names)}
 
 
 @given(st.integers(min_value=0, max_value=1 << 60), st.floats(min_value=1e-9, max_value=900))

@@ -274,15 +274,17 @@ def test_asking_for_other_plans_does_not_change_an_epoch_under_way() -> None:
 @settings(max_examples=30)
 @given(st.integers(1, 60), st.integers(1, 4), st.integers(1, 8), st.booleans())
 def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool) -> None:
-    parts = []
+    parts, padded = [], set[int]()
     with pytest.MonkeyPatch.context() as patch:
         for rank in range(ranks):
             patch.setattr(importance, "ranks_of_job", lambda rank=rank: (rank, ranks))  # but nothing to agree on
             sampler = sf.ImportanceSampler(count, seed=5)
             mine = list(sampler)
             assert len(mine) == len(sampler) == -(-count // ranks)  # padded, as torch's own
+            padded |= {*mine}
             parts.append([ids.tolist() for ids in sampler.batches(0, batch_size, drop_last=drop_last)])
             assert len(parts[-1]) == sampler.num_batches(0, batch_size, drop_last=drop_last)
+    assert padded == {*range(count)}
     assert len({len(part) for part in parts}) == 1
     sizes = {len(batch) for part in parts for batch in part}
     ledger = [id for part in parts for batch in part for id in batch]

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from children import Child, Holder
-from stallfree.importance.jobs import THRESHOLD, Jobs
+from stallfree.importance.jobs import THRESHOLD, Jobs, benefit
 
 N = 5
 ONE = [0.0, 0.25, 0.5, 0.75, 1.0]
@@ -30,10 +30,10 @@ def job(tmp_path: Path) -> Iterator[Jobs]:
         yield job
 
 
-def another(folder: Path, importance: Any, benefit: float) -> Holder:
+def another(folder: Path, importance: Any, gain: float) -> Holder:
     def begin() -> Callable[[], None]:
         job = Jobs(folder, N)
-        job.publish(importance, benefit)
+        job.publish(importance, gain)
         return job.close
 
     return Holder(begin)
@@ -70,6 +70,12 @@ def test_the_sum_is_over_those_who_gain_enough(
     other.end()
     check(job, benefits[0] * np.array(ONE), 1)
     assert files(tmp_path) == ["job-1"]
+
+
+def test_the_benefit_is_the_time_of_an_epoch_without_the_cache_over_that_with_it() -> None:
+    assert benefit(1.0, 0.1, 1.0, workers=2, batch_size=8) == 4.0  # storage limits without it, the device with it
+    assert benefit(0.1, 0.1, 1.0, workers=4, batch_size=8) == 10.0
+    assert benefit(9.0, 0.1, 1.0, workers=0, batch_size=8) == 1.0
 
 
 def test_a_job_that_is_killed_leaves_the_sum_whoever_looks(job: Jobs, tmp_path: Path) -> None:

@@ -262,6 +262,16 @@ def test_rotating_residents_are_for_one_job() -> None:
         second.close()
 
 
+@pytest.mark.parametrize("given", [None, 0.5])
+def test_the_benefit_of_the_cache_is_measured_unless_it_is_given(given: float | None) -> None:
+    with contextlib.closing(ThrottledSource(Numbers(32, size=SIZE), latency=0.05)) as source:
+        data = sf.CachedDataset(source, capacity="64KiB", policy="importance")
+        sampler = sf.ImportanceSampler(32, plan="full", cache=data.cache, benefit=given)
+        with data, sf.DataLoader(data, 8, sampler=sampler) as loader:
+            list(loader), list(loader), iter(loader)
+    assert sampler.benefit > 1.2 if given is None else sampler.benefit == given
+
+
 def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
     told: list[tuple[list[int], list[float]]] = []
 
