@@ -35,7 +35,7 @@ def make(kind: str, **changed: Any) -> Any:
 WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
     ("cached", "capacity", (None, "much", -1, 1.5, math.nan, True, [])),
     ("cached", "policy", (None, "", 5, [], {})),
-    ("cached", "store", (None, "", 5, True, [], b"/tmp", "a\0b")),
+    ("cached", "store", (None, "", 5, True, [], b"/tmp", "a\0b", "redis://localhost:6379", "rediss://cache:6379/0")),
     ("cached", "form", (None, "raw", -1, 1.5, math.nan, True, [])),
     ("cached", "name", ("", 5, True, [], "a/b", "a\0b")),
     ("cached", "seed", ("1", 1.5, math.nan, True, [])),
@@ -56,7 +56,7 @@ WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
     ("loaded", "seed", ("1", 1.5, math.nan, True, [])),
     ("loaded", "prefetch_factor", (0, -1, 1.5, "2", True)),
     ("loaded", "on_error", (None, "ignore", 1)),
-    ("cached", "store", ("redis://localhost:6379", "rediss://cache:6379/0", Path("redis://a"), "localhost:6379")),
+    ("cached", "store", (Path("redis://a"), "localhost:6379")),
     ("shared", "group", (None, "", "a/b", 5)),
     ("shared", "num_workers", (0, "2")),
     ("shared", "batch_size", (None, 0)),

@@ -76,7 +76,7 @@ def test_a_value_larger_than_the_cache_is_loaded_each_time(cache: sf.CacheLoader
 
 @pytest.mark.parametrize("policy", ["minio", "lru"])
 def test_keys_that_collide_are_never_mixed_up(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SampleCache, "ids_of_key", lambda self, key: np.arange(40, 48))
+    monkeypatch.setattr(SampleCache, "ids_of_key", lambda self, key: range(40, 48))
     load = Load()
     with sf.CacheLoader(capacity="1MiB", name="values", policy=policy) as cache:
         for _ in range(2):

@@ -13,6 +13,10 @@ from torch_batches import digest, torch_epochs
 
 pytestmark = [pytest.mark.libraries, pytest.mark.slow]  # test_files_form.py has each way to open a file
 EPOCHS, SAMPLES, SEED = 3, 8, 5
+PROGRAMS = (
+    *("monai_dictionaries", "nibabel_slices", "numpy_archives"),
+    *("opencv_albumentations", "polygon_masks", "saved_tensors"),
+)
 
 
 @pytest.fixture(scope="module")
@@ -26,17 +30,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "monai_dictionaries",
-        "nibabel_slices",
-        "numpy_archives",
-        "opencv_albumentations",
-        "polygon_masks",
-        "saved_tensors",
-    ],
-)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_batches_are_torchs_and_storage_is_read_in_the_first_epoch(root: Path, name: str) -> None:
     program: Any = importlib.import_module(f"benchmarks.programs.{name}")
     options = program.OPTIONS | {"batch_size": 3, "num_workers": 1}

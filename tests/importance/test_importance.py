@@ -126,16 +126,10 @@ def test_storage_operations_are_those_asked_for(tmp_path: Path, policy: str, tar
             assert cache.fetched - before <= missing
 
 
-arguments = st.fixed_dictionaries(
-    {
-        "plan": st.sampled_from(["unbiased", "icache", "infobatch", "full"]),
-        "on_miss": st.sampled_from(["swap", "substitute", "fetch"]),
-        "max_age": st.integers(1, 4),
-        "warm_up": st.integers(0, 2),
-        "seed": st.integers(0, 2**32),
-        "target_io": st.sampled_from([0.1, 0.5]),
-    }
-)
+plans, misses = ["unbiased", "icache", "infobatch", "full"], ["swap", "substitute", "fetch"]
+choices = {"plan": st.sampled_from(plans), "on_miss": st.sampled_from(misses), "max_age": st.integers(1, 4)}
+numbers = {"warm_up": st.integers(0, 2), "seed": st.integers(0, 2**32), "target_io": st.sampled_from([0.1, 0.5])}
+arguments = st.fixed_dictionaries({**choices, **numbers})
 
 
 @pytest.mark.filterwarnings("ignore:update was given NaN")

@@ -421,10 +421,10 @@ class SampleCache(Closing):
         """Remove all samples."""
         self.drop(np.arange(self.num_ids))
 
-    def ids_of_key(self, key: bytes) -> Array:
+    def ids_of_key(self, key: bytes) -> list[int]:
         """Return the 8 ids that a record may take by its `key`. Used half at most, all 8 are taken for 1 key in 256."""
         start, step = xxhash.xxh3_64_intdigest(key), xxhash.xxh3_64_intdigest(key, 1) | 1
-        return np.array(sorted({(start + way * step) % self.num_ids for way in range(8)}), np.int64)
+        return [(start + way * step) % self.num_ids for way in range(8)]
 
     def free_one(self, ids: Any) -> Array:
         """Return one of `ids` that is not resident; if all are, a policy that evicts does it for one of them.

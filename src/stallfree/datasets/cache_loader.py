@@ -140,7 +140,7 @@ class CacheLoader(Closing):
         """`key` as a plain str or int, and the places that it may take."""
         plain: str | int = str.__str__(key) if isinstance(key, str) else parse_whole(key, "key (a str or an int)")
         text = f"str:{plain}" if isinstance(plain, str) else f"int:{plain:x}"
-        return plain, self.cache.ids_of_key(text.encode("utf-8", "surrogatepass"))
+        return plain, np.unique(self.cache.ids_of_key(text.encode("utf-8", "surrogatepass")))
 
     def stats(self) -> CacheStats:
         """The counts of the cache; after `close`, those of that moment.
