@@ -8,7 +8,6 @@ import numpy as np
 from stallfree.cache.layout import chained_block
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.datasets.epoch_source import Ids
 from stallfree.errors import CodecError, InputError, text_of, value_unstorable
@@ -74,7 +73,7 @@ class CacheLoader(Closing):
         places = min(max(2 * room_of(store, size) // chained_block(len(example)), 8), _MOST_PLACES)
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         fingerprint = f"values by key, 8 of {places} places"
-        self.cache: SampleCache = open_cache(store, places, capacity=size, fingerprint=fingerprint, **options)
+        self.cache = open_cache(store, places, capacity=size, fingerprint=fingerprint, **options)
         self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
 
     @short_traceback

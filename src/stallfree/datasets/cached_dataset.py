@@ -12,7 +12,6 @@ from torch.utils.data import Dataset, DistributedSampler, get_worker_info
 
 from stallfree import errors
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import Store, default_store, is_tier, open_cache, parse_capacity, room_of
 from stallfree.cache.tier import Tier
 from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_plan
@@ -219,7 +218,7 @@ class CachedDataset(Closing, Dataset[SampleT_co]):
         """Open the cache of `count` records; without a name, and if objects are `unknown`, a private one."""
         if options["name"] is None and unknown:
             key = options["name"] = private_name(store, unknown[0], persist=options["persist"])
-        self.cache: SampleCache = open_cache(store, count, fingerprint=key, **options)
+        self.cache = open_cache(store, count, fingerprint=key, **options)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -345,10 +345,9 @@ def _check(cache_num: Any, replace_rate: Any, num_fill_workers: Any, on_late: An
     if isinstance(replace_rate, bool) or not isinstance(replace_rate, (int, float)) or not 0 <= replace_rate <= 1:
         raise errors.InputError(f"replace_rate={replace_rate!r}: give a share of the window, 0 (none is replaced) to 1")
     parse_whole(num_fill_workers, "num_fill_workers", 1)
-    if on_late not in ("partial", "wait"):
-        raise errors.InputError(f"on_late={on_late!r}: use 'partial' or 'wait'")
-    if on_error not in ("raise", "skip"):
-        raise errors.InputError(f"on_error={on_error!r}: use 'raise' or 'skip'")
+    for name, value, known in (("on_late", on_late, ("partial", "wait")), ("on_error", on_error, ("raise", "skip"))):
+        if value not in known:
+            raise errors.InputError(f"{name}={value!r}: use {known[0]!r} or {known[1]!r}")
 
 
 def _capacity(samples: list[Any], example: Any, plan: WindowPlan) -> int:

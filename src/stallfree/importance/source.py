@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup
 from stallfree.datasets.reader import Reader
 from stallfree.errors import StorageError, argument_conflict, sampler_mismatch, state_mismatch, text_of
@@ -277,7 +276,7 @@ class ImportanceSource(EpochSource):
 def _check(setup: SourceSetup) -> None:
     """Raise `InputError` if the sampler cannot be served."""
     sampler: ImportanceSampler = setup.sampler
-    cache: SampleCache | None = setup.reader.cache
+    cache: Any = setup.reader.cache
     if sampler.num_samples != setup.samples:
         raise sampler_mismatch(
             f"the sampler is of {sampler.num_samples} samples, the data set has {setup.samples}: "
