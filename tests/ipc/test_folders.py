@@ -5,7 +5,6 @@ import itertools
 import os
 import shutil
 import stat
-import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -188,7 +187,7 @@ def test_a_root_that_others_may_replace(root: Path, use: Callable[[], Any], monk
     monkeypatch.setenv("STALLFREE_ROOT", str(root))
     default_root().mkdir(mode=0o700)
     root.chmod(0o777)
-    with pytest.raises(FingerprintError, match=rf"other users may write to the folder {root} .*mode 777.*`chmod go-w"):
+    with pytest.raises(FingerprintError, match=rf"the folder {root} above .* the mode 777.*`chmod go-w"):
         use()
     assert list(default_root().iterdir()) == []
 
@@ -200,21 +199,12 @@ def test_modes_of_folders(root: Path) -> None:
     for mode in (0o777, 0o757, 0o775):
         root.chmod(mode)
         for below in (root / "mine", root / "a" / "b"):
-            with pytest.raises(FingerprintError, match=rf"the folder {root} above {below} \(mode {mode:o}\)"):
+            with pytest.raises(FingerprintError, match=rf"{root} above {below} belongs .* the mode {mode:o} "):
                 prepare_root(below)
         for sticky in (0, 0o1000):  # which would let others write to the root itself
             root.chmod(mode | sticky)
-            with pytest.raises(FingerprintError, match=rf"other users may write to the folder {root} \(mode"):
+            with pytest.raises(FingerprintError, match=rf"the folder {root} belongs"):
                 prepare_root(root)
-
-
-def test_an_acl_that_lets_another_user_write(root: Path) -> None:
-    """It shows in the mode of the group."""
-    set_acl = shutil.which("setfacl")
-    if set_acl is None or subprocess.run([set_acl, "-m", f"u:{STRANGER}:rwx", root], capture_output=True).returncode:
-        pytest.skip("no ACLs here")
-    with pytest.raises(FingerprintError, match="other users may write"):
-        prepare_root(root / "mine")
 
 
 @as_root
@@ -224,9 +214,9 @@ def test_folders_of_another_user_and_of_a_container_with_users_of_its_own(
     os.chown(root, STRANGER, -1)
     for mode in (0o700, 0o1777):  # the owner may rename in a sticky folder too
         root.chmod(mode)
-        with pytest.raises(FingerprintError, match=f"{root} above .* belongs to user {STRANGER}, who could replace"):
+        with pytest.raises(FingerprintError, match=f"{root} above .* belongs to user {STRANGER} "):
             prepare_root(root / "mine")
-    with pytest.raises(FingerprintError, match=rf"{root} belongs to user {STRANGER}, .*; you are user 0"):
+    with pytest.raises(FingerprintError, match=rf"{root} belongs to user {STRANGER} .*you are user 0"):
         SharedFolder("one", root=root, initialize=None)
     os.chown(root, OVERFLOW, -1)
     with pytest.raises(FingerprintError, match=f"belongs to user {OVERFLOW}"):

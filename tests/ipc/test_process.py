@@ -5,6 +5,7 @@ That one which does not report in is replaced, and that all end with their paren
 """
 
 import ast
+import contextlib
 import multiprocessing
 import os
 import resource
@@ -35,28 +36,22 @@ slow = pytest.mark.slow
 # -- what runs in the processes ---------------------------------------------------------------------------------------
 
 
-def echo(parent: Parent, count: int, book: Path | None = None) -> None:
-    """Report in, and return the given number of messages; with a negative number, all until the end."""
-    left, ended = [count], threading.Event()
+def echo(parent: Parent) -> None:
+    """Report in, and return all messages until the end."""
+    ended = threading.Event()
 
     def take(message: bytearray | None) -> None:
-        if message is not None and left[0]:
-            left[0] -= 1
-            parent.send(b"<", message, memoryview(b">"))
-        if book is not None:
-            with book.open("a") as file:
-                print(message and len(message), file=file)
-        if message is None or not left[0]:
+        if message is None:
             ended.set()
+        else:
+            parent.send(b"<", message, memoryview(b">"))
 
     parent.listen(take)
     parent.report()
-    if count:
-        ended.wait()
+    ended.wait()
 
 
 def identify(parent: Parent) -> None:
-    """Send properties of this process."""
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     parent.send(repr((os.getpid(), os.getsid(0), handlers == [signal.SIG_IGN, signal.SIG_DFL])).encode())
 
@@ -94,7 +89,6 @@ def soon() -> float:
 
 
 def received(child: Child) -> bytes:
-    """Return the next message."""
     message = child.receive_by(soon())
     assert message is not None
     return bytes(message)
@@ -117,12 +111,13 @@ def test_how_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     ("method", "leads"), [("fork", True), ("forkserver", False), pytest.param("spawn", True, marks=slow)]
 )
 def test_messages_both_ways(method: str, leads: bool) -> None:
-    child = start(echo, 5, method=method)
+    child = start(echo, method=method)
     assert child.wait_until_reported(PATIENCE) is None
     assert (child.reported, child.alive) == (True, True)
-    child.send(b"a", b"b" * 100_000)
+    child.send(b"a", b"b" * 1_000_000)
     child.send(b"c")
-    assert [len(received(child)) for _ in range(3)] == [3, 100_002, 3]
+    child.finish()  # it ends after the messages
+    assert [len(received(child)) for _ in range(3)] == [3, 1_000_002, 3]
     child.end(soon())
     assert (child.alive, child.exit_code) == (False, 0)
     child.end(soon())
@@ -131,16 +126,6 @@ def test_messages_both_ways(method: str, leads: bool) -> None:
     pid, session, handlers_are_reset = ast.literal_eval(received(child).decode())
     assert (pid, session == pid, handlers_are_reset) == (child.pid, leads, True)
     child.end(soon())
-
-
-def test_an_end_that_was_asked_for_comes_after_the_messages(tmp_path: Path) -> None:
-    child = start(echo, -1, book := tmp_path / "book")
-    child.wait_until_reported(PATIENCE)
-    child.send(b"x", b"y" * 1_000_000)
-    child.finish()
-    child.end(soon())
-    assert child.exit_code == 0
-    assert book.read_text().split() == ["1", "1000000", "None"]
 
 
 def test_one_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) -> None:
@@ -207,7 +192,7 @@ def test_processes_that_lead_others_end_when_the_program_does(tmp_path: Path) ->
     file = tmp_path / "pid"
 
     def run() -> None:
-        child = start(echo, -1, leads=True)
+        child = start(echo, leads=True)
         child.wait_until_reported(PATIENCE)
         file.write_text(str(child.pid))
 
@@ -220,7 +205,7 @@ def test_processes_that_lead_others_end_when_the_program_does(tmp_path: Path) ->
 
 
 def test_a_forked_child_leaves_it_alone() -> None:
-    child = start(echo, 1)
+    child = start(echo)
     child.wait_until_reported(PATIENCE)
 
     def use() -> None:
@@ -301,10 +286,7 @@ def test_a_call_that_uses_cuda_is_made_in_this_process() -> None:
 
     def call() -> int:
         if os.getpid() != here:
-            cause = RuntimeError(
-                "Cannot re-initialize CUDA in forked subprocess. To use CUDA with multiprocessing, ..."
-            )
-            raise ValueError("of the data set") from cause
+            raise ValueError("of the data set") from RuntimeError("Cannot re-initialize CUDA in forked subprocess. ...")
         return here
 
     assert call_in_child(call, "the call") == here
@@ -313,13 +295,11 @@ def test_a_call_that_uses_cuda_is_made_in_this_process() -> None:
 def test_with_many_open_files() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, limits[1]), limits[1]))
-    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]  # beyond what `select` can watch
-    try:
+    with contextlib.ExitStack() as files:
+        files.callback(resource.setrlimit, resource.RLIMIT_NOFILE, limits)
+        for _ in range(1100):  # beyond what `select` can watch
+            files.enter_context(open(os.devnull))
         assert call_in_child(lambda: 5, "the call") == 5
-    finally:
-        for file in files:
-            os.close(file)
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_what_a_child_leaves_to_its_parent() -> None:
@@ -347,30 +327,38 @@ def test_what_a_child_leaves_to_its_parent() -> None:
 both = pytest.mark.parametrize("method", [pytest.param(method, marks=slow) for method in ("forkserver", "spawn")])
 
 LOADER = "next(iter(sf.DataLoader(list(range(%d)), batch_size=2, num_workers=%d, multiprocessing_context=method)))"
-SCRIPTS = {
-    "loader": LOADER % (6, 2),
-    "large data": LOADER % (300_000, 1),
-    "shared loader": """
-list(sf.SharedLoader(list(range(6)), group="unguarded", batch_size=2, multiprocessing_context=method, timeout=50))
-""",
-    "Smart Cache": """
-import time
-data = sf.SmartCacheDataset(list(range(40)), float, cache_num=10, replace_rate=0.3, multiprocessing_context=method)
-with sf.DataLoader(data, batch_size=2) as loader:
-    while True:
-        list(loader)
-        time.sleep(0.1)
-""",
-    "process prefetcher": """
-def make():
-    return [1, 2, 3]
-print(list(sf.ProcessPrefetcher(make, "cpu")))
-""",
+LARGE = LOADER % (300_000, 1)
+IN_CHILDREN = "if __name__ != '__main__':\n    "
+SCRIPTS = {  # a program, and what its output has once: the advice, or why its processes cannot import it
+    "loader": (LOADER % (6, 2), "__main__"),
+    "large data": (LARGE, "__main__"),
+    "shared loader": (
+        "list(sf.SharedLoader(list(range(6)), group='unguarded', batch_size=2, multiprocessing_context=method))",
+        "__main__",
+    ),
+    "Smart Cache": (
+        "import time\n"
+        "data = sf.SmartCacheDataset(list(range(40)), float, cache_num=10, multiprocessing_context=method)\n"
+        "with sf.DataLoader(data, batch_size=2) as loader:\n"
+        "    while True:\n"
+        "        list(loader), time.sleep(0.1)",
+        "__main__",
+    ),
+    "process prefetcher": (
+        "def make():\n    return [1, 2, 3]\nprint(list(sf.ProcessPrefetcher(make, 'cpu')))",
+        "__main__",
+    ),
+    "torch's loader": (
+        f"{IN_CHILDREN}from torch.utils.data import DataLoader as L\n"
+        f"    iter(L([1], num_workers=1, multiprocessing_context=method))\n{LARGE}",
+        "before the\n        current process has finished",
+    ),
+    "an error": (f"{IN_CHILDREN}raise RuntimeError('not here')\n{LARGE}", "RuntimeError: not here"),
 }
 
 
 def run_script(folder: Path, program: str, method: str, **environment: str) -> tuple[int, str]:
-    """The exit code of a script, and what it printed as errors."""
+    """Return the exit code of a script, and what it printed as errors."""
     script = folder / "train.py"
     script.write_text(f"import sys\nimport stallfree as sf\nmethod = {method!r}\n{program}\n")
     options: Any = {"capture_output": True, "text": True, "timeout": 100.0, "env": os.environ | environment}
@@ -381,28 +369,12 @@ def run_script(folder: Path, program: str, method: str, **environment: str) -> t
 @both
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_without_a_guard_is_told_so_once(name: str, method: str, tmp_path: Path) -> None:
-    code, printed = run_script(tmp_path, SCRIPTS[name], method)
-    assert (code, printed.count("__main__")) == (1, 1), printed
-    assert "__name__ == '__main__'" in printed.splitlines()[-2]
-    assert len(printed.splitlines()) < 50, "the frames of this package are shown"
-
-
-@both
-@pytest.mark.parametrize(
-    ("start", "why"),
-    [
-        ("from torch.utils.data import DataLoader as L; iter(L([1], num_workers=1, multiprocessing_context=method))",
-         "before the\n        current process has finished"),
-        ("raise RuntimeError('not here')", "RuntimeError: not here"),
-    ],
-)  # fmt: skip
-def test_a_process_that_cannot_import_the_script_is_started_once(
-    start: str, why: str, method: str, tmp_path: Path
-) -> None:
-    """Others would end in the same way. Its output says why."""
-    code, printed = run_script(tmp_path, f"if __name__ != '__main__':\n    {start}\n{SCRIPTS['large data']}", method)
-    assert (code, printed.count(why)) == (1, 1), printed
-    assert "train.py again: put what is to run once" in printed.splitlines()[-2]
+    """And no other process is started, which would end in the same way."""
+    program, once = SCRIPTS[name]
+    code, printed = run_script(tmp_path, program, method)
+    assert (code, printed.count(once)) == (1, 1), printed
+    assert "train.py again: put what is to run once under `if __name__ == '__main__'" in printed.splitlines()[-2]
+    assert len(printed.splitlines()) < 50 or once != "__main__", "the frames of this package are shown"
 
 
 @both
@@ -413,7 +385,7 @@ def test_a_fork_server_that_imports_the_script(method: str, tmp_path: Path) -> N
         "process.current_process()._inheriting = True\n"
         "spawn.import_main_path(os.environ['SCRIPT'])\n"
     )
-    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + SCRIPTS["loader"]
+    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + SCRIPTS["loader"][0]
     places = {"SCRIPT": str(tmp_path / "train.py"), "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     code, printed = run_script(tmp_path, program, method, **places)
     assert (code, "under `if __name__ == '__main__':`" in printed.splitlines()[-2]) == (1, True), printed

@@ -1,18 +1,23 @@
-"""A training job that uses a Ray cluster, in a process of its own: `python ray_job.py NAME ADDRESS`."""
+"""Training jobs on Ray, and as a program, `python ray_job.py NAME`, one on a cluster of three nodes on this machine."""
 
+import contextlib
 import os
+import random
 import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import get_worker_info
 
 import stallfree as sf
+from children import until
 from loader_data import Made, labels_of, picture
 from torch_batches import digest
 
@@ -98,36 +103,66 @@ def deadly() -> None:
         assert 7 in caught.value.ids
 
 
-def kills() -> None:
-    """Epochs until the file `over` exists in the current folder, while processes and nodes are killed."""
-    dataset = Made(40 * 64, slow)
+def kills(cluster: Any) -> None:
+    """Epochs in a thread until a hundred actors and nodes have been killed."""
+    chance, over = random.Random(int(os.environ.get("STALLFREE_SEED", "1"))), threading.Event()
+    dataset, begun = Made(40 * 64, slow), threading.Event()
     with sf.DataLoader(dataset, batch_size=64, shuffle=True, seed=5, num_workers=1) as plain:
         expected = [[digest(batch) for batch in plain] for _ in range(3)]
-    epoch, longest = 0, 0.0
-    with loader(dataset, 4, batch_size=64) as remote:
-        while not os.path.exists("over"):
-            remote.set_epoch(epoch % 3)
-            begun, got = time.monotonic(), []
-            for batch in remote:
-                longest = max(longest, time.monotonic() - begun)
-                got.append(digest(batch))
-                begun = time.monotonic()
-            assert got == expected[epoch % 3]
-            epoch += 1
-            if epoch == 1:
-                print("begun", flush=True)
-        print(f"{epoch} epochs, {remote.stats().workers_replaced} replaced, longest wait {longest:.1f} s", flush=True)
-    assert epoch > 1
+
+    def train() -> None:
+        epoch = 0
+        with loader(dataset, 4, batch_size=64) as remote:
+            while not over.is_set():
+                remote.set_epoch(epoch % 3)
+                assert [digest(batch) for batch in remote] == expected[epoch % 3]
+                epoch += 1
+                begun.set()
+            print(f"{epoch} epochs, {remote.stats().workers_replaced} replaced", flush=True)
+
+    with ThreadPoolExecutor(1) as threads:
+        training = threads.submit(train)
+        training.add_done_callback(lambda _: begun.set())
+        begun.wait()
+        for number in range(100):
+            time.sleep(chance.random() * 2)
+            assert not training.done(), training.result()
+            if number % 5 == 0:
+                cluster.remove_node(chance.choice([*cluster.worker_nodes]), allow_graceful=False)
+                cluster.add_node(**NODE)
+            elif victims := actors():
+                with contextlib.suppress(psutil.Error):
+                    chance.choice(victims).kill()
+        over.set()
+        training.result()
 
 
-def main() -> None:
+NODE = {"num_cpus": 4, "object_store_memory": 200 << 20}
+
+
+def actors() -> list[psutil.Process]:
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if "RayWorker" in "".join(process.cmdline()[:1]):
+                found.append(process)
+    return found
+
+
+def main(name: str) -> None:
     import ray
+    from ray.cluster_utils import Cluster
 
-    ray.init(sys.argv[2], logging_level="ERROR", log_to_driver=False, namespace="test")
-    globals()[sys.argv[1]]()
+    cluster = Cluster(initialize_head=True, head_node_args={**NODE, "include_dashboard": False})
+    for _ in range(2):
+        cluster.add_node(**NODE)
+    ray.init(cluster.address, logging_level="ERROR", log_to_driver=False, namespace="test")
+    globals()[name](*[cluster] * (name == "kills"))
+    until(lambda: not actors(), "the actors have ended")
     ray.shutdown()
+    cluster.shutdown()
     print("done", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])

@@ -5,6 +5,7 @@ import random
 import struct
 import time
 from collections.abc import Iterable
+from contextlib import ExitStack
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ _DECODE = struct.Struct("<II")
 
 
 def noisy_pixels(id: int) -> torch.Tensor:
-    """Return a picture with noise from torch's and Python's generator."""
     return pixels(id).float() + torch.rand(()) + random.random()
 
 
@@ -46,12 +46,10 @@ class Pictures:
         return noisy_pixels(id), id
 
     def decodes(self) -> list[int]:
-        """Return the id of each decode so far."""
         return [id for _, id in _DECODE.iter_unpack(self.book.read_bytes())] if self.book.exists() else []
 
 
 def loader(dataset: Any, **changes: Any) -> sf.SharedLoader[Any]:
-    """Return a job of the group."""
     given: dict[str, Any] = {
         "group": GROUP, "batch_size": BATCH, "shuffle": True, "seed": SEED, "with_ids": True,
         "multiprocessing_context": "fork", **changes,
@@ -75,8 +73,17 @@ class Taken(NamedTuple):
     sums: list[int]
 
 
+class Group:
+    """Makes the loaders of a group, whose data set logs its decodes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dataset, self.opened = Pictures(folder / "decodes"), ExitStack()
+
+    def job(self, **changes: Any) -> sf.SharedLoader[Any]:
+        return self.opened.enter_context(loader(changes.pop("dataset", self.dataset), **changes))
+
+
 def taken(job: sf.SharedLoader[Any], batch: sf.Batch) -> Taken:
-    """Describe the batch that the job has just received."""
     images, labels = batch.data
     ids = batch.ids.tolist()
     assert labels.tolist() == ids

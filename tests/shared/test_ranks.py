@@ -1,5 +1,7 @@
 """The rank and the job of a process: from `torch.distributed`, from the environment, or a single process."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -47,13 +49,11 @@ def test_by_the_environment(
 
 def test_the_name_of_a_job(environment: pytest.MonkeyPatch) -> None:
     """The name is the same in all ranks of a job and differs between jobs."""
-    assert job_name() is None
-    names = set()
-    for variable in OF_A_JOB:
-        for value in ("1", "2"):
-            environment.setenv(variable, value)
-            for rank in "01":
-                environment.setenv("RANK", rank)
-                names.add(job_name())
-        environment.delenv(variable)
-    assert len(names) == 2 * len(OF_A_JOB)
+    names = {job_name()}
+    assert names == {None}
+    for variable, value, rank in itertools.product(OF_A_JOB, "12", "01"):
+        with environment.context() as job:
+            job.setenv(variable, value)
+            job.setenv("RANK", rank)
+            names.add(job_name())
+    assert len(names) == 1 + 2 * len(OF_A_JOB)

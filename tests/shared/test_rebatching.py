@@ -39,13 +39,11 @@ class Epoch:
         return np.array(self.order[number * self.chunk : (number + 1) * self.chunk], np.int64)
 
     def prepared(self, number: int) -> tuple[Any, Any]:
-        """Return data and ids of a chunk."""
         planned = self.order[number * self.chunk : (number + 1) * self.chunk]
         ids = [id for id in planned if id not in self.lost]
         return (default_collate([self.make(id) for id in ids]) if ids else None), np.array(ids, np.int64)
 
     def batches(self, rebatching: Rebatching, chunks: range) -> dict[int, tuple[Any, list[int]]]:
-        """Return the batches of a rank from these chunks."""
         got: dict[int, tuple[Any, list[int]]] = {}
         for at in chunks:
             for unit, data, ids in rebatching.feed(at, *self.prepared(at)):

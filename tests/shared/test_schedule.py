@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -112,8 +111,17 @@ class Model:
         if job.held and self.draw.random() < 0.7:
             number = job.held.pop(0)
             self.free(self.schedule.release(key, number))
+        elif not job.open and self.draw.random() < 0.02:
+            self.skip(key)
         elif not job.open:
             self.request(key)
+
+    def skip(self, key: int) -> None:
+        """Let a job break off its epoch; it keeps what it holds."""
+        job = self.jobs[key]
+        job.next = -(-(job.next + 1) // BATCHES) * BATCHES
+        assert not self.schedule.request(key, job.next, waits=False)
+        self.free(self.schedule.free())
 
     def leave(self, key: int) -> None:
         del self.jobs[key]
@@ -136,8 +144,8 @@ def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, lea
             model.leave(model.draw.choice(sorted(model.jobs)))
         before = {key: job.next for key, job in model.jobs.items()}
         model.step()
-        for key, job in model.jobs.items():  # one batch after the other
-            assert job.next - before[key] in (0, 1)
+        for key, job in model.jobs.items():  # one batch after the other, or the next epoch
+            assert job.next - before[key] in (0, 1) or job.next % BATCHES == 0
 
 
 @settings(max_examples=30)
@@ -146,61 +154,10 @@ def test_nobody_waits_for_ever(seed: int, jobs: int) -> None:
     model = Model(seed, slots=6)
     for _ in range(jobs):
         model.join()
-    for _ in range(5000):
+    for step in range(5000):
+        if step % 50 == 25 and len(model.jobs) < 6:
+            model.resume()
         model.step()
         if all(job.next >= 3 * BATCHES for job in model.jobs.values()):
             return
     raise AssertionError(f"no progress: {model.jobs}")
-
-
-@pytest.fixture
-def group() -> Schedule:
-    """Two members, a and b, that have requested batch 0, which is ready."""
-    schedule = Schedule(BATCHES, 2)
-    schedule.join("a", 0)
-    schedule.join("b", 0)
-    assert schedule.request("a", 0) is schedule.request("b", 0) is False
-    for number in (0, 1):
-        assert schedule.next_to_start() == number
-        schedule.start(number, number)
-    assert schedule.next_to_start() is None
-    assert schedule.finish(0, 7, b"") == (["a", "b"], [])
-    return schedule
-
-
-def test_a_new_coordinator_goes_on_with_what_its_members_need() -> None:
-    schedule = Schedule(BATCHES, 2, epoch=3)  # batches of epoch 2 were prepared before
-    schedule.join("back", 12)
-    schedule.join("later", 14)
-    assert schedule.epoch == 3
-    assert schedule.request("later", 14) is schedule.request("back", 12) is False
-    assert schedule.next_to_start() == 12
-    assert schedule.is_behind(9)
-    assert not schedule.is_behind(10)
-
-
-def test_a_skip_ends_the_need_for_batches_and_keeps_leases(group: Schedule) -> None:
-    assert not group.request("a", BATCHES, waits=False)
-    assert group.free() == []
-    assert group.release("b", 0) == [], "a holds it until it reads the grant"
-    assert numbers(group.release("a", 0)) == [0]
-    assert group.finish(1, 8, b"") == ([], []), "b needs it"
-    assert not group.request("b", BATCHES, waits=False)
-    assert numbers(group.free()) == [1]
-    assert group.next_to_start() is None
-    assert not group.request("a", BATCHES)
-    assert group.next_to_start() == BATCHES
-
-
-def test_laggards_are_those_that_take_nothing_while_others_wait(group: Schedule) -> None:
-    group.finish(1, 8, b"")
-    assert group.request("a", 1)
-    assert group.release("a", 0) == []
-    assert not group.request("a", 2)
-    assert group.lowest_awaited == 2
-    assert group.laggards() == ["b"]
-    assert group.drop_one() == [], "batch 1 comes before the one that is waited for"
-    assert group.release("a", 1) == []
-    freed = group.leave("b")
-    assert [(entry.task, entry.kept) for entry in freed] == [(0, True), (1, False)], "b may keep reading batch 0"
-    assert group.laggards() == []

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from group_jobs import Pictures, children_of, expected, loader, taken
 
-from children import Child
+from children import Child, until
 from stallfree.ipc.folders import default_root, sweep
 from stallfree.loader import executors as worker_processes
 from stallfree.shared import member
@@ -44,10 +44,8 @@ def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
             last = chance.randrange(20) if chance.random() < 0.15 else -1
             for place, batch in enumerate(job):
                 now, seen = time.monotonic(), taken(job, batch)
-                lines = [
-                    f"{turn} {seen.epoch} {place} {id} {total} {now}\n"
-                    for id, total in zip(seen.ids, seen.sums, strict=True)
-                ]
+                samples = zip(seen.ids, seen.sums, strict=True)
+                lines = [f"{turn} {seen.epoch} {place} {id} {total} {now}\n" for id, total in samples]
                 os.write(ledger, "".join(lines).encode())
                 time.sleep(chance.random() * 0.002)  # the training step
                 if place == last:
@@ -114,8 +112,6 @@ def test_the_check_finds_what_is_wrong() -> None:
 
 @dataclass
 class Running:
-    """The state of a job as observed by the test."""
-
     number: int
     child: Child
     ledger: Path
@@ -125,12 +121,7 @@ class Running:
 
 
 class Chaos:
-    """Starts jobs, kills and stops processes, and checks that each job makes progress.
-
-    Args:
-        folder: of the ledgers.
-        chance: decides everything.
-    """
+    """Starts jobs, kills and stops processes, and checks that each job makes progress."""
 
     def __init__(self, folder: Path, chance: random.Random) -> None:
         self.folder, self.chance = folder, chance
@@ -144,7 +135,6 @@ class Chaos:
         return [job for job in self.jobs if not job.ended]
 
     def join(self) -> None:
-        """Start another job."""
         number = len(self.jobs)
         sizes = {"batch_size": self.chance.choice(BATCH_SIZES), "num_workers": self.chance.choice((1, 2, 3))}
         child = Child(run, self.folder, number, {"dataset": self.dataset, **sizes})
@@ -169,7 +159,6 @@ class Chaos:
                 pytest.fail(f"job {job.number} has stood still for {STILL_SECONDS:.0f} s after {dict(self.done)}")
 
     def wait(self, seconds: float) -> None:
-        """Wait while checking the jobs."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.watch()
@@ -204,12 +193,10 @@ class Chaos:
         return self.chance.choice(found) if found else None
 
     def fill(self, least: int) -> None:
-        """Start jobs until there are at least the given number."""
         while len(self.living) < least:
             self.join()
 
     def halt(self) -> None:
-        """Stop a process for a short time."""
         process = self.signal(self.chance.choice(("job", "coordinator", "worker")), signal.SIGSTOP)
         self.wait(self.chance.random() * 0.3)
         with contextlib.suppress(psutil.Error):
@@ -230,7 +217,6 @@ class Chaos:
             self.done[role] += 1
 
     def calm(self) -> None:
-        """Let all jobs finish."""
         self.fill(1)
         self.wait(0.1)
         (self.folder / "stop").touch()
@@ -239,7 +225,6 @@ class Chaos:
             time.sleep(0.003)
 
     def end(self) -> None:
-        """End the jobs that a failed test has left."""
         for job in self.living:
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 job.child.signal(signal.SIGCONT)
@@ -257,10 +242,7 @@ def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypat
     finally:
         print(f"seed {seed}: {dict(chaos.done)}, longest standstill {chaos.longest:.2f} s")
         chaos.end()
-    deadline = time.monotonic() + PATIENCE / 2
-    while left := children_of(psutil.Process()):
-        assert time.monotonic() < deadline, f"processes are left: {left}"
-        time.sleep(0.005)
+    until(lambda: not children_of(psutil.Process()), "no processes are left")
     prctl(SET_CHILD_SUBREAPER, 0)
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:

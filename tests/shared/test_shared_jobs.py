@@ -3,8 +3,6 @@
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
@@ -12,41 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from group_jobs import BATCH, BATCHES, SAMPLES, Pictures, Taken, flat, ids_of, loader, right, taken
+from group_jobs import BATCH, BATCHES, SAMPLES, Group, Pictures, Taken, flat, ids_of, right, taken
 
 import stallfree as sf
+from children import run_threads
 from loader_data import Made, as_list, checksum, picture, same
-
-
-class Group:
-    """Makes the loaders of a group, whose data set logs its decodes."""
-
-    def __init__(self, folder: Path) -> None:
-        self.dataset, self.opened = Pictures(folder / "decodes"), ExitStack()
-
-    def job(self, **changes: Any) -> sf.SharedLoader[Any]:
-        return self.opened.enter_context(loader(changes.pop("dataset", self.dataset), **changes))
-
-
-@pytest.fixture
-def group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Group]:
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-    made = Group(tmp_path)
-    with made.opened:
-        yield made
 
 
 def begun(loaders: Any) -> list[Iterator[Any]]:
     """Begin an epoch of each before any takes a batch; ranks wait for one another."""
-    with ThreadPoolExecutor(len(loaders)) as threads:
-        return list(threads.map(iter, loaders))
+    return run_threads(*(partial(iter, job) for job in loaders))
 
 
 def epoch(*loaders: sf.SharedLoader[Any]) -> list[list[Taken]]:
     """The batches of an epoch of each job, at the pace of each."""
-    with ThreadPoolExecutor(len(loaders)) as threads:
-        return list(threads.map(lambda job, batches: [taken(job, each) for each in batches], loaders, begun(loaders)))
+
+    def rest(job: sf.SharedLoader[Any], batches: Iterator[Any]) -> list[Taken]:
+        return [taken(job, each) for each in batches]
+
+    return run_threads(*map(partial, [rest] * len(loaders), loaders, begun(loaders)))
 
 
 def test_jobs_get_the_same_batches_and_each_sample_is_decoded_once(group: Group) -> None:
@@ -88,14 +70,9 @@ def test_what_a_job_does_to_its_batches_no_other_job_sees(
 ) -> None:
     """With and without a page table that shows which pages were written."""
     jobs, plain = [group.job(), group.job()], os.open
-
-    def refuse(path: Any, *rest: Any, **more: Any) -> int:
-        if "pagemap" in str(path):
-            raise PermissionError(13, "Permission denied", path)
-        return plain(path, *rest, **more)
-
     if table == "missing":
-        monkeypatch.setattr(os, "open", refuse)
+        other = {"/proc/self/pagemap": "/proc/self/missing"}
+        monkeypatch.setattr(os, "open", lambda path, *rest, **more: plain(other.get(path, path), *rest, **more))
     elif table == "unreadable":
         monkeypatch.setattr(os, "pread", lambda *_: b"")
     for number in range(2):
@@ -172,8 +149,7 @@ def test_a_sample_that_cannot_be_read(on_error: str, group: Group, tmp_path: Pat
         right(got, set(range(SAMPLES)) - ({13} if on_error == "skip" else set(range(12, 12 + BATCH))))
         assert job.stats().skips == (on_error == "skip")
 
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(run, jobs, begun(jobs)))
+    run_threads(*map(partial, [run] * 2, jobs, begun(jobs)))
 
 
 @pytest.mark.slow

@@ -51,7 +51,6 @@ def capacity_for(
 
 
 def make(num_ids: int, blocks: int, *, policy: str = "minio", example: Any = MISS, **arguments: Any) -> SampleCache:
-    """A cache of about `blocks` blocks."""
     on_disk = arguments.get("store", "memory") != "memory"
     size = capacity_for(blocks, num_ids, policy=policy, example=example, on_disk=on_disk)
     arguments = {"capacity": size, "fingerprint": "data", **arguments}

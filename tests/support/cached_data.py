@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 
 from stallfree import Compose, mark_deterministic
 from stallfree.sources.mapped import BaseSource
+from torch_batches import digest as as_plain  # noqa: F401
 
 
 class Given(BaseSource):
@@ -66,8 +67,6 @@ class Meeting(Given):
 
 
 class Plain(Dataset[Any]):
-    """A plain data set, with a transform of its own if one is given."""
-
     def __init__(self, samples: int = 12, transform: Callable[[Any], Any] | None = None, *, width: int = 4) -> None:
         self.values = torch.arange(samples * width, dtype=torch.float32).reshape(samples, width)
         self.transform = transform
@@ -88,17 +87,14 @@ def doubled_in_place(sample: Any) -> Any:
 
 
 def doubled(sample: Any) -> Any:
-    """`(2 * array, label)`."""
     return sample[0] * 2, sample[1]
 
 
 def tripled(sample: Any) -> Any:
-    """`(3 * array, label)`."""
     return sample[0] * 3, sample[1]
 
 
 def widened(sample: Any) -> Any:
-    """16 times as many numbers."""
     return np.repeat(sample[0], 16), sample[1]
 
 
@@ -114,16 +110,4 @@ def with_draws(sample: Any) -> Any:
 
 
 def jittered(value: torch.Tensor) -> torch.Tensor:
-    """A random augmentation."""
     return value + torch.rand(())
-
-
-def as_plain(value: Any) -> Any:
-    """`value` with arrays and tensors as lists beside their types, to be compared."""
-    if isinstance(value, (np.ndarray, torch.Tensor)):
-        return type(value), str(value.dtype), value.tolist()
-    if isinstance(value, (tuple, list)):
-        return type(value), [as_plain(item) for item in value]
-    if isinstance(value, dict):
-        return type(value), [(key, as_plain(item)) for key, item in value.items()]
-    return type(value), value

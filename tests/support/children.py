@@ -3,10 +3,10 @@
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psutil
@@ -25,7 +25,6 @@ def until(met: Callable[[], Any], what: str = "it happens") -> Any:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -51,11 +50,9 @@ class Child:
                 os._exit(code)
 
     def signal(self, number: int) -> None:
-        """Send a signal."""
         os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it at once, and wait until it is gone."""
         self.signal(signal.SIGKILL)
         os.waitpid(self.pid, 0)
 
@@ -103,35 +100,19 @@ class Holder:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
         return self._child.pid
 
     def end(self) -> None:
-        """Let it end, and wait for it."""
         os.write(self._tell, b"x")
         assert self._child.wait() == 0
         os.close(self._tell)
 
     def kill(self) -> None:
-        """End it at once, and wait until it is gone."""
         self._child.kill()
         os.close(self._tell)
 
 
-def run_threads(*calls: Callable[[], object]) -> None:
-    """Make calls at the same time; raises the first error."""
-    errors: list[BaseException] = []
-
-    def run(call: Callable[[], object]) -> None:
-        try:
-            call()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(call,)) for call in calls]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for error in errors:
-        raise error
+def run_threads(*calls: Callable[[], Any]) -> list[Any]:
+    """Return the results of calls that are made at the same time; raises the first error."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [made.result() for made in [threads.submit(call) for call in calls]]

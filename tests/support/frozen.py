@@ -89,12 +89,10 @@ def sealed(sample: Any) -> Any:
 
 
 def read(loader: Any) -> Epochs:
-    """The samples of each epoch, by id."""
     return [[sealed(sample) for batch in loader for sample in batch] for _ in range(EPOCHS)]
 
 
 def unique() -> str:
-    """A name that no other cache has."""
     return f"frozen-{os.getpid()}-{next(_names)}"
 
 

@@ -19,16 +19,7 @@ Array = npt.NDArray[Any]
 
 
 class Residents:
-    """Stands in for a cache of `num_ids` samples. Tells what it is told to tell.
-
-    Args:
-        num_ids: of the data set.
-        resident: the ids that are in it.
-        given: as if its policy were "importance".
-
-    Attributes:
-        scores: the scores that it was given last.
-    """
+    """Stands in for a cache of `num_ids` samples with the `resident` ids; `given` is as if by policy "importance"."""
 
     def __init__(self, num_ids: int, resident: Any = (), *, given: bool = False) -> None:
         self.num_ids = num_ids
@@ -46,15 +37,7 @@ class Residents:
 
 
 class Drifting(Residents):
-    """Some residents leave and others come with each question, at random.
-
-    Args:
-        num_ids: of the data set.
-        seed: of the changes.
-        share: how many are resident on average.
-        change: share of all ids that are thrown anew with each question.
-        given: as if its policy were "importance".
-    """
+    """A `share` of all ids is resident; with each question, a share `change` of all is drawn anew."""
 
     def __init__(
         self, num_ids: int, seed: int, *, share: float = 0.5, change: float = 0.3, given: bool = False
@@ -70,11 +53,7 @@ class Drifting(Residents):
 
 
 class Kept:
-    """A cache of `capacity` samples that decides as the live one does, without records.
-
-    Attributes:
-        fetched: samples that `use` did not find.
-    """
+    """A cache of `capacity` samples that decides as the live one does, without records; `fetched` counts misses."""
 
     def __init__(self, folder: Path, num_ids: int, capacity: int, policy: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -7,13 +7,14 @@ position for all of them: the records that they read are then those of other sam
 import contextlib
 import functools
 import os
-import selectors
 import socket
+import socketserver
 import struct
 import threading
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -84,45 +85,27 @@ class Connection:
 
 
 class RowServer:
-    """A thread of this process that sends record `id` for each request of 8 bytes."""
+    """Threads of this process, which send record `id` for each request of 8 bytes."""
 
     def __init__(self, path: Path) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self._wake, self._woken = socket.socketpair()
-        self._thread = threading.Thread(target=self._serve)
-        self._thread.start()
+        self._open = opened = list[socket.socket]()
+
+        class Answer(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                opened.append(self.request)
+                with contextlib.suppress(OSError):
+                    while len(id := self.rfile.read(8)) == 8:
+                        self.wfile.write(id * WORDS)
+
+        self._server = socketserver.ThreadingUnixStreamServer(str(path), Answer)
+        threading.Thread(target=self._server.serve_forever, args=(0.01,)).start()
 
     def close(self) -> None:
-        self._wake.close()
-        self._thread.join()
-
-    def _serve(self) -> None:
-        with contextlib.ExitStack() as ends, selectors.DefaultSelector() as waiting:
-            for end in (self._listener, self._woken):
-                waiting.register(ends.enter_context(end), selectors.EVENT_READ)
-            while True:
-                ready = [key.fileobj for key, _ in waiting.select()]
-                if self._woken in ready:
-                    return
-                for end in ready:
-                    if end is self._listener:
-                        new = ends.enter_context(self._listener.accept()[0])
-                        waiting.register(new, selectors.EVENT_READ)
-                    elif isinstance(end, socket.socket) and not _answer(end):
-                        waiting.unregister(end)
-                        end.close()
-
-
-def _answer(end: socket.socket) -> bool:
-    """Answer one request. Returns False if the other side has closed."""
-    with contextlib.suppress(ConnectionError):
-        data = end.recv(8, socket.MSG_WAITALL)
-        if len(data) == 8:
-            end.sendall(struct.pack("q", *struct.unpack("q", data)) * WORDS)
-            return True
-    return False
+        self._server.shutdown()
+        for end in self._open:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+        self._server.server_close()
 
 
 # -- data sets --------------------------------------------------------------------------------------------------------
@@ -225,30 +208,23 @@ class InThreadLocal(Rows):
         return _local.file
 
 
+def records(path: str) -> Generator[bytes, int, None]:
+    id = yield b""
+    with contextlib.closing(Handle(path)) as file:
+        while True:
+            id = yield file.read(id)
+
+
 class InGenerator(Rows):
     """The file is a local variable of a generator of Python."""
 
-    class Answer:
-        def __init__(self, path: str) -> None:
-            self.requests = InGenerator.records(path)
-            next(self.requests)
-
-        def read(self, id: int) -> bytes:
-            return self.requests.send(id)
-
-    answer: Any = None
-
-    @staticmethod
-    def records(path: str) -> Generator[bytes, int, None]:
-        id = yield b""
-        with contextlib.closing(Handle(path)) as file:
-            while True:
-                id = yield file.read(id)
+    requests: Any = None
 
     def handle(self) -> Any:
-        if self.answer is None:
-            self.answer = InGenerator.Answer(self.path)
-        return self.answer
+        if self.requests is None:
+            self.requests = records(self.path)
+            next(self.requests)
+        return SimpleNamespace(read=self.requests.send)
 
 
 PLACES: tuple[type[Rows], ...] = (

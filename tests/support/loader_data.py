@@ -170,7 +170,6 @@ class Noisy:
 
 
 def jittered(id: int) -> Any:
-    """A sample of a data set that is random itself."""
     return Noisy()(picture(id))
 
 

@@ -92,12 +92,7 @@ def _live(connection: Any, here: Here, environment: dict[str, str]) -> None:
 
 
 class Job:
-    """The processes of a job. Their folders must be empty when it is closed.
-
-    Args:
-        nodes: number of nodes.
-        per_node: processes on each of them.
-    """
+    """The processes of a job. Their folders must be empty when it is closed."""
 
     def __init__(self, nodes: int = 2, per_node: int = 1) -> None:
         self._context = multiprocessing.get_context("forkserver")
@@ -139,8 +134,6 @@ class Job:
         return [result for _, result in results]
 
     def server(self, node: int) -> psutil.Process:
-        """The process of a node's server."""
-
         def find() -> psutil.Process | None:
             for at, process in enumerate(self.processes):
                 if at // self.per_node == node and process.is_alive():

@@ -26,8 +26,6 @@ needs_server = pytest.mark.skipif(
 
 
 class Closing(contextlib.AbstractContextManager[Any]):
-    """Is closed at the end of a `with`."""
-
     def close(self) -> None:
         """End it."""
 
@@ -38,9 +36,7 @@ class Closing(contextlib.AbstractContextManager[Any]):
 class Server(Closing):
     """A real server on a Unix socket and on a free TCP port of this host. Tests that use it are marked `needs_server`.
 
-    Args:
-        folder: an empty one, where it works.
-        extra: lines of its configuration. With a certificate, its TCP port speaks TLS and nothing else.
+    `extra` are lines of its configuration. With a certificate, its TCP port speaks TLS and nothing else.
     """
 
     def __init__(self, folder: Path, *extra: str) -> None:
@@ -53,7 +49,6 @@ class Server(Closing):
 
     @property
     def host(self) -> dict[str, Any]:
-        """As users give it: by TCP."""
         return {"host": "127.0.0.1", "port": self.port}
 
     def start(self) -> None:
@@ -84,7 +79,6 @@ class Server(Closing):
                 return False
 
     def kill(self) -> None:
-        """End it at once."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -98,24 +92,16 @@ class Server(Closing):
         until(lambda: there.status() == psutil.STATUS_STOPPED, "the server stands still")
 
     def thaw(self) -> None:
-        """Let it go on."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it, and remove its socket."""
         self.kill()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
 
 class Cluster(Closing):
-    """A Redis Cluster of masters without replicas on this host. Tests that use it are marked `needs_server`.
-
-    Args:
-        folder: an empty one, where its servers work.
-        masters: how many; each has an equal share of the slots.
-        extra: lines of the configuration of all.
-    """
+    """A Redis Cluster on this host; each master has an equal share of the slots. For tests marked `needs_server`."""
 
     def __init__(self, folder: Path, masters: int = 3, *extra: str) -> None:
         self._folder = folder
@@ -149,12 +135,10 @@ class Cluster(Closing):
         return b"cluster_state:ok" in told and b"cluster_known_nodes:%d" % len(self.servers) in told
 
     def said(self, server: Server, *command: Any) -> Any:
-        """What a node answers to a command."""
         with redis.Redis.from_url(f"unix://{server.path}") as client:
             return client.execute_command(*command)
 
     def close(self) -> None:
-        """End all of them."""
         for server in self.servers:
             server.close()
 
@@ -166,11 +150,7 @@ def free_port() -> int:
 
 
 class FakeServer(Closing):
-    """Says OK to what a client says when it connects, and to anything else what `answer` does.
-
-    Args:
-        answer: given the connection and the command, a list of its arguments.
-    """
+    """Says OK to what a client says when it connects, and to any other command what `answer` does."""
 
     def __init__(self, answer: Callable[[socket.socket, list[bytes]], None]) -> None:
         self._open = opened = list[socket.socket]()
@@ -196,7 +176,6 @@ class FakeServer(Closing):
         threading.Thread(target=self._server.serve_forever, args=(0.01,)).start()
 
     def close(self) -> None:
-        """End all connections."""
         self._server.shutdown()
         for end in self._open:
             with contextlib.suppress(OSError):

@@ -48,7 +48,6 @@ def held(tier: RedisTier, ids: Sequence[int] | np.ndarray = ALL, salt: int = 0) 
 
 
 def given(*servers: Any, **options: Any) -> RedisStore:
-    """A store on given servers."""
     return RedisStore([server.host for server in servers], **{"timeout": PATIENT, **options})
 
 
@@ -57,5 +56,4 @@ def tier_of(store: RedisStore, name: str = "train", fingerprint: str = "f", coun
 
 
 def admin(server: Server) -> redis.Redis:
-    """A client of redis-py for a test's own commands."""
     return redis.Redis.from_url(f"unix://{server.path}")

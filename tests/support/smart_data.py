@@ -15,13 +15,9 @@ from stallfree.sources.mapped import BaseSource
 
 
 class Rows(BaseSource):
-    """Sample `id` is eight times the number `id`, and `id`.
+    """Sample `id` is eight times the number `id`, and `id`; those of `bad` cannot be read.
 
-    Args:
-        samples: how many.
-        bad: ids that cannot be read.
-        gate: a file; until it exists, processes that this one starts wait in `fetch`.
-        log: a file that each fetch adds its id to.
+    Until the file `gate` exists, processes that this one starts wait in `fetch`. Each fetch adds its id to `log`.
     """
 
     def __init__(
@@ -56,7 +52,6 @@ def is_started() -> bool:
 
 
 def noisy(sample: Any) -> Any:
-    """Adds a random number."""
     return (*sample, torch.rand(()).item())
 
 

@@ -1,5 +1,6 @@
 """Iterable data sets for the tests of the loader, where every worker can import them."""
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,34 +28,19 @@ class Stream(IterableDataset[Any]):
         self.lengths, self.bad = lengths, bad
 
     def __iter__(self) -> Iterator[Any]:
-        return Positions(self)
+        return map(self._sample, range(self.lengths[worker()]))
 
-
-class Positions:
-    def __init__(self, stream: Stream) -> None:
-        self.stream, self.next = stream, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        position, number = self.next, worker()
-        if position >= self.stream.lengths[number]:
-            raise StopIteration
-        self.next += 1
-        if position in self.stream.bad:
+    def _sample(self, position: int) -> Any:
+        if position in self.bad:
             raise FileNotFoundError(2, "no such shard", f"shard-{position}")
-        return sample(number, position)
+        return sample(worker(), position)
 
 
 class Generated(Stream):
     """The same by a generator, which is over after an exception."""
 
     def __iter__(self) -> Iterator[Any]:
-        for position in range(self.lengths[worker()]):
-            if position in self.bad:
-                raise FileNotFoundError(2, "no such shard", f"shard-{position}")
-            yield sample(worker(), position)
+        yield from super().__iter__()
 
 
 class Sized(IterableDataset[torch.Tensor]):
@@ -92,8 +78,6 @@ class Stateful(Sized):
 
 
 class Drawn(IterableDataset[float]):
-    """Draws of the worker's generator."""
-
     def __iter__(self) -> Iterator[float]:
         return (torch.rand(()).item() for _ in range(9))
 
@@ -106,9 +90,6 @@ class Held(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         try:
-            number = 0
-            while True:
-                yield number
-                number += 1
+            yield from itertools.count()
         finally:
             self.end()

@@ -121,8 +121,6 @@ class Ids:
 
 
 class Case(NamedTuple):
-    """A configuration."""
-
     seed: int  # of the generators before the loader is made
     make: Callable[[], dict[str, Any]]  # new arguments of a loader
     workers: int
@@ -132,7 +130,6 @@ class Case(NamedTuple):
 
 
 def case_of(seed: int) -> Case:
-    """The configuration of a seed."""
     draw = random.Random(seed)
     workers = draw.choice([0, 0, 0, 1, 2, 3])
     count = draw.randint(1, 24)

@@ -14,7 +14,6 @@ SAMPLES = 96
 
 
 def cached(**arguments: Any) -> sf.CachedDataset:
-    """The data set that jobs share."""
     dataset = Made(SAMPLES, picture)
     return sf.CachedDataset(dataset, capacity="8MiB", name="shared-by-jobs", policy="lru", **arguments)
 

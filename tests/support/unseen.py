@@ -22,10 +22,8 @@ def unseen_ids(count: int) -> list[int]:
 
 
 def fraction() -> float:
-    """A number below 1, of Python's generator."""
     return spiced.Taste().amount()
 
 
 def integer(below: int) -> int:
-    """A number of NumPy's generator."""
     return spiced.Taste().grain(below)

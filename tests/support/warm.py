@@ -47,7 +47,6 @@ class Interpreter:
         return Ended(*json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
-        """End it."""
         with self._process:
             pass
 

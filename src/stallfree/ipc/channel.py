@@ -15,7 +15,6 @@ import pickle
 import select
 import socket
 import struct
-import sys
 import time
 import traceback
 import weakref
@@ -192,7 +191,7 @@ class Connection(Channel):
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
-        self.pid = int.from_bytes(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+        self.pid: int = struct.unpack("i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4))[0]
 
     @classmethod
     def open(cls, folder: Path) -> Self | None:
@@ -304,8 +303,8 @@ class _Pickler(pickle.Pickler):
         attributes = {name: attribute for name, attribute in held.items() if _dumps(attribute)}
         if not _dumps(type(value)):
             rebuild, attributes = (_stand_in, (_text(value),)), {}
-        links = value.__cause__, value.__context__, value.__suppress_context__
-        return *rebuild, (attributes | {"__notes__": _notes(value)}, links), None, None, _restore
+        links = {name: getattr(value, name) for name in ("__cause__", "__context__", "__suppress_context__")}
+        return *rebuild, links | attributes | {"__notes__": _notes(value)}, None, None, _restore
 
 
 def _builtin(kind: type[BaseException]) -> Any:
@@ -323,10 +322,8 @@ def _stand_in(text: str) -> BatchError:
     return BatchError(f"{text} (an error of a class that cannot be sent from one process to another)")
 
 
-def _restore(made: BaseException, state: tuple[dict[str, Any], tuple[Any, Any, bool]]) -> None:
-    attributes, links = state
-    chain = zip(("__cause__", "__context__", "__suppress_context__"), links, strict=True)
-    for name, value in (*chain, *attributes.items()):
+def _restore(made: BaseException, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
         with contextlib.suppress(Exception):  # one that cannot be set
             object.__setattr__(made, name, value)  # also of frozen classes
 

@@ -90,20 +90,20 @@ def prepare_root(root: Path) -> Path:
     Linux.
     """
     try:
-        return _checked(root, make=True)
+        return _checked(root)
     except OSError as error:
         raise StorageError(f"{root} cannot be made: {error}. Give another folder, or set STALLFREE_ROOT") from error
 
 
 def is_root(root: Path) -> bool:
     """Return whether the folder `root` exists. Raises like `prepare_root` if other users may write to it."""
-    with contextlib.suppress(OSError):
-        return bool(_checked(root, make=False))
+    with contextlib.suppress(StorageError):
+        return os.path.isdir(root) and bool(prepare_root(root))
     return False
 
 
-def _checked(root: Path, make: bool) -> Path:
-    """Return the path of `root` without links, after checking it and the folders above it."""
+def _checked(root: Path) -> Path:
+    """Return the path of `root` without links, after creating it and checking it and the folders above it."""
     need_linux("memory that processes share", "leave the cache out")
     root = Path(os.path.realpath(root.parent)) / root.name
     fd, above = os.open("/", os.O_PATH | _FOLDER), Path("/")
@@ -113,8 +113,6 @@ def _checked(root: Path, make: bool) -> Path:
             try:
                 below = os.open(part, os.O_PATH | _FOLDER, dir_fd=fd)
             except FileNotFoundError:
-                if not make:
-                    raise
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, 0o700, dir_fd=fd)
                 below = os.open(part, os.O_PATH | _FOLDER, dir_fd=fd)
@@ -129,29 +127,26 @@ def _checked(root: Path, make: bool) -> Path:
 def _check(fd: int, folder: Path, root: Path) -> None:
     found, mine = os.fstat(fd), user_id()
     owner, mode, within = found.st_uid, stat.S_IMODE(found.st_mode), "" if folder == root else f" above {root}"
-    if owner != mine and not (
-        within and (owner == 0 or (owner == _OVERFLOW_ID and _EVERY_ID not in _ID_MAP.read_text()))
-    ):
+    of_system = owner == 0 or (owner == _OVERFLOW_ID and _EVERY_ID not in _ID_MAP.read_text())
+    owned = owner == mine or (within and of_system)
+    closed = not mode & 0o022 or (within and mode & stat.S_ISVTX)  # an ACL shows in the mode of the group
+    if not (owned and closed):
         raise folder_owner(
-            f"the folder {folder}{within} belongs to user {owner}, who could replace a cache in it with a forged one; "
-            f"you are user {mine}. Give a folder of your own, in folders of your own or of root"
-        )
-    if mode & 0o022 and not (within and mode & stat.S_ISVTX):  # an ACL shows in the mode of the group
-        raise folder_owner(
-            f"other users may write to the folder {folder}{within} (mode {mode:o}) and could replace a cache in it "
-            f"with a forged one. Give another folder, or `chmod go-w {folder}`"
+            f"the folder {folder}{within} belongs to user {owner} and has the mode {mode:o} (you are user {mine}): "
+            "other users could replace a cache in it with a forged one. Give a folder of your own, in folders of your "
+            f"own or of root, or `chmod go-w {folder}`"
         )
 
 
 # -- the folders in it ------------------------------------------------------------------------------------------------
 
 
-def check_name(name: str) -> str:
-    """Return `name` if it is a valid folder name. Raises `InputError` otherwise."""
+def check_name(name: str, argument: str = "name") -> str:
+    """Return `name`, the value of an argument, if it is a valid folder name. Raises `InputError` otherwise."""
     if not (isinstance(name, str) and _NAME.fullmatch(name)):
         raise name_invalid(
-            f"name={name!r} cannot name a cache: use 1 to 120 of the letters a-z and A-Z, digits, '.', '_' and '-', "
-            "not starting with '.' or '-'"
+            f"{argument}={name!r} cannot name a cache or a group: use 1 to 120 of the letters a-z and A-Z, digits, "
+            "'.', '_' and '-', not starting with '.' or '-'"
         )
     return name
 

@@ -296,13 +296,12 @@ class Child(Channel):
     def wait_until_reported(self, seconds: float) -> bytearray | None:
         """Wait until the process has reported in, and return None; or return the message that it sent instead.
 
-        Raises `EOFError` if it has ended or is overdue, and `TimeoutError` after `seconds`.
+        Raises `EOFError` if it has ended or is overdue, and after `seconds`.
         """
-        deadline = time.monotonic() + seconds
+        deadline = min(self._due, time.monotonic() + seconds)
         while (message := self.receive()) is None and not self.reported:
-            left = min(self._due, deadline) - time.monotonic()
-            if left <= 0:
-                raise EOFError if self.overdue else TimeoutError
+            if (left := deadline - time.monotonic()) <= 0:
+                raise EOFError
             self.wait(left)
         return message
 

@@ -92,8 +92,7 @@ class Coordinator:
         ahead = setup.options.ahead
         self._pool = WorkerPool(setup.options, setup.base_seed, new_counts(), slots=ahead + _SLOTS_PER_MEMBER)
         self._schedule = Schedule(len(setup.order), ahead, _next_epoch(setup.folder))
-        self._plan = lru_cache(2)(lambda epoch: list[Ids](setup.order.batches(epoch, 0)))
-        self._noted = -1
+        self._plan = lru_cache(2)(self._begin_epoch)
         self._largest = 0
         self._lag_seconds = setup.options.seconds / 2  # for laggards; less than the others wait
         self._hellos: dict[Connection, Hello] = {}  # of members and of pending members
@@ -201,13 +200,11 @@ class Coordinator:
 
     def _explain(self, batch: int) -> str:
         """Return why a batch is not ready, as text for a message."""
-        entry, names = self._schedule.entries.get(batch), ", ".join(map(self._describe, self._schedule.laggards()))
+        entry = self._schedule.entries.get(batch)
+        names = ", ".join(f"process {member.pid}" for member in self._schedule.laggards())
         if entry is not None:
             return f"it is with {self._pool.describe(entry.task)}; its samples are {entry.task.ids.tolist()}"
         return f"the ring is full of batches that {names} did not take" if names else "it has not been started"
-
-    def _describe(self, member: Connection) -> str:
-        return f"process {member.pid} ({self._hellos[member].name})"
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -232,21 +229,23 @@ class Coordinator:
         if now - self._unblocked < self._lag_seconds:
             return False
         for member in self._schedule.laggards():
-            text = f"{self._describe(member)} has held up the group {self._name!r} for {self._lag_seconds:g} s"
+            text = f"process {member.pid} has held up the group {self._name!r} for {self._lag_seconds:g} s"
             log.warning("%s: it gets no more batches. Close the loader of a job that has finished", text)
             self._drop(member, text)
         return True  # if all slots are held for good, the batch is made without one
 
     def _start(self, number: int) -> None:
         epoch, batch = divmod(number, self._schedule.batches)
-        if epoch > self._noted:
-            self._noted = epoch
-            with contextlib.suppress(OSError):
-                (self._setup.folder / f"{_EPOCH}{epoch}").touch()
         ids = self._plan(epoch)[batch]
         task = Task(epoch + 1, batch, NO_SLOT, epoch, ids)  # tokens distinguish the epochs
         self._schedule.start(number, task)
         self._pool.submit(task, gather=self._pool.builder.can_gather(ids))
+
+    def _begin_epoch(self, epoch: int) -> list[Ids]:
+        """Note that an epoch has begun, and return its batches."""
+        with contextlib.suppress(OSError):
+            (self._setup.folder / f"{_EPOCH}{epoch}").touch()
+        return list(self._setup.order.batches(epoch, 0))
 
     def _collect(self, result: Result) -> None:
         """Store a finished batch, and send it to the members that wait for it."""

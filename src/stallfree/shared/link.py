@@ -62,12 +62,10 @@ class Hello(NamedTuple):
     Attributes:
         job: identifier shared by all ranks of a job.
         ranks: number of the job's processes on this host.
-        name: name of its script, for messages.
     """
 
     job: str
     ranks: int
-    name: str
 
 
 class PrivateSlots(Slots):
@@ -160,11 +158,15 @@ class Link(Connection):
                 return None
             self.send()
             if wait == _CHECK_SECONDS and self._is_stopped():
-                log.warning("process %d, the coordinator of a group, is stopped: it is killed and replaced", self.pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)  # it may resume later
+                self.kill("stopped")
             wait = _CHECK_SECONDS
         return message
+
+    def kill(self, why: str) -> None:
+        """Kill the coordinator, which may be stopped and resume later."""
+        log.warning("process %d, the coordinator of a group, is %s: it is killed and replaced", self.pid, why)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def _is_stopped(self) -> bool:
         """Return whether the coordinator was seen stopped for 10 s; False for one of another PID namespace."""

@@ -5,9 +5,7 @@ A member requests batches from the coordinator, and replaces one that died.
 
 import contextlib
 import json
-import logging
 import os
-import signal
 import time
 from dataclasses import dataclass
 from itertools import count
@@ -31,13 +29,8 @@ PROTOCOL = 5
 
 _START_SECONDS, _LEAVE_SECONDS, ANSWER_SECONDS = 120.0, 30.0, 5.0
 
-_FINGERPRINTED = "the data set", "the transform", "collate_fn"
-"""Keys of `Terms.same` whose values are fingerprints, which messages do not show."""
-
 LIVES = 10
 """Coordinators that may die in a row without delivering a batch before `WorkerError` is raised."""
-
-log = logging.getLogger("stallfree")
 
 
 @dataclass(frozen=True)
@@ -47,16 +40,12 @@ class Terms:
     Attributes:
         same: values that must be equal in all jobs that give one (not None).
         chunk: samples prepared as one batch: those of a batch of the first job, in all of its ranks.
-        workers: number of worker processes of the group.
-        ahead: batches in flight.
-        staging: bytes of the ring, or None.
+        options: values of `pool.Options`: the numbers of workers and of batches in flight, the bytes of the ring.
     """
 
     same: dict[str, Any]
     chunk: int
-    workers: int
-    ahead: int
-    staging: int | None
+    options: dict[str, Any]
 
 
 class Group:
@@ -77,13 +66,7 @@ class Group:
     """
 
     def __init__(self, name: str, terms: Terms, batch_size: int, ranks: int, divisible: bool) -> None:
-        try:
-            check_name(f"group-{name}" if isinstance(name, str) and name else name)
-        except errors.InputError:
-            raise errors.name_invalid(
-                f"group={name!r}: give a name of 1 to 110 of the letters a-z and A-Z, digits, '.', '_' and '-'"
-            ) from None
-        self.name = name
+        self.name = check_name(name, "group")
         self._attached = SharedFolder(f"group-{name}", initialize=lambda path: _write(path / "group.json", terms))
         self.folder = self._attached.path
         try:
@@ -101,9 +84,7 @@ class Group:
         """Raise `InputError` if values of this job differ from the group's."""
         theirs = self.terms.same
         differing = [
-            f"{key} differs (its code, parameters or files)"
-            if key in _FINGERPRINTED
-            else f"it has {key}={theirs[key]!r}, this job gives {key}={value!r}"
+            f"{key} differs (it has {theirs[key]!r}, this job {value!r})"
             for key, value in ours.items()
             if None not in (value, theirs.get(key)) and value != theirs[key]
         ]
@@ -116,16 +97,13 @@ class Group:
     def _check_sizes(self, batch_size: int, ranks: int, divisible: bool) -> None:
         """Raise `InputError` if batches of this size cannot be made of the group's chunks."""
         chunk, unit = self.terms.chunk, batch_size * ranks
-        if divisible and chunk % unit and unit % chunk:
-            rule = "a multiple or a divisor of that"
-        elif not divisible and batch_size != chunk:
-            rule = "the same on one rank, since those of a collate_fn cannot be split or joined"
-        else:
-            return
-        size = f"batch_size={batch_size}" + (f" on each of {ranks} ranks" if ranks > 1 else "")
-        raise errors.collate_output(
-            f"{size} does not match the group {self.name!r}, whose first job has batches of {chunk}: give {rule}"
-        )
+        fits = chunk % unit == 0 or unit % chunk == 0
+        if not (fits if divisible else batch_size == chunk):
+            raise errors.collate_output(
+                f"batch_size={batch_size} (ranks: {ranks}) does not match the group {self.name!r}, whose first job has "
+                f"batches of {chunk}: give a multiple or a divisor of that, for all ranks together; with a collate_fn "
+                "the same, on one rank, since its batches cannot be split or joined"
+            )
 
     def agree_on_seed(self, seed: int, *, drawn: bool = False) -> int:
         """Return the group's seed, after setting it to `seed` if the group has none.
@@ -148,10 +126,7 @@ class Group:
         link = Link.open(self.folder)
         if link is None:
             with self._starting.hold(_START_SECONDS, f"starting the group {self.name!r}"):
-                link = Link.open(self.folder)
-                if link is None:
-                    _start(setup, self._attached)
-                    link = Link.open(self.folder)
+                link = Link.open(self.folder) or _start(setup, self._attached)
         if link is None:
             raise EOFError
         return link
@@ -180,29 +155,28 @@ def _read(folder: Path) -> Terms:
 _started: list[tuple[Path, Child]] = []
 
 
-def _start(setup: GroupSetup, attached: SharedFolder) -> None:
-    """Start a coordinator and wait until it accepts members. One that hangs at its start is replaced."""
+def _start(setup: GroupSetup, attached: SharedFolder) -> Link | None:
+    """Start a coordinator, replace it if it hangs at its start, and connect to it; returns None if it died at once."""
     options, deadline = setup.options, time.monotonic() + _START_SECONDS
     inherited = attached if options.context.get_start_method() == "fork" else None
-    for attempt in count():
+    attempts = count()
+    while True:
         child = Child(
             *(coordinate, setup, inherited),
             context=options.context,
             name="stallfree-coordinator",
             parts=(("the data set", options.dataset), ("collate_fn", options.collate)),
-            attempt=attempt,
+            attempt=next(attempts),
             leads=True,
         )
         try:
             problem = child.wait_until_reported(deadline - time.monotonic())
             if problem is None:
                 _started.append((setup.folder, child))
-                return
+                return Link.open(setup.folder)
             error = unpack_error(problem)
-        except (EOFError, TimeoutError):
-            error = EOFError()  # the child was killed before it reported
-        except errors.WorkerError as no_guard:
-            error = no_guard
+        except (EOFError, errors.WorkerError) as ended:  # it was killed or hangs; or the script has no main guard
+            error = ended
         hangs = child.overdue and time.monotonic() < deadline
         child.end(0.0)
         if not hangs:
@@ -228,7 +202,6 @@ class Member:
         group: the group to join.
         setup: setup for a coordinator, used if there is none.
         hello: description of this member, sent to the coordinator.
-        seconds: longest wait without a batch for any job of the group.
 
     Attributes:
         group, setup: as given.
@@ -237,9 +210,9 @@ class Member:
         joined: whether this process is a member.
     """
 
-    def __init__(self, group: Group, setup: GroupSetup, hello: Hello, seconds: float) -> None:
+    def __init__(self, group: Group, setup: GroupSetup, hello: Hello) -> None:
         self.group, self.setup, self.jobs, self.deaths, self.joined = group, setup, 0, 0, False
-        self._hello, self._seconds = hello, seconds
+        self._hello, self._seconds = hello, setup.options.seconds  # the longest wait, if no job gets a batch
         self._link: Link | None = None
         self._requested: int | None = None  # the batch of the open request
         self._in_a_row = 0  # coordinators that died without delivering a batch
@@ -277,10 +250,9 @@ class Member:
     def _lost(self) -> None:
         """Handle a dead coordinator; batches that it sent and this job has not yielded are discarded."""
         self._in_a_row += 1
-        link, self._link = self._link, None
-        if link is not None:
-            self.deaths += link.slots is not None  # else it was already dying at the connection
-            link.close()
+        if self._link is not None:
+            self.deaths += self._link.slots is not None  # else it was already dying at the connection
+        self._disconnect()
         last = self._in_a_row >= LIVES
         reap(ANSWER_SECONDS if last else 0.0, self.group.folder)
         if last:
@@ -313,9 +285,7 @@ class Member:
             message = link.next_message(deadline)
             if message is None:
                 if asked and not self._in_a_row and link.pid:  # else of another PID namespace, out of reach
-                    log.warning("process %d, the coordinator of a group, is stuck: it is replaced", link.pid)
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(link.pid, signal.SIGKILL)  # it may be stopped, and resume later
+                    link.kill("stuck")
                     raise EOFError
                 if asked:
                     raise self._timeout(number, f"process {link.pid}, which prepares it, does not answer")
@@ -328,6 +298,7 @@ class Member:
                 asked, deadline = False, time.monotonic() + left  # other jobs have received batches meanwhile
             elif message.kind == Kind.DROPPED:
                 self._disconnect()
+                self.joined = False
                 if number % len(self.setup.order) == 0:
                     return None
                 raise errors.group_timeout(f"{bytes(message.body).decode()}, so it gets no more batches of this epoch")
@@ -384,7 +355,7 @@ class Member:
         return 0 if link is None or link.slots is None else slot_bytes(link.slots.folder)
 
     def _disconnect(self) -> None:
-        link, self._link, self.joined = self._link, None, False
+        link, self._link = self._link, None
         if link is not None:
             link.close()
 

@@ -6,7 +6,7 @@ lowest batch that a member needs is prepared first, and kept until no member nee
 its number, so one that was dropped can be prepared again.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,7 @@ class Schedule:
         if number in self.members[member].held:
             self.members[member].held.remove(number)
             self.entries[number].kept |= kept
-        return self._free([number])
+        return self.free(number)
 
     # -- batches ------------------------------------------------------------------------------------------------------
 
@@ -156,16 +156,12 @@ class Schedule:
         waiting = [member for member, state in self.members.items() if state.waits and state.cursor == number]
         for member in waiting:
             self.members[member].grant()
-        return waiting, self._free([number])
+        return waiting, self.free(number)
 
-    def free(self) -> list[Entry]:
-        """Forget the batches that no member needs or holds; returns them, since their slots are now free."""
-        return self._free(list(self.entries))
-
-    def _free(self, numbers: Iterable[int]) -> list[Entry]:
-        """Free those of `numbers` that no member needs or holds."""
+    def free(self, *numbers: int) -> list[Entry]:
+        """Forget batches, of all or of `numbers`, that no member needs or holds; returns them: their slots are free."""
         low, freed = self._low, []
-        for number in numbers:
+        for number in numbers or list(self.entries):
             entry = self.entries.get(number)
             if entry is not None and entry.ready and (low is None or number < low) and not self._is_held(number):
                 freed.append(self.entries.pop(number))

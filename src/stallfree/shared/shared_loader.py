@@ -1,7 +1,6 @@
 """`SharedLoader`: jobs on one host that train on the same data share its preparation."""
 
 import os
-import sys
 import time
 import weakref
 from collections import deque
@@ -60,7 +59,7 @@ class SharedLoader(Closing, Generic[BatchT_co]):
 
     Args:
         dataset: a `CachedDataset`, a source, or any map-style data set, the same in all jobs.
-        group: name of the group: letters, digits, `.`, `_` and `-`.
+        group: name of the group: letters, digits, `.`, `_` and `-`, not starting with `.` or `-`.
         batch_size: samples per batch of this job (of each rank, if the job has several). It may differ between jobs:
             a multiple or a divisor of that of the first job, times its ranks.
         shuffle: shuffle in each epoch; the order is a function of (seed, epoch).
@@ -180,18 +179,17 @@ class SharedLoader(Closing, Generic[BatchT_co]):
                 "protocol": member.PROTOCOL,
             }
         chunk = self.batch_size * ranks.count
-        terms = member.Terms(same, chunk, options.workers, options.ahead, options.staging)
+        decided = {"workers": options.workers, "ahead": options.ahead, "staging": options.staging}
+        terms = member.Terms(same, chunk, decided)
         group = member.Group(self.group, terms, self.batch_size, ranks.count, options.collate is None)
-        terms = group.terms
         setup = coordinator.GroupSetup(
             folder=group.folder,
-            options=replace(options, workers=terms.workers, ahead=terms.ahead, staging=terms.staging),
+            options=replace(options, **group.terms.options),
             base_seed=0,
-            order=Order(SourceSetup(self._samples, terms.chunk, self._shuffle, seed=self.seed)),
+            order=Order(SourceSetup(self._samples, group.terms.chunk, self._shuffle, seed=self.seed)),
         )
         job = f"{os.getpid()}-{id(self)}" if ranks.count == 1 else job_name() or f"child of {os.getppid()}"
-        script = os.path.basename(sys.argv[0]) or "python"
-        return member.Member(group, setup, link.Hello(job, ranks.here, script), options.seconds)
+        return member.Member(group, setup, link.Hello(job, ranks.here))
 
     # -- epochs -------------------------------------------------------------------------------------------------------
 
@@ -211,7 +209,6 @@ class SharedLoader(Closing, Generic[BatchT_co]):
 
     def _rebatching(self, epoch: int) -> Rebatching:
         order, chunk = self._member.setup.order, self._member.group.terms.chunk
-
         return Rebatching(
             *(self._samples, chunk, self.batch_size, self._ranks, self.drop_last),
             planned=lambda number: next(iter(order.batches(epoch, number))),
@@ -263,9 +260,7 @@ class SharedLoader(Closing, Generic[BatchT_co]):
                     data = self._transform(data)
                 except Exception as error:
                     note_samples(error, ids.tolist(), "transforming")
-                    if isinstance(error, StopIteration):
-                        raise raisable(error) from error
-                    raise
+                    raise raisable(error)  # noqa: B904  # its cause is set
         self._counts["batches"] += 1
         self._counts["samples"] += len(ids)
         return data if self._deliver is None else self._deliver(data, ids)
@@ -302,16 +297,15 @@ class SharedLoader(Closing, Generic[BatchT_co]):
 
     def _terms(self) -> dict[str, Any]:
         """Return the settings that must be equal for a position to mean the same in two loaders."""
-        same = {"seed": self.seed, "shuffle": self._shuffle}
-        sizes = {"samples": self._samples, "batch_size": self.batch_size}
-        return {**same, **sizes, "ranks": self._ranks.count, "drop_last": self.drop_last}
+        sizes = {"samples": self._samples, "batch_size": self.batch_size, "ranks": self._ranks.count}
+        return {**sizes, "seed": self.seed, "shuffle": self._shuffle, "drop_last": self.drop_last}
 
     # -- statistics, end, copies --------------------------------------------------------------------------------------
 
     def stats(self) -> SharedStats:
         """Return the statistics of this job's loader since its creation."""
-        joined = self._member
-        sizes = {"num_workers": joined.group.terms.workers, "staging_bytes": joined.staging_bytes}
+        joined, workers = self._member, self._member.setup.options.workers
+        sizes = {"num_workers": workers, "staging_bytes": joined.staging_bytes}
         return SharedStats(**self._counts | sizes, takeovers=joined.deaths, jobs=joined.jobs)
 
     def close(self) -> None:
@@ -332,7 +326,7 @@ class SharedLoader(Closing, Generic[BatchT_co]):
     __repr__ = arguments.shown_by("group", "batch_size", "drop_last")
 
 
-class EpochIterator:
+class EpochIterator(Iterator[Any]):
     """One epoch of one job. A later one of the same loader ends it.
 
     Args:
@@ -357,9 +351,6 @@ class EpochIterator:
         self.epoch, self.done, self._rebatching = epoch, done, self._loader._rebatching(epoch)
         first = epoch * self._batches
         self._next, self._end = first + self._rebatching.first_chunk(done), first + self._rebatching.chunks
-
-    def __iter__(self) -> Self:
-        return self
 
     def __len__(self) -> int:
         return len(self._rebatching)

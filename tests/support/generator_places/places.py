@@ -106,11 +106,16 @@ class Config:
         return flipped(x, Config.source)
 
 
-class ClassLevel:
-    source = made()
+class Step:
+    __slots__ = ()
+    source: Any
 
     def __call__(self, x: Any) -> Any:
         return flipped(x, self.source)
+
+
+class ClassLevel(Step):
+    source = made()
 
 
 class ClassLevelList:
@@ -120,23 +125,14 @@ class ClassLevelList:
         return flipped(x, self.sources[0])
 
 
-class Instance:
+class Instance(Step):
     def __init__(self) -> None:
         self.source = made()
 
-    def __call__(self, x: Any) -> Any:
-        return flipped(x, self.source)
 
-
-class WithProperty:
+class WithProperty(Step):
     shared = made()
-
-    @property
-    def source(self) -> Any:
-        return WithProperty.shared
-
-    def __call__(self, x: Any) -> Any:
-        return flipped(x, self.source)
+    source = property(lambda self: WithProperty.shared)
 
 
 class Descriptor:
@@ -146,21 +142,15 @@ class Descriptor:
         return self.source
 
 
-class WithDescriptor:
+class WithDescriptor(Step):
     source = Descriptor()
 
-    def __call__(self, x: Any) -> Any:
-        return flipped(x, self.source)
 
-
-class WithSlots:
+class WithSlots(Step):
     __slots__ = ("source",)
 
     def __init__(self) -> None:
         self.source = made()
-
-    def __call__(self, x: Any) -> Any:
-        return flipped(x, self.source)
 
 
 class Meta(type):
