@@ -29,12 +29,12 @@ from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.cache.arena import stay_alone
 from stallfree.datasets.samples import Pending
-from stallfree.errors import WorkerError, batch_timeout
+from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
 from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
 from stallfree.loader.ring import Ring
-from stallfree.platform import how_it_ended
+from stallfree.platform import how_it_ended, shares_memory
 from stallfree.raising import add_note
 
 LIVES = 3
@@ -91,7 +91,7 @@ class Executor:
 class TrainingProcess(Executor):
     """Builds each batch in the iterating process when it is awaited. Fetches are started earlier.
 
-    `poll` raises `WaitError` for a batch whose fetches do not come in time; the batch may be awaited again.
+    `poll` returns nothing for a batch whose fetches do not come in time; the batch may be awaited again.
 
     Args:
         builder: builds.
@@ -105,7 +105,7 @@ class TrainingProcess(Executor):
     @property
     def needs_slot(self) -> bool:  # type: ignore[override]
         """Only if slots are pinned, for copies to a device: otherwise objects of this process suffice."""
-        return self._builder.slots.pin is not None
+        return self._builder.slots.pin is not None and shares_memory()
 
     def submit(self, task: Task) -> None:
         self._tasks[task.number] = task, self._builder.start(task)
@@ -117,10 +117,7 @@ class TrainingProcess(Executor):
         task, pending = self._tasks[number]
         pending.deadline = started + self._seconds
         if pending.fetches and futures.wait(list(pending.fetches.values()), self._seconds).not_done:
-            raise batch_timeout(
-                f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its samples are "
-                f"{task.ids.tolist()}, and storage does not give them. Give a larger timeout if it takes so long"
-            )
+            return []
         waited = time.monotonic() - started
         del self._tasks[number]
         result = self._builder.finish(task, pending, here=True)
@@ -134,7 +131,7 @@ class TrainingProcess(Executor):
         self._tasks.clear()
 
     def describe(self, task: Task) -> str:
-        return "this process" if task.number in self._tasks else ""
+        return "this process, which waits for storage" if task.number in self._tasks else ""
 
     def close(self) -> None:
         self.forget(0)

@@ -34,12 +34,10 @@ GATHERERS = 2
 
 Counts = dict[str, Any]
 
-_ZERO: Counts = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
-
 
 def new_counts() -> Counts:
     """Return all counts of `LoaderStats`, zero."""
-    return dict(_ZERO)
+    return {each.name: 0.0 if each.type in ("float", float) else 0 for each in fields(LoaderStats)}
 
 
 @dataclass(eq=False)
