@@ -33,7 +33,6 @@ from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
 from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
-from stallfree.loader.ring import Ring
 from stallfree.platform import how_it_ended, shares_memory
 from stallfree.raising import add_note
 
@@ -53,13 +52,12 @@ class Executor:
     Attributes:
         needs_slot: whether `submit` requires tasks with a slot.
         descriptors: the descriptors to wait for, with events of `select.poll`.
-        slots_to_take: free slots that the submitted tasks will take themselves; an upper bound.
         replaced: number of workers that died since this was last set to 0.
         stuck: whether no worker gets started here, so that another process should try.
     """
 
     needs_slot = stuck = False
-    slots_to_take = replaced = 0
+    replaced = 0
     descriptors: Sequence[tuple[int, int]] = ()
 
     def submit(self, task: Task) -> None:
@@ -181,20 +179,14 @@ class ThreadExecutor(Executor):
 class GatherThreads(ThreadExecutor):
     """Threads that fill slots directly from the cache.
 
-    A thread takes a slot only when it starts a task: the slot that was used last, which CPU caches may still hold.
-
     Args:
         builder: builds.
-        ring: has the slots.
         threads: number of threads.
     """
 
-    needs_slot = False
-
-    def __init__(self, builder: BatchBuilder, ring: Ring, threads: int) -> None:
+    def __init__(self, builder: BatchBuilder, threads: int) -> None:
         super().__init__()
-        self._builder, self._ring, self._submitted = builder, ring, 0
-        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
+        self._builder = builder
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
@@ -203,12 +195,7 @@ class GatherThreads(ThreadExecutor):
         for thread in self._threads:
             thread.start()
 
-    @property
-    def slots_to_take(self) -> int:  # type: ignore[override]
-        return self._submitted - self._begun.qsize()
-
     def submit(self, task: Task) -> None:
-        self._submitted += 1
         self._tasks.put(task)
 
     def describe(self, task: Task) -> str:
@@ -220,15 +207,7 @@ class GatherThreads(ThreadExecutor):
             self.deliver(self._build(task))
 
     def _build(self, task: Task) -> Result:
-        wanted = task.token >= self._wanted
-        try:
-            if wanted:
-                task.slot = self._ring.take()
-        except Exception as error:  # the ring is closed
-            return failure(task, error)
-        finally:
-            self._begun.put(None)
-        if not wanted:
+        if task.token < self._wanted:
             return Result(UNDONE, task.token, task.number, task.slot)
         result = self._builder.gather(task)
         result.worker = GATHERER

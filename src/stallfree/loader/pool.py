@@ -155,18 +155,17 @@ class WorkerPool:
     @property
     def room(self) -> bool:
         """Whether a slot is free for one more batch."""
-        return self.ring.free > (0 if self._gatherers is None else self._gatherers.slots_to_take)
+        return self.ring.free > 0
 
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""
         executor = self._main
         if gather:
             if self._gatherers is None:
-                _ = self.ring.slots.folder  # created here, and by no thread
-                self._gatherers = GatherThreads(self.builder, self.ring, self._most_gatherers)
+                self._gatherers = GatherThreads(self.builder, self._most_gatherers)
                 self._executors.append(self._gatherers)
             executor = self._gatherers
-        elif executor.needs_slot and task.slot == NO_SLOT:
+        if executor.needs_slot and task.slot == NO_SLOT:
             task.slot = self.ring.take()
         executor.submit(task)
 
