@@ -350,13 +350,9 @@ class Pass(EpochPass):
             raise iteration_over(_OVER)
         try:
             self._start_more()
-            started = time.monotonic()
-            while not progress.tasks:
-                if not progress.peek():
-                    return None
-                self._wait(started, None)  # batches of an earlier iteration still hold all slots
-                self._start_more()
-            number = progress.handed_out
+            if not progress.tasks:
+                return None
+            started, number = time.monotonic(), progress.handed_out
             while number not in self._results:
                 self._wait(started, progress.tasks[0])
             if self._in_loop:
@@ -371,17 +367,20 @@ class Pass(EpochPass):
             raise
 
     def _start_more(self, handing_out: int = 0) -> None:
-        """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
+        """Start batches until enough are in flight, not counting those just delivered, or no slot is free.
+
+        If batches of an earlier iteration still hold all slots, one batch is made without a slot.
+        """
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
-        while len(progress.tasks) < most and pool.room and progress.peek():
+        while len(progress.tasks) < most and (pool.room or not progress.tasks) and progress.peek():
             task = progress.start(self._token)
             pool.submit(task, gather=pool.builder.can_gather(task.ids))
 
-    def _wait(self, started: float, task: Task | None) -> None:
+    def _wait(self, started: float, task: Task) -> None:
         """Wait until `task` or any other task has progressed."""
         pool = self.pool
-        results = pool.poll(None if task is None else task.number)
+        results = pool.poll(task.number)
         for result in results:
             if result.status == UNDONE:
                 self.counts["retries"] += 1
@@ -390,23 +389,16 @@ class Pass(EpochPass):
                 pool.submit(undone, gather=False)
             else:
                 self._results[result.number] = result
-        if results and (task is None or task.number in self._results):
+        if task.number in self._results:
             return
-        seconds = pool.seconds
-        left = seconds - (time.monotonic() - started)
-        if left > 0:
-            pool.wait(left)
-        elif task is None:
+        left = pool.seconds - (time.monotonic() - started)
+        if left <= 0:
             raise batch_timeout(
-                f"no slot of the staging ring came free within {seconds:g} s: workers are still busy with "
-                "batches of an earlier iteration. Give a larger timeout if they take so long"
-            )
-        else:
-            raise batch_timeout(
-                f"batch {task.number} of epoch {task.epoch} did not come within {seconds:g} s; it is with "
+                f"batch {task.number} of epoch {task.epoch} did not come within {pool.seconds:g} s; it is with "
                 f"{pool.describe(task)}; its samples are {task.ids.tolist()}. "
                 "Give a larger timeout if they take so long"
             )
+        pool.wait(left)
 
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """Return the batch in a result and its ids, None if it is empty."""
@@ -442,7 +434,7 @@ class Pass(EpochPass):
         self.counts["private_copies"] += 1
         if result.status == READY:
             return read_own_record(pool.ring.slots.view(result.slot, result.size), copy=True)
-        if not pool.warned_of_size:
+        if result.slot != NO_SLOT and not pool.warned_of_size:
             pool.warned_of_size = True
             full = result.size <= pool.ring.slots.limit
             log.warning(
