@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic, Self
 
-import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
