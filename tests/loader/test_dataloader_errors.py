@@ -53,8 +53,9 @@ LOCAL, FIRST = len(TABLE), 2
 
 def failing(id: int) -> torch.Tensor:
     """Sample 2 + n raises error n of the table, and the sample after these one of a class that has no pickle."""
+    errors = [*(raised for raised, _ in TABLE), local]
     if FIRST <= id <= FIRST + LOCAL:
-        raise TABLE[id - FIRST][0]() if id - FIRST < LOCAL else local()
+        raise errors[id - FIRST]()
     return torch.tensor(id)
 
 
@@ -136,9 +137,6 @@ def test_what_is_to_end_the_program(workers: int, kind: type[BaseException]) -> 
     assert type(caught.value) is (sf.WorkerError if workers else kind)
 
 
-# -- other functions of the user --------------------------------------------------------------------------------------
-
-
 def fails(_: Any) -> Any:
     raise Missing("/data", "a", tries=3)
 
@@ -193,23 +191,16 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def rows(loader: Any) -> Iterator[int]:
-    for batch in loader:
-        yield int(batch)
-
-
 @pytest.mark.parametrize(("kind", "expected"), [(IndexError, IndexError), (StopIteration, sf.BatchError)])
 @pytest.mark.parametrize("form", FORMS)
 def test_no_loop_ends_in_silence(form: str, kind: type[Exception], expected: type[Exception]) -> None:
-    """In this process: of our loader, of torch's, over the data set itself, and of a generator around it."""
+    """In this process: of our loader, of torch's, over the data set itself, all of them in a generator."""
     with FORMS[form](Made(8, Raises(kind))) as made:
         loops = [made] if form == "loader" else [sf.DataLoader(made), torch.utils.data.DataLoader(made), made]
         for loop in loops:
             with pytest.raises(expected, match="fetching sample 5"):
-                list(rows(loop))
+                sum(int(batch) for batch in loop)
 
-
-# -- samples that are left out ----------------------------------------------------------------------------------------
 
 LEFT_OUT = (3, 4, 5, 9)
 
@@ -229,16 +220,13 @@ def test_skip(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> N
         batches = list(loader)
         assert [batch.ids.tolist() for batch in batches] == [batch.data.tolist() for batch in batches] == expected
         for id, record in zip(LEFT_OUT, caplog.records, strict=True):  # a line for each
-            text = rf"left out a sample: fetching sample {id}{place} failed: OSError: bad sector {id}.*"
-            assert re.fullmatch(text, record.message)
+            text = f"left out a sample: fetching sample {id}{place} failed: OSError: bad sector {id}"
+            assert re.match(text, record.message)
         list(loader)
         stats = loader.stats()
         assert (stats.skips, stats.samples, stats.batches) == (8, 16, 10)
         assert stats.hits + stats.misses == stats.samples + stats.skips
         assert len(caplog.records) == 5  # only the first ones are reported
-
-
-# -- what workers cannot be given or give -----------------------------------------------------------------------------
 
 
 def test_batches_that_cannot_be_brought_over() -> None:
@@ -264,41 +252,24 @@ def test_what_cannot_be_sent_to_a_worker(arguments: dict[str, Any], culprit: str
             list(loader)
 
 
-@pytest.mark.parametrize("broken", ["aim", "gather"])
+@pytest.mark.parametrize("evicted", [False, True])
 def test_a_permanent_error_of_gathers_is_logged_once(
-    broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    evicted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError(f"in {broken}")
-
-    samples = [[float(id)] * 8 for id in range(40)]
-    with sf.CachedDataset(samples, capacity="1MiB") as data, sf.DataLoader(data, 4, num_workers=1) as loader:
-        whole = repr(list(loader))
-        monkeypatch.setattr(sf.cache.SampleCache, broken, fail)
-        assert [repr(list(loader)) for _ in range(3)] == [whole] * 3
-    [record] = caplog.records
-    assert record.getMessage().startswith("a batch could not be gathered from the cache and is made sample by sample")
-    assert f"ZeroDivisionError: in {broken}" in record.getMessage()
-
-
-def test_samples_that_are_evicted_before_they_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And samples that are evicted before they are gathered not at all."""
     samples, gather = [[float(id)] * 8 for id in range(40)], sf.cache.SampleCache.gather
+
+    def fail(*arguments: Any) -> Any:
+        return gather(*arguments) & False if evicted else 1 / 0
+
     with sf.CachedDataset(samples, capacity="1MiB") as data, sf.DataLoader(data, 4, num_workers=1) as loader:
-        whole = repr(list(loader))
-        before = loader.stats().retries
-        monkeypatch.setattr(sf.cache.SampleCache, "gather", lambda *arguments: gather(*arguments) & False)
-        assert repr(list(loader)) == whole
-        assert loader.stats().retries - before == 10
-
-
-# -- waits and interrupts ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.close()
+        whole, before = repr(list(loader)), loader.stats().retries
+        monkeypatch.setattr(sf.cache.SampleCache, "gather", fail)
+        assert [repr(list(loader)) for _ in range(3)] == [whole] * 3
+        assert loader.stats().retries - before == 30
+    assert len(caplog.records) == (not evicted)
+    for record in caplog.records:
+        assert re.match("a batch could not be gathered .*(?s:.*)ZeroDivisionError: div", record.getMessage())
 
 
 def patient(iterator: Any) -> Any:
@@ -312,9 +283,9 @@ def patient(iterator: Any) -> Any:
             return
 
 
-def test_a_wait_has_a_limit_and_says_for_what(gate: Gate) -> None:
+def test_a_wait_has_a_limit_and_says_for_what() -> None:
     options: dict[str, Any] = {"num_workers": 1, "timeout": 0.3, "multiprocessing_context": "fork"}
-    with sf.DataLoader(Made(8, gate), batch_size=2, **options) as loader:
+    with Gate() as gate, sf.DataLoader(Made(8, gate), batch_size=2, **options) as loader:
         iterator = iter(loader)
         got = [batch.tolist() for batch in islice(patient(iterator), 2)]
         expected = r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout"
@@ -329,13 +300,13 @@ def test_a_wait_has_a_limit_and_says_for_what(gate: Gate) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_keyboard_interrupt_while_waiting(persistent: bool, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_while_waiting(persistent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: object) -> None:
         gate.open()
         raise KeyboardInterrupt
 
     options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
-    with sf.DataLoader(Made(8, gate), 2, num_workers=1, **options) as loader:
+    with Gate() as gate, sf.DataLoader(Made(8, gate), 2, num_workers=1, **options) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with monkeypatch.context() as patched:

@@ -111,9 +111,6 @@ def test_attributes_that_are_set_later() -> None:
     assert loader.stats().num_workers == 1
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_closing_ends_workers_that_an_exception_keeps() -> None:
     with pytest.raises(FileNotFoundError) as kept, sf.DataLoader(Stream([3], (1,)), num_workers=1) as loader:
         list(loader)
@@ -143,9 +140,6 @@ def test_arguments_without_meaning(name: str) -> None:
         sf.DataLoader(Sized(5), **{name: REFUSED[name]})
 
 
-# -- length, epochs, state --------------------------------------------------------------------------------------------
-
-
 def test_epochs() -> None:
     with sf.DataLoader(Sized(3), batch_size=2) as loader:
         assert [loader.state_dict()["epoch"], len(list(loader)), loader.state_dict()["epoch"]] == [0, 2, 1]
@@ -158,8 +152,8 @@ def test_epochs() -> None:
     half([Sized, Stateful], [{"num_workers": 2}, {}, {"num_workers": 1, "device": "cpu"}, {"device": "cpu"}]),
 )
 def test_a_state_resumes_at_every_step(kind: Any, arguments: dict[str, Any]) -> None:
-    def loader(count: int = 7) -> Any:
-        return sf.DataLoader(kind(count), batch_size=2, **arguments)
+    def loader() -> Any:
+        return sf.DataLoader(kind(7), batch_size=2, **arguments)
 
     one = loader()
     one.set_epoch(3)
@@ -195,14 +189,11 @@ def test_a_state_resumes_after_a_batch_that_failed(workers: int) -> None:
 
 
 def test_a_seed_is_that_of_the_workers() -> None:
-    def epochs(seed: int) -> list[list[float]]:
-        torch.manual_seed(seed + len(found))
-        with sf.DataLoader(Drawn(), 3, num_workers=1, seed=seed) as loader:
-            return [torch.cat(list(loader)).tolist() for _ in range(2)]
-
     found: list[list[list[float]]] = []
     for seed in (1, 1, 2):
-        found.append(epochs(seed))
+        torch.manual_seed(seed + len(found))
+        with sf.DataLoader(Drawn(), 3, num_workers=1, seed=seed) as loader:
+            found.append([torch.cat(list(loader)).tolist() for _ in range(2)])
     assert found[0] == found[1]
     assert len({number for epoch in found[0] + found[2] for number in epoch}) == 36
     with sf.DataLoader(Drawn(), 3, num_workers=1, seed=2) as loader:
@@ -217,12 +208,3 @@ def test_a_state_of_another_loader() -> None:
     for other in (sf.DataLoader(Sized(3), 1, seed=1), sf.DataLoader(Sized(3), 2), sf.DataLoader(list(range(3)), 2)):
         with pytest.raises(InputError, match="the state was taken with"):
             other.load_state_dict(state)
-
-
-def test_a_copy_has_no_iterations() -> None:
-    loader = sf.DataLoader(Sized(6), batch_size=2, num_workers=1, persistent_workers=True)
-    batches = iter(loader)
-    next(batches)
-    assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == [[0, 1], [2, 3], [4, 5]]
-    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5]]
-    loader.close()

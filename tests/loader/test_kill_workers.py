@@ -176,9 +176,6 @@ def test_a_worker_that_is_stopped_does_not_hold_up_the_loops_sends() -> None:
         worker.kill()  # what the end of the loader would do after 5 s
 
 
-# --- jobs of their own ------------------------------------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def forked_job() -> Iterator[Child]:
     """A running job that has said "ready"."""

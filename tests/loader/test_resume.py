@@ -132,9 +132,6 @@ def test_a_sampler_that_raises_has_no_state() -> None:
         next(iterator)
 
 
-# -- samplers that do not end -----------------------------------------------------------------------------------------
-
-
 class Endless:
     """Permutations without an end, or batches of them. Counts what is drawn; fails if that is more than needed."""
 
@@ -195,8 +192,6 @@ def test_a_long_sampler_that_ends_is_exact() -> None:
     seen += [batch.tolist() for batch in batches]
     assert [seen[0], *(batch.tolist() for batch in resumed)] == seen
 
-
-# -- samples that come again: augmented anew, as in an endless epoch each one is --------------------------------------
 
 FEW, SIZE = 6, 4
 

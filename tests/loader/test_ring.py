@@ -169,9 +169,6 @@ TestResizedRing = ResizedRing.TestCase
 TestResizedRing.settings = settings(max_examples=5, stateful_step_count=30)
 
 
-# --- the ring of a loader ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("workers", "cached"), [(2, False), (0, True)])
 def test_all_batches_may_be_kept(workers: int, cached: bool) -> None:
     with loading(Made(60, picture), 4, cached=cached, num_workers=workers) as loader:
@@ -264,8 +261,6 @@ def test_no_code_runs_where_a_batch_is_freed(workers: int, cached: bool) -> None
     assert called == []
 
 
-# -- a process that is forked while a batch is held, such as an asynchronous saver, keeps reading it ------------------
-
 COUNT, SIZE = 48, 5000
 
 
@@ -326,8 +321,6 @@ def test_a_fork_costs_no_slot_of_a_batch_that_is_not_held() -> None:
             assert Child(int).wait() == 0
         assert {line.split()[-1] for line in _maps(os.getpid())} == before
 
-
-# -- a loader in a forked child: parent and child both have every sample ----------------------------------------------
 
 EACH = 120
 

@@ -43,9 +43,6 @@ def all_differ(epochs: list[tuple[list[int], dict[int, bytes]]], *, orders: bool
     return all(len({samples[id] for _, samples in epochs}) == len(epochs) for id in epochs[0][0])
 
 
-# -- the loader -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("workers", "seeds"), [(0, range(3)), (2, range(2))])
 def test_torchs_seed_decides(workers: int, seeds: range) -> None:
     """Without workers, Python's and NumPy's generators draw too, as under torch's loader."""
@@ -128,9 +125,6 @@ def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:
         list(one), list(other)
         one.load_state_dict(other.state_dict())
         assert epoch_of(one) == epoch_of(other)
-
-
-# -- cached data sets under torch's loader ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

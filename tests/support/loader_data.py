@@ -52,7 +52,10 @@ class Gate:
     def open(self) -> None:
         os.write(self._open, bytes(100))
 
-    def close(self) -> None:
+    def __enter__(self) -> "Gate":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self._wait)
         os.close(self._open)
 
