@@ -57,15 +57,10 @@ def test_a_cache_keeps_the_length_that_it_has_and_says_so() -> None:
         assert sum(map(len, loader)) == 3
 
 
-class Told(torch.utils.data.Dataset[tuple[int, int]]):
-    """Samples say what the worker process knows."""
-
-    def __len__(self) -> int:
-        return 4
-
-    def __getitem__(self, id: int) -> tuple[int, int]:
-        info = torch.utils.data.get_worker_info()
-        return id, -1 if info is None else info.num_workers + 10 * getattr(info.dataset, "told", 0)
+def told(id: int) -> tuple[int, int]:
+    """What the worker process knows."""
+    info = torch.utils.data.get_worker_info()
+    return id, -1 if info is None else info.num_workers + 10 * getattr(info.dataset, "told", 0)
 
 
 def tell(worker: int) -> None:
@@ -93,7 +88,7 @@ def test_what_torch_lets_others_set(name: str, workers: int) -> None:
         pytest.skip("torch's loader needs workers for it")
     found, before = [], workers > 0
     for kind in (torch.utils.data.DataLoader, sf.DataLoader):
-        loader = kind(Told(), 2, num_workers=workers)
+        loader = kind(Made(4, told), 2, num_workers=workers)
         seen = [] if before else [repr(list(loader))]
         setattr(loader, name, SET[name])
         value = getattr(loader, name)
@@ -238,17 +233,12 @@ def test_a_copy_goes_on_by_itself(kind: str, copied: str, taken: int) -> None:
 COUNT = 12
 
 
-def once(value: int) -> int:
-    return value
-
-
 def twice(value: int) -> int:
     return 2 * value
 
 
 class Step:
-    def __init__(self) -> None:
-        self.add = 0
+    add = 0
 
     def __call__(self, value: Any) -> Any:
         return value + self.add
@@ -264,7 +254,7 @@ class Settings(Dataset[int]):
         self.path, self.pair = Path("a"), (0, 1)
         self.values, self.table = list(range(COUNT)), {"a": 1, "b": 5}
         self.array, self.tensor = np.arange(COUNT), torch.arange(COUNT)
-        self.function, self.inner, self.step = once, SimpleNamespace(deep=SimpleNamespace(scale=1)), Step()
+        self.function, self.inner, self.step = abs, SimpleNamespace(deep=SimpleNamespace(scale=1)), Step()
         self.reads = 0
         self.note = "not read"
 

@@ -3,12 +3,10 @@
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -16,8 +14,6 @@ import stallfree as sf
 from cached_data import Given
 from loader_data import Made, loading
 from stallfree import platform
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.reader import Reader
 from stallfree.ipc import fetch_threads, process
 from stallfree.loader import executors
 from warm import Interpreter
@@ -75,16 +71,16 @@ def test_close_waits_no_longer_than_some_seconds(
 
 
 def test_a_fetch_again_after_an_eviction_has_the_limit_too(source: Hanging) -> None:
-    with SampleCache(12, capacity="1MiB", fingerprint="tested") as cache:
-        reader = Reader(source, cache, sf.Compose([]), sf.Compose([]))
-        cache.put_many(range(12), range(12))
-        pending = reader.start(np.arange(4, 6))
-        cache.clear()
-        pending.deadline = time.monotonic() + 0.05
-        with pytest.raises(sf.WaitError, match=r"storage did not give the samples \[4, 5\]"):
-            reader.finish(pending, 0, 0, skip=True)
-        source.answer.set()
-        reader.close()
+    source.answer.set()
+    with sf.CachedDataset(source, capacity="1MiB", transform=sf.mark_random(lambda id: id)) as data:
+        with sf.DataLoader(data, 2, sampler=[4, 5], timeout=0.05) as loader:
+            assert len(list(loader)) == 1
+            source.answer.clear()
+            batches = iter(loader)  # both are resident, so that no fetch is started
+            data.cache.clear()
+            with pytest.raises(sf.WaitError, match=r"storage did not give the samples \[4, 5\]"):
+                next(batches)
+            source.answer.set()
 
 
 def test_a_loader_that_ends_does_not_disturb_another_over_the_same_source(source: Hanging) -> None:

@@ -11,6 +11,7 @@ import select
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Any
 
 from stallfree.datasets.reader import Reader, reader_of
@@ -223,6 +224,7 @@ class WorkerPool:
         self._end()
 
 
+@cache
 def _warn_of_workers(workers: int) -> None:
     warnings.warn(
         f"num_workers={workers}: worker processes need Linux, so batches are prepared by the training process. "
