@@ -438,7 +438,7 @@ class IterableEpochs(EpochsBase):
             self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
         if self.seed is not None:
             self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.number, 0))
-        begun = _TorchPass(self, progress, iter(self.torchs), in_loop=prefetcher is None)
+        begun = _TorchPass(self, progress, in_loop=prefetcher is None)
         self._progress, self._next = progress, _StreamProgress(progress.number + 1)
         return begun
 
@@ -488,19 +488,17 @@ class IterableEpochs(EpochsBase):
 
 
 class _TorchPass(EpochPass):
-    """One pass over torch's loader: `batches`. Those that were delivered before the pass are dropped."""
+    """One pass over torch's loader. The batches that were delivered before the pass are dropped."""
 
-    def __init__(
-        self, epochs: IterableEpochs, progress: _StreamProgress, batches: Iterator[Any], *, in_loop: bool
-    ) -> None:
+    def __init__(self, epochs: IterableEpochs, progress: _StreamProgress, *, in_loop: bool) -> None:
+        self._batches: Any = iter(epochs.torchs)
         super().__init__(epochs, progress, in_loop=in_loop)
-        self.batches = batches
 
     def _take(self) -> tuple[Any, Any]:
         begun, progress = time.monotonic(), self.progress
         while True:
             try:
-                batch = next(self.batches)
+                batch = next(self._batches)
             except Exception as error:  # torch's loader continues with the following batch
                 progress.taken += not isinstance(error, StopIteration)
                 raise
@@ -513,7 +511,6 @@ class _TorchPass(EpochPass):
         return batch, None
 
     def _stop(self) -> None:
-        batches: Any = self.batches
-        self.batches = iter(())
+        batches, self._batches = self._batches, None
         if hasattr(batches, "_shutdown_workers") and not batches._persistent_workers:
             batches._shutdown_workers()  # an exception may keep the iterator alive

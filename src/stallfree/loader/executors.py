@@ -32,7 +32,7 @@ from stallfree.datasets.samples import Pending
 from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
-from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
+from stallfree.loader.messages import FORGET, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
 from stallfree.platform import how_it_ended, shares_memory
 from stallfree.raising import add_note
 
@@ -209,9 +209,7 @@ class GatherThreads(ThreadExecutor):
     def _build(self, task: Task) -> Result:
         if task.token < self._wanted:
             return Result(UNDONE, task.token, task.number, task.slot)
-        result = self._builder.gather(task)
-        result.worker = GATHERER
-        return result
+        return self._builder.gather(task)
 
     def close(self) -> None:
         self._awaited = False
@@ -343,14 +341,14 @@ class WorkerProcesses(Executor):
     def poll(self, number: int | None) -> list[Result]:
         """The available results. Replaces workers that died; idle ones when they get a task."""
         results: list[Result] = []
-        for place, worker in [*self._workers.items()]:
+        for number_of_worker, worker in [*self._workers.items()]:
             if not worker.busy:
                 continue
             worker.child.flush()
             try:
                 while (message := worker.child.receive()) is not None:
                     result = unpack_result(message)
-                    result.worker = place
+                    result.worker = number_of_worker
                     results.append(result)
                     worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
             except EOFError:
@@ -358,7 +356,7 @@ class WorkerProcesses(Executor):
             if worker.child.reported:
                 self.hung = 0
             if worker.dead:
-                self._replace(place, worker, results)
+                self._replace(number_of_worker, worker, results)
         return results
 
     def check(self) -> None:
@@ -373,12 +371,7 @@ class WorkerProcesses(Executor):
         hung = dead.child.overdue
         self.hung += hung
         dead.child.end(time.monotonic() + _STOP_SECONDS)
-        tasks = []
-        for task in dead.tasks:
-            if task.token < self._wanted:
-                results.append(Result(UNDONE, task.token, task.number, task.slot))
-            else:
-                tasks.append(task)
+        tasks = dead.tasks
         if tasks and not hung:
             tasks[0].deaths += 1
             if tasks[0].deaths >= LIVES:
@@ -388,6 +381,7 @@ class WorkerProcesses(Executor):
             self.submit(task)
 
     def _start(self, number: int) -> _Worker:
+        """Start a worker, to which batches of earlier iterations may be sent again."""
         setup = self._setup
         child = Child(
             worker_main,
@@ -397,6 +391,7 @@ class WorkerProcesses(Executor):
             parts=setup.parts,
             attempt=self.hung // self.count,
         )
+        child.send(forget_message(self._wanted))
         return _Worker(child)
 
     def close(self) -> None:
