@@ -5,6 +5,7 @@ import pickle
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -113,9 +114,9 @@ def test_a_setting_moves_no_epoch() -> None:
         assert batches(one) == batches(other)
 
 
+@dataclass
 class Repeating:
-    def __init__(self, sampler: Any) -> None:
-        self.sampler = sampler
+    sampler: Any
 
     def __iter__(self) -> Any:
         while True:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 import stallfree as sf
-from children import Child
+from process_ranks import in_ranks, join
 from stallfree import StallfreeWarning
 from stallfree.datasets import ranks as module
 from stallfree.datasets.ranks import agreed
@@ -139,27 +139,12 @@ def test_without_a_process_group_the_seed_has_to_be_given() -> None:
     assert len(batches(loader_of(0, 1, seed=None))) == 8
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Any:
-    """Runs a function in two processes of one gloo group, which ends with them as in `test_importance_ranks`."""
-
-    def run(function: Any) -> None:
-        def child(rank: int) -> None:
-            where = f"file://{tmp_path / 'store'}"
-            torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-            function(rank)
-            torch.distributed.barrier()
-
-        children = [Child(child, rank) for rank in range(2)]
-        assert [one.wait() for one in children] == [0, 0]
-
-    return run
-
-
-def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
+def test_all_ranks_use_the_seed_of_rank_0(tmp_path: Path) -> None:
     """It is compared with that of a state; and a rank that waits for it in vain says so."""
 
-    def train(rank: int) -> None:
+    def train(rank: int) -> Any:
+        join(rank, 2, tmp_path)
+
         def loader(seed: int | None) -> sf.DataLoader:
             return sf.DataLoader(range(SAMPLES), batch_size=3, shuffle=True, ranks="auto", seed=seed)
 
@@ -168,7 +153,7 @@ def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
         first = loader(10 * rank)
         if rank == 0:  # the order of iterating may differ
             first.state_dict()
-        (tmp_path / f"{rank}").write_text(repr([flat(batches(drawn)), flat(batches(first))]))
+        orders = flat(batches(drawn)), flat(batches(first))
         assert first.seed == 0
         iterator = iter(first)
         next(iterator)
@@ -187,11 +172,11 @@ def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
         if rank == 1:
             with pytest.raises(WaitError, match=r"rank 1 has waited 0\.05 s .* to set stallfree/some/1.*same order"):
                 agreed(1, "some/1")
+        torch.distributed.barrier()
+        return orders
 
-    two(train)
-    parts = [eval((tmp_path / f"{rank}").read_text()) for rank in range(2)]
-    for number in range(2):
-        assert sorted(parts[0][number] + parts[1][number]) == list(range(SAMPLES))
+    for one, other in zip(*in_ranks(2, tmp_path, train), strict=True):
+        assert sorted(one + other) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 2)])
