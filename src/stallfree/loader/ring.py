@@ -174,13 +174,12 @@ class Ring:
         return self._folder.path
 
     def take(self) -> int:
-        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`. Thread-safe."""
+        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`."""
         _ = self.slots.folder  # created before workers are forked
         self._end_leases()
-        try:
-            slot = self._free.pop()
-        except IndexError:
+        if not self._free:
             return NO_SLOT
+        slot = self._free.pop()
         if slot not in self._forked:
             return slot
         self.slots.discard(slot, free=False)
