@@ -231,19 +231,18 @@ def test_batches_that_cannot_be_brought_over() -> None:
         list(sf.DataLoader(Made(4, lambda id: lambda: id), collate_fn=as_list, num_workers=1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "culprit"),
-    [
-        ({"dataset": sf.FileDataset(["x"], [0], transform=lambda item: item)}, "the transform .*lambda"),
-        ({"collate_fn": lambda samples: samples}, "collate_fn"),
-        ({"worker_init_fn": lambda worker: None}, "worker_init_fn"),
-        ({"dataset": Made(4, lambda id: id)}, "the data set"),
-    ],
-    ids=["transform", "collate_fn", "worker_init_fn", "dataset"],
-)
-def test_what_cannot_be_sent_to_a_worker(arguments: dict[str, Any], culprit: str) -> None:
+UNSENDABLE: dict[str, dict[str, Any]] = {
+    "the transform .*lambda": {"dataset": sf.FileDataset(["x"], [0], transform=lambda item: item)},
+    "collate_fn": {"collate_fn": lambda samples: samples},
+    "worker_init_fn": {"worker_init_fn": lambda worker: None},
+    "the data set": {"dataset": Made(4, lambda id: id)},
+}
+
+
+@pytest.mark.parametrize("culprit", UNSENDABLE)
+def test_what_cannot_be_sent_to_a_worker(culprit: str) -> None:
     options = {"dataset": Made(4, zero_dim), "num_workers": 2, "multiprocessing_context": "forkserver"}
-    loader = sf.DataLoader(**options | arguments)
+    loader = sf.DataLoader(**options | UNSENDABLE[culprit])
     for _ in range(2):
         with pytest.raises(sf.InputError, match=f"{culprit}.* cannot be sent to a process .*'forkserver'"):
             list(loader)

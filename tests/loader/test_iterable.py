@@ -118,26 +118,14 @@ def test_closing_ends_workers_that_an_exception_keeps() -> None:
     assert kept.value.__traceback__ is not None
 
 
-REFUSED: dict[str, Any] = {
-    "shuffle": True,
-    "sampler": torch.arange(2),
-    "batch_sampler": [[0], [1]],
-    "ranks": "auto",
-    "cache": "auto",
-    "capacity": "1MiB",
-    "transform": len,
-    "workers": sf.RayWorkers(1),
-    "with_ids": True,
-    "staging": 0,
-    "on_error": "skip",
-    "event_log": "log",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_arguments_without_meaning(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name}=.* and an IterableDataset, .*leave out {name}.*stallfree.TarDataset"):
-        sf.DataLoader(Sized(5), **{name: REFUSED[name]})
+def test_arguments_without_meaning() -> None:
+    orders = {"shuffle": True, "sampler": torch.arange(2), "batch_sampler": [[0], [1]], "ranks": "auto"}
+    caches = {"cache": "auto", "capacity": "1MiB", "transform": len, "workers": sf.RayWorkers(1)}
+    others = {"with_ids": True, "staging": 0, "on_error": "skip", "event_log": "log"}
+    for name, value in (orders | caches | others).items():
+        said = f"{name}=.* and an IterableDataset, .*leave out {name}.*stallfree.TarDataset"
+        with pytest.raises(InputError, match=said):
+            sf.DataLoader(Sized(5), **{name: value})
 
 
 def test_epochs() -> None:
