@@ -6,6 +6,7 @@ import random
 import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,12 @@ import torch
 import stallfree as sf
 
 
+@dataclass(eq=False)
 class Made:
     """A data set of `count` samples that `make(id)` gives."""
 
-    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
-        self.count = count
-        self.make = make
+    count: int
+    make: Callable[[int], Any]
 
     def __len__(self) -> int:
         return self.count
