@@ -56,8 +56,7 @@ class Executor:
         stuck: whether no worker gets started here, so that another process should try.
     """
 
-    needs_slot = stuck = False
-    replaced = 0
+    needs_slot, stuck, replaced = True, False, 0
     descriptors: Sequence[tuple[int, int]] = ()
 
     def submit(self, task: Task) -> None:
@@ -137,8 +136,6 @@ class TrainingProcess(Executor):
 
 class ThreadExecutor(Executor):
     """An executor whose threads deliver the results. A pipe wakes the loop, but only while that waits."""
-
-    needs_slot = True
 
     def __init__(self) -> None:
         self._done: deque[Result] = deque()
@@ -295,8 +292,6 @@ class WorkerProcesses(Executor):
         replaced: number of workers that died.
         hung: forked workers that did not report in since the last one that did.
     """
-
-    needs_slot = True
 
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         start_method(context)  # before anything is created in a process that may start none
