@@ -1,9 +1,9 @@
 """Samples prepared in the rows of their batch, directly from the cache."""
 
-import contextlib
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,10 @@ def encoded(id: int) -> bytes:
     return file.getvalue()
 
 
-@contextlib.contextmanager
-def caching(make: Callable[[int], Any], *steps: Any, **options: Any) -> Iterator[sf.CachedDataset[Any]]:
+def caching(make: Callable[[int], Any], *steps: Any, **options: Any) -> sf.CachedDataset[Any]:
     """A cached data set of pairs of a picture and a label, to which `steps` are applied."""
     data = Made(COUNT, lambda id: (make(id), id))
-    with sf.CachedDataset(data, capacity="8MiB", transform=sf.Compose(list(steps)), **options) as cached:
-        yield cached
+    return sf.CachedDataset(data, capacity="8MiB", transform=sf.Compose(list(steps)), **options)
 
 
 def on_picture(*steps: Any) -> list[Any]:
@@ -52,11 +50,11 @@ def on_picture(*steps: Any) -> list[Any]:
 
 @in_place
 @sf.mark_random
+@dataclass
 class Flip:
     """Mirrors with probability `p`, in the row itself if that is where the picture is."""
 
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = p
+    p: float = 0.5
 
     def __call__(self, pixels: Any, out: Any = None) -> Any:
         if random.random() >= self.p:
@@ -153,11 +151,11 @@ def test_what_is_changed_while_it_is_read_comes_from_the_source() -> None:
 
 @in_place
 @sf.mark_random
+@dataclass
 class Named:
     """Raises, or returns another structure, for some labels."""
 
-    def __init__(self, odd: dict[int, str]) -> None:
-        self.odd = odd
+    odd: dict[int, str]
 
     def __call__(self, sample: Any, out: Any = None) -> Any:
         _, id = sample
