@@ -13,6 +13,8 @@ import numpy as np
 from torch.utils.data import default_convert
 
 from stallfree.cache.buffers import Buffers
+from stallfree.cache.records import Aim
+from stallfree.cache.sample_cache import SampleCache
 from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import Pending, Samples
 from stallfree.errors import IdError, text_of
@@ -30,6 +32,25 @@ LARGE = 1 << 20
 
 _buffers = Buffers()
 log = logging.getLogger("stallfree")
+
+
+@dataclass(frozen=True, slots=True)
+class _GatherTarget:
+    """The memory that a gather fills.
+
+    Attributes:
+        count: number of samples.
+        size: size of the batch in bytes.
+        head: the head of the batch's record in that memory.
+        saved_head: a copy of the head, since other batches overwrite the slot between two gathers.
+        aim: the target in the form that the cache expects.
+    """
+
+    count: int
+    size: int
+    head: Bytes
+    saved_head: Bytes
+    aim: Aim
 
 
 class _Destination:
@@ -122,18 +143,34 @@ class BatchBuilder:
             return result
         destination = _Destination(self.slots, task.slot)
         try:
-            rows, size = compose(cache.structure, len(task.ids), destination.reserve)
-            if not size or not cache.gather(task.ids, rows).all():
+            target = self._gather_target(cache, len(task.ids), destination)
+            if target is None or not cache.gather(task.ids, target.aim).all():
                 return result
         except Exception as error:  # `finish` builds the batch instead, and raises an error that persists
             _log_of_gather(f"{type(error).__name__}: {text_of(error)}")
             return result
         if cache.uncached_steps == uncached:
-            destination.finish(size)
+            destination.finish(target.size)
             result.status, result.size, result.memory = destination.status, destination.size, destination.memory
             result.hits, result.ids, result.started = len(task.ids), task.ids, started
             result.prep_seconds = time.monotonic() - started
         return result
+
+    def _gather_target(self, cache: SampleCache, count: int, destination: _Destination) -> _GatherTarget | None:
+        """Return the target of a gather of `count` samples; a slot's last target is reused if its count is the same."""
+        targets = self.slots.derived
+        target: _GatherTarget | None = targets.get(destination.slot)
+        if target is not None and target.count == count:
+            target.head[:] = target.saved_head
+            return target
+        composed = None if cache.structure is None else compose(cache.structure, count, destination.reserve)
+        if composed is None:
+            return None
+        rows, size, head = composed
+        target = _GatherTarget(count, size, head, head.copy(), cache.aim(rows))
+        if destination.memory is None:
+            targets[destination.slot] = target
+        return target
 
     # -- all other batches --------------------------------------------------------------------------------------------
 

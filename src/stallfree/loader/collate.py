@@ -66,18 +66,19 @@ def collate_default(samples: list[Any]) -> Any:
         torch_worker._worker_info = info
 
 
-def compose(sample: Structure | None, count: int, reserve: Reserve) -> tuple[list[Bytes], int]:
+def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes], int, Bytes] | None:
     """Write the head of a batch of `count` samples into the memory that `reserve(bytes)` returns.
 
-    Returns an array (count, bytes) per leaf, and the size of the batch; 0 if the samples cannot be stacked.
+    Returns an array (count, bytes) per leaf, the size of the batch and its head; None if the samples cannot be stacked.
     """
-    structure = None if sample is None else batch_structure(sample, count)
-    if sample is None or structure is None:
-        return [], 0
+    structure = batch_structure(sample, count)
+    if structure is None:
+        return None
     size = record_size(structure, [])
     memory = reserve(size)
     regions = open_record(structure, memory)
-    return [region.reshape(count, leaf.nbytes) for region, leaf in zip(regions, sample.leaves, strict=True)], size
+    rows = [region.reshape(count, leaf.nbytes) for region, leaf in zip(regions, sample.leaves, strict=True)]
+    return rows, size, memory[: structure.head.size]
 
 
 def stack(samples: Sequence[Any], reserve: Reserve) -> tuple[int, Structure | None]:
@@ -121,7 +122,7 @@ class BatchBuffer:
 
     def __init__(self, structure: Structure, count: int, reserve: Reserve) -> None:
         self._structure, self._count, self._filled, self._open = structure, count, 0, True
-        self._columns, self.size = compose(structure, count, reserve)
+        self._columns, self.size, _ = compose(structure, count, reserve) or ([], 0, None)
         self._rows: list[Any] = []  # of leaves that samples may be written to; made when the first is asked for
 
     def _make_rows(self) -> None:

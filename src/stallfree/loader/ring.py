@@ -37,6 +37,7 @@ class Slots:
 
     Attributes:
         pin: pins memory for a device and returns the function that unpins it; set in the process that iterates.
+        derived: objects that depend on the memory of a slot; deleted when the slot is mapped again.
     """
 
     _access = mmap.ACCESS_WRITE
@@ -47,6 +48,7 @@ class Slots:
         self.pin: Callable[[Bytes], Callable[[], object]] | None = None
         self._pinned: dict[int, Callable[[], object]] = {}
         self._maps: dict[int, mmap.mmap] = {}
+        self.derived: dict[int, Any] = {}
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
         """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
@@ -104,6 +106,7 @@ class Slots:
         if unpin is not None:
             unpin()
         self._maps.pop(slot, None)
+        self.derived.pop(slot, None)
 
     def discard(self, slot: int, *, free: bool) -> None:
         """Unmap a slot and remove its file. Other processes unmap it when they map another slot.
@@ -134,7 +137,7 @@ class Slots:
             self.forget(slot)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}}
+        return {"_folder": self.folder, "limit": self.limit, "pin": None, "_pinned": {}, "_maps": {}, "derived": {}}
 
 
 class _Lease(weakref.ref[Bytes]):
