@@ -252,11 +252,11 @@ def test_what_cannot_be_sent_to_a_worker(culprit: str) -> None:
 def test_a_permanent_error_of_gathers_is_logged_once(
     evicted: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And samples that are evicted before they are gathered not at all."""
+    """And a sample that is evicted before it is gathered not at all."""
     samples, gather = [[float(id)] * 8 for id in range(40)], sf.cache.SampleCache.gather
 
     def fail(*arguments: Any) -> Any:
-        return gather(*arguments) & False if evicted else 1 / 0
+        return gather(*arguments) & [True, False, True, True] if evicted else 1 / 0
 
     with sf.CachedDataset(samples, capacity="1MiB") as data, sf.DataLoader(data, 4, num_workers=1) as loader:
         whole, before = repr(list(loader)), loader.stats().retries

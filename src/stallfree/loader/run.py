@@ -384,9 +384,7 @@ class Pass(EpochPass):
         for result in results:
             if result.status == UNDONE:
                 self.counts["retries"] += 1
-                undone = self.progress.tasks[result.number - self.progress.handed_out]
-                undone.slot = result.slot
-                pool.submit(undone, gather=False)
+                pool.submit(self.progress.tasks[result.number - self.progress.handed_out], gather=False)
             else:
                 self._results[result.number] = result
         if task.number in self._results:
