@@ -152,11 +152,6 @@ class WorkerPool:
         if isinstance(self._main, TrainingProcess):
             self.builder.reader.settings.note()
 
-    @property
-    def room(self) -> bool:
-        """Whether a slot is free for one more batch."""
-        return self.ring.free > 0
-
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""
         executor = self._main

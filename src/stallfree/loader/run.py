@@ -373,7 +373,7 @@ class Pass(EpochPass):
         """
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
-        while len(progress.tasks) < most and (pool.room or not progress.tasks) and progress.peek():
+        while len(progress.tasks) < most and (pool.ring.free or not progress.tasks) and progress.peek():
             task = progress.start(self._token)
             pool.submit(task, gather=pool.builder.can_gather(task.ids))
 
