@@ -59,15 +59,16 @@ class Numbers:
 
 
 class Positioned(Numbers):
-    """A loader that can return its state at an earlier position."""
+    """A loader that can return its present state later."""
 
-    @property
-    def position(self) -> tuple[int, int]:
-        return self.epoch, self.at
+    def state_snapshot(self) -> Any:
+        position = self.state_dict()
 
-    def state_at(self, position: tuple[int, int]) -> dict[str, int]:
-        self.made += 1
-        return {"epoch": position[0], "at": position[1]}
+        def state() -> dict[str, int]:
+            self.made += 1
+            return position
+
+        return state
 
 
 def batches(count: int) -> list[torch.Tensor]:

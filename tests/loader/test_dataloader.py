@@ -1,40 +1,27 @@
 """`DataLoader` gives what `torch.utils.data.DataLoader` gives, and refuses what cannot be meant."""
 
+import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
 import stallfree as sf
 from cached_data import Numbers
-from loader_data import (
-    Gate,
-    Made,
-    as_list,
-    labels_of,
-    noisy_collate,
-    picture,
-    same,
-    zero_dim,
-)
-from names import named
-from stallfree.loader.pool import WorkerPool
+from loader_data import Gate, Made, as_list, labels_of, loading, noisy_collate, picture, same, zero_dim
 from warm import Interpreter
 
 
-def ours(dataset: Any, **arguments: Any) -> list[Any]:
-    return list(sf.DataLoader(dataset, **arguments))
-
-
 def test_without_workers_objects_are_handed_over_as_they_are() -> None:
+    """For gradients, see `test_kinds_of_samples`."""
     things = [object(), lambda: 1]
-    assert ours(Made(2, things.__getitem__), batch_size=2, collate_fn=as_list) == [things]
-    grad = torch.ones(2, requires_grad=True)
-    assert ours(Made(1, lambda _: grad * 2), collate_fn=as_list)[0][0].grad_fn is not None
+    assert list(sf.DataLoader(things, batch_size=2, collate_fn=as_list)) == [things]
 
 
 def test_distributed_sampler_shuffles_anew_without_set_epoch() -> None:
@@ -54,30 +41,20 @@ def info(id: int) -> tuple[int, int, int, bool]:
 
 @pytest.mark.parametrize(("method", "workers"), [("fork", 2), pytest.param("spawn", 1, marks=pytest.mark.slow)])
 def test_get_worker_info(method: str, workers: int) -> None:
-    with sf.DataLoader(
-        Made(6, info), None, num_workers=workers, multiprocessing_context=method, collate_fn=tuple
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": method, "collate_fn": tuple}
+    with sf.DataLoader(Made(6, info), None, **options) as loader:
         assert {*loader} == {(worker, workers, 6, True) for worker in range(workers)}
     assert torch.utils.data.get_worker_info() is None
 
 
-class Opened(Numbers):
-    """Records say whether `worker_init_fn` was called before."""
+def test_fetches_start_after_worker_init_fn(tmp_path: Path) -> None:
+    def write_late(worker: int) -> None:
+        time.sleep(0.1)
+        (tmp_path / "late").write_bytes(b"x")
 
-    opened = False
-
-    def _record(self, id: int) -> bool:
-        return self.opened
-
-
-def open_late(worker: int) -> None:
-    time.sleep(0.1)
-    torch.utils.data.get_worker_info().dataset.opened = True  # type: ignore[union-attr]
-
-
-def test_fetches_start_after_worker_init_fn() -> None:
-    with sf.DataLoader(Opened(4), 2, num_workers=1, worker_init_fn=open_late) as loader:
-        assert [batch.tolist() for batch in loader] == [[True, True]] * 2
+    data = sf.FileDataset([tmp_path / "late"] * 4)
+    with sf.DataLoader(data, 2, num_workers=1, worker_init_fn=write_late, collate_fn=len) as loader:
+        assert list(loader) == [2, 2]
 
 
 def test_cached_batches_are_the_loops_own() -> None:
@@ -91,24 +68,23 @@ def test_cached_batches_are_the_loops_own() -> None:
         assert [int(batch) for batch in sf.DataLoader(cached)] == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"persistent_workers": True}, "num_workers of 1 or more"),
-        ({"shuffle": True, "sampler": [1]}, "leave out shuffle"),
-        ({"batch_sampler": [[1]], "batch_size": 2}, "leave out batch_size"),
-        ({"batch_size": None, "drop_last": True}, "needs a batch_size"),
-        ({"multiprocessing_context": "threads", "num_workers": 1}, "multiprocessing_context='threads'"),
-        ({"staging": "much"}, "staging='much'"),
-    ],
-    ids=named,
-)
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], message: str) -> None:
+UNUSABLE: dict[str, dict[str, Any]] = {
+    "num_workers of 1 or more": {"persistent_workers": True},
+    "leave out shuffle": {"shuffle": True, "sampler": [1]},
+    "leave out batch_size": {"batch_sampler": [[1]], "batch_size": 2},
+    "needs a batch_size": {"batch_size": None, "drop_last": True},
+    "multiprocessing_context='threads'": {"multiprocessing_context": "threads", "num_workers": 1},
+    "staging='much'": {"staging": "much"},
+}
+
+
+@pytest.mark.parametrize("message", UNUSABLE)
+def test_arguments_that_cannot_be_used(message: str) -> None:
     with pytest.raises(sf.InputError, match=message):
-        sf.DataLoader(Made(3, zero_dim), **arguments)
+        sf.DataLoader(Made(3, zero_dim), **UNUSABLE[message])
 
 
-@pytest.mark.parametrize("id", [7, -6, "one", 0.5, True, [0, 1], None], ids=named)
+@pytest.mark.parametrize("id", [7, -6, "one", 0.5, True, [0, 1], None])
 def test_samplers_that_give_something_else(id: Any) -> None:
     is_id = type(id) is int
     loader = sf.DataLoader(Made(5, zero_dim), sampler=[2, 0, id])
@@ -117,16 +93,6 @@ def test_samplers_that_give_something_else(id: Any) -> None:
     with pytest.raises(sf.InputError, match=f"the id {id}.*ids 0 to 4" if is_id else "must be integers") as caught:
         next(iterator)
     assert isinstance(caught.value, IndexError) == is_id
-
-
-# -- epochs: what differs from one to the next, and what remains when one is not finished -----------------------------
-
-
-@pytest.fixture
-def gate() -> Iterator[Gate]:
-    gate = Gate()
-    yield gate
-    gate.close()
 
 
 def order(loader: sf.DataLoader) -> list[int]:
@@ -155,15 +121,10 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
 
 def test_what_collate_fn_draws() -> None:
     """A mix-up in `collate_fn` is fresh for each batch and epoch, and does not depend on the workers."""
-
-    def epochs(workers: int) -> list[Any]:
-        loader = sf.DataLoader(Made(12, picture), batch_size=4, collate_fn=noisy_collate, num_workers=workers, seed=1)
-        return [list(loader) for _ in range(2)]
-
-    expected = epochs(1)
-    factors = {float(images.flatten().max()) for epoch in expected for images, _ in epoch}
-    assert len(factors) == 6
-    assert same(epochs(2), expected)
+    loaders = [sf.DataLoader(Made(12, picture), 4, collate_fn=noisy_collate, num_workers=n, seed=1) for n in (1, 2)]
+    one, other = ([*loader, *loader] for loader in loaders)
+    assert len({float(images.flatten().max()) for images, _ in one}) == 6
+    assert same(one, other)
 
 
 def test_persistent_workers_persist() -> None:
@@ -181,20 +142,9 @@ def test_persistent_workers_persist() -> None:
     assert not pids(loader) & pids(loader)
 
 
-def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
-    gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else it would find none free, and end before it has begun."""
-    wait = WorkerPool.wait
-
-    def open_and_wait(*arguments: Any) -> None:
-        gate.open()
-        wait(*arguments)
-
+def test_an_iteration_goes_on_though_the_one_before_still_has_all_slots(caplog: pytest.LogCaptureFixture) -> None:
     ids = [0, 1, 2]
-    with sf.DataLoader(
-        Made(8, gate), sampler=ids, num_workers=1, persistent_workers=True, multiprocessing_context="fork"
-    ) as loader:
+    with Gate() as gate, loading(Made(8, gate), sampler=ids, num_workers=1, multiprocessing_context="fork") as loader:
         kept = list(loader)  # three slots
         ids[:] = [5, 6, 7]
         iter(loader)  # two more are with the worker, before the gate
@@ -202,9 +152,10 @@ def test_an_iteration_waits_for_the_slots_that_the_one_before_still_has(
         iterator = iter(loader)
         assert loader._epochs.kept is not None
         assert loader._epochs.kept.ring.free == 0
-        monkeypatch.setattr(WorkerPool, "wait", open_and_wait)
+        gate.open()
         assert [int(batch) for batch in iterator] == list(range(8))
         assert [int(batch) for batch in kept] == [0, 1, 2]
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -221,12 +172,9 @@ def test_two_iterations_of_one_loader_are_independent(workers: int) -> None:
 
 
 def test_no_worker_is_started_when_all_can_be_gathered() -> None:
-    def init(worker: int) -> None:
-        raise AssertionError("a worker was started")
-
     with sf.CachedDataset(Made(20, picture), capacity="32MiB") as cached:
         list(sf.DataLoader(cached, batch_size=4))
-        loader = sf.DataLoader(cached, batch_size=4, num_workers=2, worker_init_fn=init)
+        loader = sf.DataLoader(cached, batch_size=4, num_workers=2, worker_init_fn=pytest.fail)
         assert order(loader) == list(range(20))
 
 
@@ -253,13 +201,9 @@ def test_statistics_add_up() -> None:
 
 
 THREADS = """
-import os, threading
-import torch
-import stallfree as sf
-
+import os, threading, torch, stallfree as sf
 def others():
     return len(os.listdir("/proc/self/task")) - threading.active_count()
-
 torch.set_num_threads(4)
 data = list(range(34_000))
 before = others()
@@ -277,17 +221,12 @@ def test_torch_starts_no_threads_for_a_loader_with_workers(interpreter: Interpre
     assert ended.code == 0, ended.err
 
 
-# -- what other libraries and users see of a loader -------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [None, 2])
 def test_a_loader_made_like_another(size: int | None) -> None:
     """As Lightning does it: with the attributes of the first one as arguments."""
-    data = Made(4, zero_dim)
-    first = sf.DataLoader(data, batch_size=size)
-    again = sf.DataLoader(data, batch_size=first.batch_size, collate_fn=first.collate_fn)
-    assert [batch.tolist() for batch in again] == [batch.tolist() for batch in first]
-    assert again.stats().private_copies == 0
+    first = sf.DataLoader(Made(4, zero_dim), batch_size=size)
+    again = sf.DataLoader(first.dataset, batch_size=first.batch_size, collate_fn=first.collate_fn)
+    assert same([*again], [*first])
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -317,45 +256,19 @@ def test_repr() -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_arguments_are_shown_as_torch_shows_them(workers: int) -> None:
-    names = (
-        "batch_size",
-        "num_workers",
-        "prefetch_factor",
-        "drop_last",
-        "timeout",
-        "collate_fn",
-        "generator",
-        "in_order",
-    )
-    names += ("persistent_workers", "pin_memory", "pin_memory_device", "worker_init_fn", "multiprocessing_context")
     kinds = sf.DataLoader, torch.utils.data.DataLoader
+    names = {*inspect.signature(kinds[1]).parameters} - {"dataset", "shuffle", "sampler", "batch_sampler"}
     ours, theirs = ({name: getattr(kind([1, 2], num_workers=workers), name) for name in names} for kind in kinds)
     assert ours == theirs
 
 
-# -- samplers that are shown yield the loader's own order: libraries iterate over them --------------------------------
-
 COUNT, SIZE = 22, 4
 
 
-class Skip(BatchSampler):
-    """The batches of `batches` without the first ones, as Accelerate's `skip_first_batches` has them."""
-
-    def __init__(self, batches: Any, first: int) -> None:
-        self.batches, self.first = batches, first
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return (batch for number, batch in enumerate(self.batches) if number >= self.first)
-
-    def __len__(self) -> int:
-        return len(self.batches) - self.first
-
-
 def skipping(loader: Any, first: int) -> Any:
-    """A loader of torch's with the rest of an epoch."""
-    return torch.utils.data.DataLoader(
-        loader.dataset, batch_sampler=Skip(loader.batch_sampler, first), generator=loader.generator
-    )
+    """A loader of torch's with the rest of an epoch, as Accelerate's `skip_first_batches` makes it."""
+    rest: Any = islice(loader.batch_sampler, first, None)
+    return torch.utils.data.DataLoader(loader.dataset, batch_sampler=rest, generator=loader.generator)
 
 
 def ids(batches: Any) -> list[list[int]]:
@@ -378,7 +291,7 @@ MAKE: dict[str, Callable[[], sf.DataLoader]] = {
 
 @pytest.mark.parametrize("kind", MAKE)
 def test_epochs_go_on(kind: str) -> None:
-    """An epoch by the sampler, or the rest of one, is that of the loader, and counts."""
+    """An epoch by the samplers that are shown, or the rest of one, is that of the loader, and counts."""
     loader = MAKE[kind]()
     expected = [ids(loader) for _ in range(4)]
     assert ids(skipping(MAKE[kind](), 2)) == expected[0][2:]

@@ -19,6 +19,7 @@ from stallfree.errors import InputError
 
 SAMPLES, BATCH = 10, 3
 BATCHES = 4
+SLOW = pytest.mark.slow
 
 
 class Slow(Numbers):
@@ -31,7 +32,6 @@ class Slow(Numbers):
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """Of a log."""
     return tmp_path / "run.jsonl"
 
 
@@ -40,9 +40,9 @@ def count(events: list[Event]) -> Counter[tuple[str, int, int]]:
     return Counter((event.what, event.epoch, event.batch) for event in events)
 
 
-def each(what: str, epochs: int, batches: int = BATCHES) -> Counter[tuple[str, int, int]]:
-    """Every batch of some epochs, once."""
-    return Counter({(what, epoch, batch): 1 for epoch in range(epochs) for batch in range(batches)})
+def each(*done: str, epochs: int = 1) -> Counter[tuple[str, int, int]]:
+    """Each of these done to every batch of some epochs, once."""
+    return Counter((what, epoch, batch) for what in done for epoch in range(epochs) for batch in range(BATCHES))
 
 
 def check_order(events: list[Event], begun: float) -> None:
@@ -59,20 +59,17 @@ def check_order(events: list[Event], begun: float) -> None:
     assert all(ready[batch] <= start + 2e-6 for batch, start in used.items())
 
 
-@pytest.mark.parametrize(
-    ("workers", "method"), [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("workers", "method"), [(0, None), (2, "fork"), pytest.param(2, "spawn", marks=SLOW)])
 def test_every_batch_of_every_epoch(workers: int, method: str | None, path: Path) -> None:
     path.write_text("of an earlier run")
     begun = time.monotonic()
-    with sf.DataLoader(
-        Slow(SAMPLES), BATCH, num_workers=workers, multiprocessing_context=method, event_log=path
-    ) as loader:
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": method, "event_log": path}
+    with sf.DataLoader(Slow(SAMPLES), BATCH, **options) as loader:
         for epoch in range(2):
             for _ in loader:
                 time.sleep(0.002)
             events = read_events(path)  # complete after each epoch
-            assert count(events) == each("fetch", epoch + 1) + each("prep", epoch + 1) + each("compute", epoch + 1)
+            assert count(events) == each("fetch", "prep", "compute", epochs=epoch + 1)
         stats = loader.stats()
     check_order(events, begun)
     assert {event.actor for event in events} <= {"device", *(f"loader {number}" for number in range(max(1, workers)))}
@@ -87,11 +84,11 @@ def test_every_batch_of_every_epoch(workers: int, method: str | None, path: Path
 def test_batches_out_of_the_cache(path: Path) -> None:
     begun = time.monotonic()
     with sf.CachedDataset(Numbers(SAMPLES), capacity="4MiB") as dataset:
-        dataset.cache.put_many(range(SAMPLES), [dataset.source.fetch(id) for id in range(SAMPLES)])
+        assert len(list(dataset)) == SAMPLES  # all are stored
         with sf.DataLoader(dataset, BATCH, num_workers=2, event_log=path) as loader:
             assert len(list(loader)) == BATCHES
     events = read_events(path)
-    assert count(events) == each("gather", 1) + each("compute", 1)
+    assert count(events) == each("gather", "compute")
     assert {event.actor for event in events} == {"gather", "device"}
     check_order(events, begun)
 
@@ -107,10 +104,10 @@ def test_batches_that_fail_or_are_empty(path: Path) -> None:
     with pytest.raises(ValueError, match="3"):
         next(iterator)
     assert len(list(iterator)) == 2
-    used = each("compute", 1) - Counter([("compute", 0, 1)])
-    assert count(read_events(path)) == each("prep", 1) - Counter([("prep", 0, 1)]) + used
+    failed = Counter([("prep", 0, 1), ("compute", 0, 1)])
+    assert count(read_events(path)) == each("prep", "compute") - failed
     assert len(list(sf.DataLoader(Made(SAMPLES, bad), BATCH, on_error="skip", event_log=path))) == 3
-    assert count(read_events(path)) == each("fetch", 1) + each("prep", 1) + used
+    assert count(read_events(path)) == each("fetch", "prep", "compute") - Counter([("compute", 0, 1)])
 
 
 def test_a_path_that_cannot_be_written() -> None:

@@ -1,9 +1,9 @@
 """Samples prepared in the rows of their batch, directly from the cache."""
 
-import contextlib
 import io
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ HALF = COUNT // 2
 
 
 def picture(id: int) -> np.ndarray[Any, Any]:
-    """Return bytes whose size and content are a function of the id."""
+    """Bytes whose size and content are a function of the id."""
     shape = 30 + 3 * id, 60 - 2 * id, 3
     return (np.arange(np.prod(shape)).reshape(shape) * 40503 * (id + 1) >> 6).astype(np.uint8)
 
@@ -38,12 +38,10 @@ def encoded(id: int) -> bytes:
     return file.getvalue()
 
 
-@contextlib.contextmanager
-def caching(make: Callable[[int], Any], *steps: Any, **options: Any) -> Iterator[sf.CachedDataset[Any]]:
+def caching(make: Callable[[int], Any], *steps: Any, **options: Any) -> sf.CachedDataset[Any]:
     """A cached data set of pairs of a picture and a label, to which `steps` are applied."""
     data = Made(COUNT, lambda id: (make(id), id))
-    with sf.CachedDataset(data, capacity="8MiB", transform=sf.Compose(list(steps)), **options) as cached:
-        yield cached
+    return sf.CachedDataset(data, capacity="8MiB", transform=sf.Compose(list(steps)), **options)
 
 
 def on_picture(*steps: Any) -> list[Any]:
@@ -51,11 +49,12 @@ def on_picture(*steps: Any) -> list[Any]:
 
 
 @in_place
+@sf.mark_random
+@dataclass
 class Flip:
     """Mirrors with probability `p`, in the row itself if that is where the picture is."""
 
-    def __init__(self, p: float = 0.5) -> None:
-        self.p = p
+    p: float = 0.5
 
     def __call__(self, pixels: Any, out: Any = None) -> Any:
         if random.random() >= self.p:
@@ -66,15 +65,13 @@ class Flip:
 
 
 @in_place
+@sf.mark_deterministic
 class ChannelsFirst:
     def __call__(self, pixels: Any, out: Any = None) -> Any:
         moved = empty(out, (3, *pixels.shape[:2]))
         moved[...] = pixels.transpose(2, 0, 1).copy()
         return moved
 
-
-sf.mark_random(Flip)
-sf.mark_deterministic(ChannelsFirst)
 
 LAST = sf.vision.RandomResizedCrop(SIDE, flip=0.5)
 OTHERS = [Flip(), sf.vision.RandomResizedCrop((40, 30))]
@@ -153,11 +150,12 @@ def test_what_is_changed_while_it_is_read_comes_from_the_source() -> None:
 
 
 @in_place
+@sf.mark_random
+@dataclass
 class Named:
     """Raises, or returns another structure, for some labels."""
 
-    def __init__(self, odd: dict[int, str]) -> None:
-        self.odd = odd
+    odd: dict[int, str]
 
     def __call__(self, sample: Any, out: Any = None) -> Any:
         _, id = sample
@@ -171,9 +169,6 @@ class Named:
         if what == "swapped":
             return second, first, id
         return (first, second, float(id)) if what == "other" else (first, second, id)
-
-
-sf.mark_random(Named)
 
 
 @settings(max_examples=5)
@@ -205,17 +200,9 @@ def test_a_step_of_the_user_may_keep_what_it_was_given() -> None:
             assert all((kept[id] == seen[id].numpy()).all() for id in seen)
 
 
-# -- batches composed in place equal those of torch's `default_collate` -----------------------------------------------
-
 DTYPES = ["uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64", "complex64", "bool"]
 
-scalars = st.one_of(
-    st.integers(-(2**63), 2**63 - 1),
-    st.floats(allow_nan=False),
-    st.booleans(),
-    st.text(max_size=3),
-    st.binary(max_size=3),
-)
+numbers = st.one_of(st.integers(-(2**63), 2**63 - 1), st.floats(allow_nan=False), st.booleans())
 
 
 @st.composite
@@ -227,7 +214,7 @@ def array(draw: st.DrawFn) -> Any:
 
 
 values = st.recursive(
-    st.one_of(scalars, array()),
+    st.one_of(numbers, st.text(max_size=3), st.binary(max_size=3), array()),
     lambda children: st.one_of(
         st.lists(children, min_size=1, max_size=3),
         st.tuples(children, children),

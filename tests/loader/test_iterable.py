@@ -111,9 +111,6 @@ def test_attributes_that_are_set_later() -> None:
     assert loader.stats().num_workers == 1
 
 
-# -- errors -----------------------------------------------------------------------------------------------------------
-
-
 def test_closing_ends_workers_that_an_exception_keeps() -> None:
     with pytest.raises(FileNotFoundError) as kept, sf.DataLoader(Stream([3], (1,)), num_workers=1) as loader:
         list(loader)
@@ -121,29 +118,14 @@ def test_closing_ends_workers_that_an_exception_keeps() -> None:
     assert kept.value.__traceback__ is not None
 
 
-REFUSED: dict[str, Any] = {
-    "shuffle": True,
-    "sampler": torch.arange(2),
-    "batch_sampler": [[0], [1]],
-    "ranks": "auto",
-    "cache": "auto",
-    "capacity": "1MiB",
-    "transform": len,
-    "workers": sf.RayWorkers(1),
-    "with_ids": True,
-    "staging": 0,
-    "on_error": "skip",
-    "event_log": "log",
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_arguments_without_meaning(name: str) -> None:
-    with pytest.raises(InputError, match=f"{name}=.* and an IterableDataset, .*leave out {name}.*stallfree.TarDataset"):
-        sf.DataLoader(Sized(5), **{name: REFUSED[name]})
-
-
-# -- length, epochs, state --------------------------------------------------------------------------------------------
+def test_arguments_without_meaning() -> None:
+    orders = {"shuffle": True, "sampler": torch.arange(2), "batch_sampler": [[0], [1]], "ranks": "auto"}
+    caches = {"cache": "auto", "capacity": "1MiB", "transform": len, "workers": sf.RayWorkers(1)}
+    others = {"with_ids": True, "staging": 0, "on_error": "skip", "event_log": "log"}
+    for name, value in (orders | caches | others).items():
+        said = f"{name}=.* and an IterableDataset, .*leave out {name}.*stallfree.TarDataset"
+        with pytest.raises(InputError, match=said):
+            sf.DataLoader(Sized(5), **{name: value})
 
 
 def test_epochs() -> None:
@@ -158,8 +140,8 @@ def test_epochs() -> None:
     half([Sized, Stateful], [{"num_workers": 2}, {}, {"num_workers": 1, "device": "cpu"}, {"device": "cpu"}]),
 )
 def test_a_state_resumes_at_every_step(kind: Any, arguments: dict[str, Any]) -> None:
-    def loader(count: int = 7) -> Any:
-        return sf.DataLoader(kind(count), batch_size=2, **arguments)
+    def loader() -> Any:
+        return sf.DataLoader(kind(7), batch_size=2, **arguments)
 
     one = loader()
     one.set_epoch(3)
@@ -195,14 +177,11 @@ def test_a_state_resumes_after_a_batch_that_failed(workers: int) -> None:
 
 
 def test_a_seed_is_that_of_the_workers() -> None:
-    def epochs(seed: int) -> list[list[float]]:
-        torch.manual_seed(seed + len(found))
-        with sf.DataLoader(Drawn(), 3, num_workers=1, seed=seed) as loader:
-            return [torch.cat(list(loader)).tolist() for _ in range(2)]
-
     found: list[list[list[float]]] = []
     for seed in (1, 1, 2):
-        found.append(epochs(seed))
+        torch.manual_seed(seed + len(found))
+        with sf.DataLoader(Drawn(), 3, num_workers=1, seed=seed) as loader:
+            found.append([torch.cat(list(loader)).tolist() for _ in range(2)])
     assert found[0] == found[1]
     assert len({number for epoch in found[0] + found[2] for number in epoch}) == 36
     with sf.DataLoader(Drawn(), 3, num_workers=1, seed=2) as loader:
@@ -217,12 +196,3 @@ def test_a_state_of_another_loader() -> None:
     for other in (sf.DataLoader(Sized(3), 1, seed=1), sf.DataLoader(Sized(3), 2), sf.DataLoader(list(range(3)), 2)):
         with pytest.raises(InputError, match="the state was taken with"):
             other.load_state_dict(state)
-
-
-def test_a_copy_has_no_iterations() -> None:
-    loader = sf.DataLoader(Sized(6), batch_size=2, num_workers=1, persistent_workers=True)
-    batches = iter(loader)
-    next(batches)
-    assert [batch.tolist() for batch in pickle.loads(pickle.dumps(loader))] == [[0, 1], [2, 3], [4, 5]]
-    assert [batch.tolist() for batch in batches] == [[2, 3], [4, 5]]
-    loader.close()

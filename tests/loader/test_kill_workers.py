@@ -23,7 +23,7 @@ import torch
 import stallfree as sf
 import train_job
 from children import Child, Holder
-from loader_data import Made, checksum, picture, pixels
+from loader_data import Made, checksum, loading, picture, pixels
 from stallfree.ipc.folders import sweep
 from stallfree.loader import executors as worker_processes
 from train_job import SAMPLES, KeepAsIs, cached
@@ -74,14 +74,12 @@ def train_among_kills(kills: int, method: str, seed: int, monkeypatch: pytest.Mo
     chance = random.Random(seed)
     ledger: Ledger = []
     epoch = killed = 0
+    options: dict[str, Any] = {"multiprocessing_context": method, "with_ids": True, "seed": seed}
     with (
         cached(transform=sf.mark_random(KeepAsIs())) as dataset,
         a_killer(chance) as kill,
-        sf.DataLoader(
-            dataset, 4, shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context=method,
-            with_ids=True, seed=seed,
-        ) as loader,
-    ):  # fmt: skip
+        loading(dataset, 4, shuffle=True, num_workers=2, **options) as loader,
+    ):
         while killed < kills:
             for batch in loader:
                 book(ledger, epoch, batch)
@@ -119,13 +117,11 @@ def deadly(id: int) -> torch.Tensor:
 
 
 def test_a_sample_that_kills_its_worker() -> None:
-    with sf.DataLoader(Made(20, deadly), 2, num_workers=2, persistent_workers=True) as loader:
+    said = r"3 worker .* on batch 2 of epoch 0.*\[4, 5\].* SIGKILL, as the system does"
+    with loading(Made(20, deadly), 2, num_workers=2) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
-        with pytest.raises(
-            sf.WorkerError,
-            match=r"3 worker .* on batch 2 of epoch 0.*\[4, 5\].* SIGKILL, as the system does",
-        ) as caught:
+        with pytest.raises(sf.WorkerError, match=said) as caught:
             next(iterator)
         assert caught.value.ids == [4, 5]
         # The loop may go on with the batches that follow.
@@ -152,7 +148,7 @@ class Unloadable:
 
 
 def test_idle_workers_that_die() -> None:
-    with sf.DataLoader(Made(8, picture), 4, num_workers=2, persistent_workers=True) as loader:
+    with loading(Made(8, picture), 4, num_workers=2) as loader:
         list(loader)
         for worker in workers():
             worker.kill()
@@ -164,19 +160,14 @@ def test_idle_workers_that_die() -> None:
 def test_a_worker_that_is_stopped_does_not_hold_up_the_loops_sends() -> None:
     """The trainer gives it tasks and gives up on it in time, though nobody reads them."""
     count = 200_000
-    with sf.DataLoader(
-        Made(count, torch.tensor), batch_sampler=[[0], *([range(count)] * 3)], num_workers=1, timeout=0.5,
-        persistent_workers=True,
-    ) as loader:  # fmt: skip
+    batches = [[0], *([range(count)] * 3)]
+    with loading(Made(count, torch.tensor), batch_sampler=batches, num_workers=1, timeout=0.5) as loader:
         iterator = iter(loader)
         (worker,) = workers()
         os.kill(worker.pid, signal.SIGSTOP)
         with pytest.raises(sf.WaitError, match=f"worker process {worker.pid}, alive"):
             list(iterator)
         worker.kill()  # what the end of the loader would do after 5 s
-
-
-# --- jobs of their own ------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -205,10 +196,8 @@ def forked_job() -> Iterator[Child]:
 def job(*arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A running job of another interpreter, which has said "ready"."""
     script = Path(__file__).parents[1] / "support" / "train_job.py"
-    process = subprocess.Popen(
-        [sys.executable, str(script), *arguments],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    process = subprocess.Popen([sys.executable, str(script), *arguments], start_new_session=True, **pipes)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -284,7 +273,7 @@ def test_a_second_job_on_the_same_cache_is_killed(seed: int, kills: int, store_r
     ledger: Ledger = []
     with (
         cached(transform=sf.mark_random(KeepAsIs())) as dataset,
-        sf.DataLoader(dataset, 4, shuffle=True, num_workers=2, persistent_workers=True, with_ids=True) as loader,
+        loading(dataset, 4, shuffle=True, num_workers=2, with_ids=True) as loader,
     ):
         for epoch in range(2 + 2 * kills):
             if epoch in (1, 3):

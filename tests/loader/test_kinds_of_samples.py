@@ -71,19 +71,19 @@ def equal(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, torch.Tensor):
         kinds = [(each.dtype, each.layout, each.is_nested, each.requires_grad) for each in (one, other)]
-        if kinds[0] != kinds[1]:
-            return False
         if one.is_nested:
-            return all(torch.equal(a, b) for a, b in zip(one.unbind(), other.unbind(), strict=True))
-        if one.layout is not torch.strided:
-            return torch.equal(one.to_dense(), other.to_dense())
-        return one.stride() == other.stride() and one.tolist() == other.tolist()
+            one, other = list(one.unbind()), list(other.unbind())
+        elif one.layout is torch.strided:
+            one, other = [one.stride(), one.tolist()], [other.stride(), other.tolist()]
+        else:
+            one, other = one.to_dense(), other.to_dense()
+        return kinds[0] == kinds[1] and equal(one, other)
     if isinstance(one, np.ndarray):
         return one.strides == other.strides and bool((one == other).all())
     if isinstance(one, (Pair, Thing)):
-        return equal(vars(one), vars(other))
+        one, other = vars(one), vars(other)
     if isinstance(one, dict):
-        return list(one) == list(other) and all(equal(one[key], other[key]) for key in one)
+        one, other = [list(one), *one.values()], [list(other), *other.values()]
     if isinstance(one, (list, deque)):
         return len(one) == len(other) and all(map(equal, one, other))
     return bool(one == other)
@@ -123,8 +123,6 @@ def test_a_view_takes_only_its_own_bytes() -> None:
         assert cached.stats().resident_bytes < 20_000
 
 
-# -- gradients --------------------------------------------------------------------------------------------------------
-
 WITH_HISTORY: dict[str, Callable[[int], Any]] = {
     "tensor": lambda id: torch.ones(3, requires_grad=True) * id,
     "in a dict": lambda id: {"image": torch.ones(3, requires_grad=True) * id},
@@ -143,33 +141,26 @@ def test_a_gradient_is_not_cut(name: str) -> None:
     data: Any = Made(COUNT, WITH_HISTORY[name])
     assert grad_fn(next(iter(sf.DataLoader(data, collate_fn=only)))) is not None
     assert grad_fn(next(iter(sf.DataLoader(data, None, collate_fn=unchanged)))) is not None
-    with (
-        pytest.raises(sf.CodecError, match=r"gradient.*detach\(\)"),
-        sf.DataLoader(data, num_workers=1, collate_fn=only) as loader,
-    ):
-        list(loader)
+    leaves = Made(COUNT, KINDS["leaf with a gradient"])  # collated, they have a history
+    for given, collate in ((data, only), (leaves, None)):
+        with (
+            pytest.raises(sf.CodecError, match=r"gradient.*detach\(\)"),
+            sf.DataLoader(given, 2, num_workers=1, collate_fn=collate) as loader,
+        ):
+            list(loader)
     with sf.CachedDataset(list(range(COUNT)), capacity="4MiB", transform=WITH_HISTORY[name]) as cached:
         assert all(grad_fn(cached[id]) is not None for _ in range(2) for id in range(COUNT))  # made anew each time
         assert cached.form == "fetched"
 
 
-def test_a_batch_of_leaves_with_gradients() -> None:
-    """Collated, they have a history."""
-    loader = sf.DataLoader(Made(COUNT, KINDS["leaf with a gradient"]), 2, num_workers=1)
-    with loader, pytest.raises(sf.CodecError, match=r"gradient.*detach\(\)"):
-        list(loader)
-
-
-# -- `__getitems__`: a batch is one call, as under torch's loader, unless it draws random numbers ---------------------
-
 WORKERS = pytest.mark.parametrize("workers", [0, 1])
 
 
+@dataclasses.dataclass(eq=False)
 class Batches(torch.utils.data.Dataset[Any]):
     """Gives whole batches only."""
 
-    def __init__(self, several: Callable[[list[int]], Any]) -> None:
-        self.several = several
+    several: Callable[[list[int]], Any]
 
     def __len__(self) -> int:
         return 20
@@ -240,21 +231,15 @@ def test_a_sample_that_contains_itself() -> None:
         assert list(loader) == [2]
 
 
-# -- `__getitems__` that returns a batch, which torch's loader gives to `collate_fn` as it is -------------------------
-
-
+@dataclasses.dataclass
 class Table:
-    def __init__(self, ids: list[int]) -> None:
-        self.ids = ids
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Table) and other.ids == self.ids
+    ids: list[int]
 
     def __len__(self) -> int:
         return 0
 
-    def __repr__(self) -> str:
-        return f"Table({self.ids})"
+
+TABLE = torch.arange(40.0).reshape(20, 2)
 
 
 def columns(ids: list[int]) -> Any:
@@ -270,14 +255,22 @@ WHOLE: dict[str, Batches] = {
     "an object": Batches(Table),
     "None": Batches(lambda ids: None),
 }
+SEQUENCES: dict[str, Batches] = {
+    "a tuple of samples": Batches(lambda ids: tuple(TABLE[ids])),
+    "an array of samples": Batches(lambda ids: TABLE.numpy()[ids]),
+}
+"""Collated by torch's default."""
 
 
-@pytest.mark.parametrize(("kind", "workers"), half(WHOLE, [0, 1]))
+@pytest.mark.parametrize(
+    ("kind", "workers"), [*half(WHOLE, [0, 1]), *((kind, n) for kind in SEQUENCES for n in (0, 1))]
+)
 def test_a_batch_that_is_no_list_of_samples(kind: str, workers: int) -> None:
-    for data in (WHOLE[kind], torch.utils.data.Subset(WHOLE[kind], [5, 4, 3, 2, 1, 0])):
+    data, collate = (WHOLE[kind], unchanged) if kind in WHOLE else (SEQUENCES[kind], None)
+    for given in (data, torch.utils.data.Subset(data, [5, 4, 3, 2, 1, 0])):
         found = []
         for loader in (torch.utils.data.DataLoader, sf.DataLoader):
-            made = loader(data, 4, collate_fn=unchanged, num_workers=workers)
+            made = loader(given, 4, collate_fn=collate, num_workers=workers)
             found.append([repr(list(made)) for _ in range(2)])
         assert found[0] == found[1]
 
@@ -299,13 +292,3 @@ def test_the_draws_of_such_batches_depend_on_the_seed() -> None:
     assert first == epochs(1, 2)
     noises = [noise for epoch in [*first, *epochs(2)] for batch in epoch for noise in batch]
     assert len(set(noises)) == len(noises)
-
-
-@WORKERS
-def test_any_sequence_of_samples_is_collated_as_under_torch(workers: int) -> None:
-    table = torch.arange(40.0).reshape(20, 2)
-    for make in (lambda ids: tuple(table[ids]), lambda ids: table.numpy()[ids]):
-        data: Any = Batches(make)
-        expected = [batch.tolist() for batch in torch.utils.data.DataLoader(data, batch_size=8)]
-        with sf.DataLoader(data, batch_size=8, num_workers=workers) as loader:
-            assert [batch.tolist() for batch in loader] == expected

@@ -13,13 +13,18 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 import stallfree as sf
-from children import Child
+from process_ranks import in_ranks, join
 from stallfree import StallfreeWarning
 from stallfree.datasets import ranks as module
 from stallfree.datasets.ranks import agreed
 from stallfree.errors import InputError, WaitError
 
 SAMPLES = 22
+DATA: Any = range(8)
+
+
+def windowed() -> sf.SmartCacheDataset:
+    return sf.SmartCacheDataset(DATA, None, cache_num=4, replace_rate=0.5)
 
 
 def loader_of(rank: int, count: int, **options: Any) -> sf.DataLoader:
@@ -41,10 +46,9 @@ def test_in_order_the_samples_are_those_of_a_distributed_sampler(count: int, dro
         sampler = DistributedSampler(data, count, rank, shuffle=False, drop_last=drop_last)
         other = torch.utils.data.DataLoader(data, batch_size=3, sampler=sampler, drop_last=drop_last)
         mine = loader_of(rank, count, drop_last=drop_last)
-        assert batches(mine) == batches(other)
-        assert len(mine) == len(other)
-        assert list(mine.sampler) == list(sampler)
-        assert len(mine.sampler) == len(sampler)
+        assert (batches(mine), len(mine)) == (batches(other), len(other))
+        assert (list(mine.sampler), len(mine.sampler)) == (list(sampler), len(sampler))
+        assert (mine.sampler.rank, mine.sampler.num_replicas) == (rank, count)
 
 
 def test_shuffled_each_sample_is_on_one_rank() -> None:
@@ -97,6 +101,13 @@ def test_auto_takes_the_ranks_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert (batches(loader), len(loader)) == ([[1, 3], [5, 7]], 2)
 
 
+def around_importance() -> Any:
+    """What Lightning puts around such a sampler, and what would deal out the samples a second time."""
+    around: Any = DistributedSampler(DATA, 2, 0)
+    around.dataset = SimpleNamespace(_sampler=sf.ImportanceSampler(8))
+    return around
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -104,31 +115,21 @@ def test_auto_takes_the_ranks_from_the_environment(monkeypatch: pytest.MonkeyPat
         ({"ranks": (-1, 2)}, r"ranks=\(-1, 2\): give"),
         ({"ranks": "all"}, "ranks='all': give"),
         ({"ranks": "auto", "sampler": [1, 2]}, "ranks='auto' and a sampler were given"),
-        ({"ranks": (0, 2), "batch_sampler": [[1]], "batch_size": 1}, "and a sampler were given"),
+        ({"ranks": (0, 2), "batch_sampler": [[1]]}, "and a sampler were given"),
+        ({"sampler": around_importance()}, "around the ImportanceSampler.*use_distributed_sampler=False"),
     ],
 )
 def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
-        loader_of(0, 1, **options)
+        sf.DataLoader(DATA, **options)
 
 
 def test_a_window_is_split_by_its_own_sampler() -> None:
     with (
-        sf.SmartCacheDataset(range(8), None, cache_num=4, replace_rate=0.5) as data,
+        windowed() as data,
         pytest.raises(InputError, match=r"ranks=\(0, 2\) with a SmartCacheDataset.*rank_sampler\(\)"),
     ):
         sf.DataLoader(data, ranks=(0, 2))
-
-
-def test_a_sampler_around_an_importance_sampler_is_an_error() -> None:
-    """Lightning puts one around it, and it would deal out the samples a second time."""
-    around: Any = DistributedSampler(range(8), 2, 0)  # type: ignore[arg-type]
-    around.dataset = SimpleNamespace(_sampler=sf.ImportanceSampler(8))
-    with pytest.raises(InputError, match=r"around the ImportanceSampler.*use_distributed_sampler=False"):
-        sf.DataLoader(range(8), sampler=around)
-
-
-# -- the seed of rank 0 -----------------------------------------------------------------------------------------------
 
 
 def test_without_a_process_group_the_seed_has_to_be_given() -> None:
@@ -138,27 +139,12 @@ def test_without_a_process_group_the_seed_has_to_be_given() -> None:
     assert len(batches(loader_of(0, 1, seed=None))) == 8
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> Any:
-    """Runs a function in two processes of one gloo group, which ends with them as in `test_importance_ranks`."""
-
-    def run(function: Any) -> None:
-        def child(rank: int) -> None:
-            where = f"file://{tmp_path / 'store'}"
-            torch.distributed.init_process_group("gloo", init_method=where, rank=rank, world_size=2)
-            function(rank)
-            torch.distributed.barrier()
-
-        children = [Child(child, rank) for rank in range(2)]
-        assert [one.wait() for one in children] == [0, 0]
-
-    return run
-
-
-def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
+def test_all_ranks_use_the_seed_of_rank_0(tmp_path: Path) -> None:
     """It is compared with that of a state; and a rank that waits for it in vain says so."""
 
-    def train(rank: int) -> None:
+    def train(rank: int) -> Any:
+        join(rank, 2, tmp_path)
+
         def loader(seed: int | None) -> sf.DataLoader:
             return sf.DataLoader(range(SAMPLES), batch_size=3, shuffle=True, ranks="auto", seed=seed)
 
@@ -167,7 +153,7 @@ def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
         first = loader(10 * rank)
         if rank == 0:  # the order of iterating may differ
             first.state_dict()
-        (tmp_path / f"{rank}").write_text(repr([flat(batches(drawn)), flat(batches(first))]))
+        orders = flat(batches(drawn)), flat(batches(first))
         assert first.seed == 0
         iterator = iter(first)
         next(iterator)
@@ -186,11 +172,11 @@ def test_all_ranks_use_the_seed_of_rank_0(two: Any, tmp_path: Path) -> None:
         if rank == 1:
             with pytest.raises(WaitError, match=r"rank 1 has waited 0\.05 s .* to set stallfree/some/1.*same order"):
                 agreed(1, "some/1")
+        torch.distributed.barrier()
+        return orders
 
-    two(train)
-    parts = [eval((tmp_path / f"{rank}").read_text()) for rank in range(2)]
-    for number in range(2):
-        assert sorted(parts[0][number] + parts[1][number]) == list(range(SAMPLES))
+    for one, other in zip(*in_ranks(2, tmp_path, train), strict=True):
+        assert sorted(one + other) == list(range(SAMPLES))
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 2)])
@@ -201,15 +187,6 @@ def test_a_state_of_another_seed_is_refused(rank: int, count: int) -> None:
     taken = loader_of(rank, count, shuffle=True, seed=None)
     taken.load_state_dict(state)
     assert batches(taken) == batches(loader_of(rank, count, shuffle=True, seed=1))
-
-
-# -- a warning if each of several ranks has all samples ---------------------------------------------------------------
-
-DATA: Any = range(8)
-
-
-def windowed() -> sf.SmartCacheDataset:
-    return sf.SmartCacheDataset(DATA, None, cache_num=4, replace_rate=0.5)
 
 
 ALL = r"ranks='auto'.*ranks=\(0, 1\)"

@@ -1,9 +1,9 @@
 """The ring: a held batch is never overwritten, also for a forked process, and every slot becomes free again."""
 
+import contextlib
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,39 +24,23 @@ from stallfree.loader.pool import KEPT
 from stallfree.loader.ring import Ring
 
 
-@pytest.fixture
-def ring() -> Iterator[Ring]:
-    made = Ring(4, None)
-    yield made
-    made.close()
-
-
 def fill(ring: Ring, slot: int, value: int, size: int = 100) -> None:
     memory = ring.slots.reserve(slot, size)
     assert memory is not None
     memory[:size] = value
 
 
-def lend(ring: Ring, slot: int, size: int = 100) -> torch.Tensor:
-    """Return a tensor over the memory of a slot, which it leases."""
-    memory = ring.lease(slot, size, 100)
-    assert memory is not None
-    return torch.from_numpy(memory[:size])
-
-
-def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch, ring: Ring) -> None:
-    fill(ring, 0, 1, 100)
-    before = ring.bytes
-
+def test_a_full_file_system(monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    assert ring.slots.reserve(0, 1 << 20) is ring.slots.reserve(1, 1 << 20) is ring.slots.reserve(NO_SLOT, 1) is None
-    with pytest.raises(sf.StorageError, match=r"slot 0 .* 1048576"):
-        ring.slots.view(0, 1 << 20)
-    assert ring.bytes == before
-    assert ring.slots.reserve(0, 100) is not None
+    with contextlib.closing(Ring(4, None)) as ring:
+        fill(ring, 0, 1, 100)
+        before = ring.bytes
+        monkeypatch.setattr(os, "posix_fallocate", full)
+        assert {ring.slots.reserve(*wanted) for wanted in ((0, 1 << 20), (1, 1 << 20), (NO_SLOT, 1))} == {None}
+        assert ring.bytes == before
+        assert ring.slots.reserve(0, 100) is not None
 
 
 class RingModel(RuleBasedStateMachine):
@@ -83,7 +67,9 @@ class RingModel(RuleBasedStateMachine):
     @rule(data=st.data())
     def hand_out(self, data: st.DataObject) -> None:
         slot, value, size = self.filling.pop(data.draw(st.integers(0, len(self.filling) - 1)))
-        tensor = lend(self.ring, slot, size)
+        memory = self.ring.lease(slot, size, 100)
+        assert memory is not None
+        tensor = torch.from_numpy(memory[:size])
         self.kept.append(([tensor, tensor[size // 2 :]], value))
 
     @precondition(lambda self: self.kept)
@@ -167,9 +153,6 @@ class ResizedRing(RuleBasedStateMachine):
 
 TestResizedRing = ResizedRing.TestCase
 TestResizedRing.settings = settings(max_examples=5, stateful_step_count=30)
-
-
-# --- the ring of a loader ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("workers", "cached"), [(2, False), (0, True)])
@@ -264,8 +247,6 @@ def test_no_code_runs_where_a_batch_is_freed(workers: int, cached: bool) -> None
     assert called == []
 
 
-# -- a process that is forked while a batch is held, such as an asynchronous saver, keeps reading it ------------------
-
 COUNT, SIZE = 48, 5000
 
 
@@ -326,8 +307,6 @@ def test_a_fork_costs_no_slot_of_a_batch_that_is_not_held() -> None:
             assert Child(int).wait() == 0
         assert {line.split()[-1] for line in _maps(os.getpid())} == before
 
-
-# -- a loader in a forked child: parent and child both have every sample ----------------------------------------------
 
 EACH = 120
 

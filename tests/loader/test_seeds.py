@@ -28,22 +28,15 @@ def noisier(sample: Any) -> Any:
 
 def epoch_of(loader: Any) -> tuple[list[int], dict[int, bytes]]:
     """The order of an epoch, and what each sample was."""
-    samples = [(label, image.numpy().tobytes()) for images, labels in loader for image, label in pairs(images, labels)]
-    return [label for label, _ in samples], dict(samples)
+    pairs = [pair for images, labels in loader for pair in zip(labels.tolist(), images, strict=True)]
+    return [label for label, _ in pairs], {label: image.numpy().tobytes() for label, image in pairs}
 
 
-def pairs(images: torch.Tensor, labels: torch.Tensor) -> Any:
-    return zip(images, labels.tolist(), strict=True)
-
-
-def all_differ(epochs: list[tuple[list[int], dict[int, bytes]]], *, orders: bool = True) -> bool:
+def all_differ(epochs: list[tuple[list[int], dict[int, bytes]]]) -> bool:
     """Whether the order differs from epoch to epoch, and each sample does."""
-    if orders and len({tuple(order) for order, _ in epochs}) < len(epochs):
-        return False
-    return all(len({samples[id] for _, samples in epochs}) == len(epochs) for id in epochs[0][0])
-
-
-# -- the loader -------------------------------------------------------------------------------------------------------
+    numbers = [len({tuple(order) for order, _ in epochs})]
+    numbers += [len({samples[id] for _, samples in epochs}) for id in epochs[0][0]]
+    return set(numbers) == {len(epochs)}
 
 
 @pytest.mark.parametrize(("workers", "seeds"), [(0, range(3)), (2, range(2))])
@@ -128,9 +121,6 @@ def test_a_state_replaces_the_seed_that_persistent_workers_have() -> None:
         list(one), list(other)
         one.load_state_dict(other.state_dict())
         assert epoch_of(one) == epoch_of(other)
-
-
-# -- cached data sets under torch's loader ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, default_collate
 
 import stallfree as sf
-from loader_data import Made, nested, octets, pair, same, words
+from loader_data import KINDS, Made, same
 from stallfree.datasets.ranks import Ranks
 from stallfree.shared.rebatching import Rebatching, cut, join
 
 ALONE = Ranks(0, 1, 1)
 SAMPLES: list[Callable[[int], Any]] = [
-    *(int, octets, nested, pair, words),
+    int,
+    *(KINDS[name] for name in ("octets", "nested", "pair", "words")),
     lambda id: (f"a{id}", f"b{id}"),
     lambda id: (id, [], {}),
     lambda id: OrderedDict(a=np.float32(id), b=[id], c=defaultdict(list, {"d": id})),

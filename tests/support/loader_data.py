@@ -6,6 +6,7 @@ import random
 import zlib
 from collections import namedtuple
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,12 +15,12 @@ import torch
 import stallfree as sf
 
 
+@dataclass(eq=False)
 class Made:
     """A data set of `count` samples that `make(id)` gives."""
 
-    def __init__(self, count: int, make: Callable[[int], Any]) -> None:
-        self.count = count
-        self.make = make
+    count: int
+    make: Callable[[int], Any]
 
     def __len__(self) -> int:
         return self.count
@@ -52,7 +53,10 @@ class Gate:
     def open(self) -> None:
         os.write(self._open, bytes(100))
 
-    def close(self) -> None:
+    def __enter__(self) -> "Gate":
+        return self
+
+    def __exit__(self, *_: object) -> None:
         os.close(self._wait)
         os.close(self._open)
 
@@ -83,60 +87,27 @@ def floats(id: int) -> torch.Tensor:
     return torch.arange(6, dtype=torch.float32).reshape(2, 3) + id
 
 
-def arrays(id: int) -> Any:
-    return np.full((2, 2), id, np.int16)
-
-
-def scalars(id: int) -> Any:
-    return np.float32(id / 2), np.int8(id), np.bool_(id % 2)
-
-
-def numbers(id: int) -> Any:
-    return [id, id / 3, id % 2 == 0]
-
-
-def words(id: int) -> Any:
-    return floats(id), "word" * id
-
-
-def octets(id: int) -> Any:
-    return {"raw": bytes([id]) * 3, "id": id}
-
-
-def record(id: int) -> Any:
-    return {"image": floats(id), "label": id, "name": f"n{id}"}
-
-
-def nested(id: int) -> Any:
-    return {"a": [floats(id), (id, {"b": np.arange(3) * id})], "c": Point(floats(id), id / 7)}
-
-
-def pair(id: int) -> Any:
-    return Pair(Pair(id, floats(id)), arrays(id))
-
-
-def halves(id: int) -> Any:
-    return floats(id).to(torch.bfloat16), floats(id).to(torch.complex64), floats(id) > id
-
-
-def with_none(id: int) -> Any:
-    return floats(id), None
-
-
-def ragged(id: int) -> torch.Tensor:
-    return torch.arange(id + 1)
-
-
-def empty(id: int) -> Any:
-    return torch.zeros(0, 3), id
-
-
 def zero_dim(id: int) -> torch.Tensor:
     return torch.tensor(id)
 
 
-def padded(samples: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    return torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), [len(sample) for sample in samples]
+KINDS: dict[str, Callable[[int], Any]] = {
+    "floats": floats,
+    "arrays": lambda id: np.full((2, 2), id, np.int16),
+    "scalars": lambda id: (np.float32(id / 2), np.int8(id), np.bool_(id % 2)),
+    "numbers": lambda id: [id, id / 3, id % 2 == 0],
+    "words": lambda id: (floats(id), "word" * id),
+    "octets": lambda id: {"raw": bytes([id]) * 3, "id": id},
+    "record": lambda id: {"image": floats(id), "label": id, "name": f"n{id}"},
+    "nested": lambda id: {"a": [floats(id), (id, {"b": np.arange(3) * id})], "c": Point(floats(id), id / 7)},
+    "pair": lambda id: Pair(Pair(id, floats(id)), np.full((2, 2), id, np.int16)),
+    "halves": lambda id: (floats(id).to(torch.bfloat16), floats(id).to(torch.complex64), floats(id) > id),
+    "empty": lambda id: (torch.zeros(0, 3), id),
+    "zero_dim": zero_dim,
+    "picture": picture,
+    "text": lambda id: "word" * (id % 3),
+}
+"""Samples of many kinds, by id."""
 
 
 def as_list(samples: list[Any]) -> list[Any]:

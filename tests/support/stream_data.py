@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -44,13 +45,13 @@ class Generated(Stream):
 
 
 class Sized(IterableDataset[torch.Tensor]):
-    """Numbers, all of them in each worker; with `length`."""
+    """Numbers, all of them in each worker; with a length."""
 
-    def __init__(self, count: int, length: int | None = None) -> None:
-        self.count, self.length, self.epoch = count, count if length is None else length, 0
+    def __init__(self, count: int) -> None:
+        self.count, self.epoch = count, 0
 
     def __len__(self) -> int:
-        return self.length
+        return self.count
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -82,11 +83,11 @@ class Drawn(IterableDataset[float]):
         return (torch.rand(()).item() for _ in range(9))
 
 
+@dataclass(eq=False)
 class Held(IterableDataset[int]):
     """Endless, and calls `end` when its iterator ends."""
 
-    def __init__(self, end: Callable[[], object]) -> None:
-        self.end = end
+    end: Callable[[], object]
 
     def __iter__(self) -> Iterator[int]:
         try:

@@ -19,12 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-import loader_data as kinds
-
-DEFAULT = ("floats", "arrays", "scalars", "numbers", "words", "octets", "record", "nested", "pair", "halves", "empty",
-           "zero_dim", "picture", "text")  # fmt: skip
-OTHERS = ("ragged", "with_none", "item", "mixed", "nothing")
-"""Samples for which torch's default `collate_fn` raises an error, or may."""
+from loader_data import KINDS, floats
 
 
 class Odd(Exception):
@@ -43,24 +38,14 @@ class Item:
     name: str
 
 
-def item(id: int) -> Item:
-    return Item(kinds.floats(id), f"n{id}")
-
-
-def text(id: int) -> str:
-    return "word" * (id % 3)
-
-
-def mixed(id: int) -> Any:
-    return torch.tensor(id) if id % 3 else torch.tensor(float(id))
-
-
-def nothing(id: int) -> None:
-    return None
-
-
-def sample_of(kind: str, id: int) -> Any:
-    return globals()[kind](id) if kind in globals() else getattr(kinds, kind)(id)
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "ragged": lambda id: torch.arange(id + 1),
+    "with_none": lambda id: (floats(id), None),
+    "item": lambda id: Item(floats(id), f"n{id}"),
+    "mixed": lambda id: torch.tensor(id) if id % 3 else torch.tensor(float(id)),
+    "nothing": lambda id: None,
+}
+"""Samples for which torch's default `collate_fn` raises an error, or may."""
 
 
 class Data(torch.utils.data.Dataset[Any]):
@@ -75,7 +60,7 @@ class Data(torch.utils.data.Dataset[Any]):
     def __getitem__(self, id: int) -> Any:
         if id in self.bad:
             raise Odd(id, "bad") if self.error is Odd else self.error(f"bad: {id}")
-        value = sample_of(self.kind, id)
+        value = (KINDS | OTHERS)[self.kind](id)
         return [value, random.random(), np.random.rand(), torch.rand(2)] if self.draws else value
 
 
@@ -94,7 +79,9 @@ class Collate:
         self.calls += 1
         if self.every and len(samples) % self.every == 0:
             raise ZeroDivisionError(f"{len(samples)} samples")
-        batch = kinds.padded(samples) if self.name == "padded" else samples
+        batch = samples
+        if self.name == "padded":
+            batch = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True), [len(sample) for sample in samples]
         return (batch, torch.rand(()), random.random()) if self.draws else batch
 
 
@@ -183,18 +170,18 @@ def _data(draw: random.Random, count: int, workers: int, shuffled: bool) -> tupl
         values = torch.arange(3 * count).reshape(count, 3)
         data = {
             "tensors": lambda: TensorDataset(values.clone(), values.float()),
-            "list": lambda: [kinds.nested(id) for id in range(count)],
+            "list": lambda: [KINDS["nested"](id) for id in range(count)],
             "tensor": values.clone,
             "array": lambda: values.numpy().copy(),
         }[shape]
         return data, Collate("list", draws=draws) if shuffled or draw.random() < 0.3 else None, shape
-    kind = draw.choice(DEFAULT if draw.random() < 0.75 else OTHERS)
+    kind = draw.choice([*KINDS] if draw.random() < 0.75 else [*OTHERS])
     kind = "ragged" if kind == "mixed" and workers else kind  # torch's workers do not collate several dtypes
     bad: tuple[int, ...] = ()
     if not shuffled and draw.random() < 0.25:
         bad = tuple(draw.sample(range(count), min(count, 2)))
     error = draw.choice(ERRORS)
-    if shuffled or draw.random() < (0.3 if kind in DEFAULT else 0.8):
+    if shuffled or draw.random() < (0.3 if kind in KINDS else 0.8):
         name = "padded" if kind == "ragged" and not (draws or shuffled) and draw.random() < 0.7 else "list"
         every = draw.choice([0, 0, 0, 2]) if not shuffled and kind not in ("mixed", "nothing", "zero_dim") else 0
         collate = Collate(name, every, draws)

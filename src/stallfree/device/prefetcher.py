@@ -88,7 +88,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
         self._latest: Callable[[], _Iteration | None] = lambda: None
         self._threads: list[LoaderThread] = []
         self._unused: list[list[BatchBuffer]] = []
-        # After the last batch of the latest iteration, for `state_at`; None if it has ended or the loader has no state.
+        # After the last batch of the latest iteration; None if it has ended or the loader has no state.
         self.position: Snapshot | None = None
 
     def __reduce__(self) -> Any:
@@ -144,10 +144,13 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
         Raises `InputError` if the loader has no state.
         """
-        return self.state_at(self.position)
+        return self._state_at(self.position)
 
-    def state_at(self, position: Snapshot | None) -> Any:
-        """Return the loader's state at a position."""
+    def state_snapshot(self) -> Snapshot:
+        """Return a function that returns the present state later."""
+        return partial(self._state_at, self.position)
+
+    def _state_at(self, position: Snapshot | None) -> Any:
         if position is None:
             self._need("state_dict")
             return self.loader.state_dict()  # type: ignore[attr-defined]
@@ -274,10 +277,9 @@ class _Iteration(Iterator[Any]):
 def _snapshot(loader: Any) -> Snapshot:
     """Return a function that returns the present state of `loader` later.
 
-    A loader that can return an earlier state (`state_at`, with the `position` of that time) need not build one per
-    batch.
+    A loader with `state_snapshot` need not build a state per batch.
     """
-    if hasattr(loader, "state_at"):
-        return partial(loader.state_at, loader.position)
+    if hasattr(loader, "state_snapshot"):
+        return loader.state_snapshot()  # type: ignore[no-any-return]
     state = loader.state_dict()
     return lambda: state

@@ -1,7 +1,6 @@
 """The arguments of a loader: their checks, and its `repr`."""
 
 import contextlib
-import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -67,7 +66,7 @@ def check_numbers(
     for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
         if value is not None:
             parse_whole(value, name, 1)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < math.inf:
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < float("inf"):
         raise InputError(f"timeout={timeout!r}: give seconds, or 0 for {WAIT_SECONDS:.0f} s")
     if persistent_workers and num_workers == 0:
         raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")

@@ -19,7 +19,7 @@ from stallfree.datasets.reader import Reader
 from stallfree.datasets.samples import Pending, Samples
 from stallfree.errors import IdError, text_of
 from stallfree.loader.collate import BatchBuffer, Collate, batch_structure, collate_default, compose, stack, write_batch
-from stallfree.loader.messages import EMPTY, FAILED, PRIVATE, READY, UNDONE, WHOLE, Bytes, Ids, Result, Task
+from stallfree.loader.messages import EMPTY, FAILED, GATHERER, PRIVATE, READY, UNDONE, WHOLE, Bytes, Ids, Result, Task
 from stallfree.loader.ring import Slots
 from stallfree.pipeline.codec import Structure, read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
@@ -136,7 +136,7 @@ class BatchBuilder:
 
     def gather(self, task: Task) -> Result:
         """Copy the batch from the cache to its slot. Returns UNDONE if that fails, for example after an eviction."""
-        started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot)
+        started, result = time.monotonic(), Result(UNDONE, task.token, task.number, task.slot, worker=GATHERER)
         cache, split = self.reader.cache, self.reader.split
         uncached = split.uncached  # read first: another thread may be changing the split
         if cache is None or not self.reader.plain or split.later_steps.transforms:

@@ -15,8 +15,7 @@ from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.errors import CodecError
 from stallfree.loader.messages import Bytes
-from stallfree.pipeline import codec
-from stallfree.pipeline.codec import Structure, encode
+from stallfree.pipeline.codec import Structure, encode, encode_own, open_record, record_size, stack_build, write_record
 from stallfree.pipeline.compose import Out
 
 Collate = Callable[[list[Any]], Any]
@@ -42,7 +41,7 @@ def _pair_structure(sample: Structure) -> Structure | None:
         return None
     columns = [_random_pair(leaf.kind, leaf.nbytes) for leaf in sample.leaves]
     try:
-        structure, arrays = encode(collate_default(codec.stack_build(sample, [c.copy() for c in columns], 2)))
+        structure, arrays = encode(collate_default(stack_build(sample, [c.copy() for c in columns], 2)))
     except Exception:
         return None  # torch cannot collate them: the real call raises the error
     same = structure.fixed and len(arrays) == len(columns)
@@ -75,9 +74,9 @@ def compose(sample: Structure, count: int, reserve: Reserve) -> tuple[list[Bytes
     structure = batch_structure(sample, count)
     if structure is None:
         return None
-    size = codec.record_size(structure, [])
+    size = record_size(structure, [])
     memory = reserve(size)
-    regions = codec.open_record(structure, memory)
+    regions = open_record(structure, memory)
     rows = [region.reshape(count, leaf.nbytes) for region, leaf in zip(regions, sample.leaves, strict=True)]
     return rows, size, memory[: structure.head.size]
 
@@ -104,8 +103,8 @@ def write_batch(batch: Any, reserve: Reserve) -> int:
 
     Raises `CodecError` if the batch cannot be pickled.
     """
-    structure, arrays = codec.encode_own(batch)
-    return codec.write_record(structure, arrays, reserve(codec.record_size(structure, arrays)))
+    structure, arrays = encode_own(batch)
+    return write_record(structure, arrays, reserve(record_size(structure, arrays)))
 
 
 class BatchBuffer:
@@ -175,7 +174,7 @@ class BatchBuffer:
         """Return copies of the confirmed samples; the buffer accepts no more samples."""
         self._open = False
         count = self._filled
-        return codec.stack_build(self._structure, [column[:count].copy() for column in self._columns], count)
+        return stack_build(self._structure, [column[:count].copy() for column in self._columns], count)
 
     def _write(self, arrays: Sequence[Bytes]) -> None:
         if not self._rows:

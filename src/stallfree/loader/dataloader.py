@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.context import BaseContext
 from typing import TYPE_CHECKING, Any, Generic
 
-import torch
 import torch.utils.data
 from torch.utils.data import default_collate, default_convert
 
@@ -17,7 +16,7 @@ from stallfree.ipc.process import context_of
 from stallfree.loader.arguments import WAIT_SECONDS, as_int, check_arguments, check_settings, seed_of, shown_by
 from stallfree.loader.epochs import Epochs, IterableEpochs, Seeds
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.order import order_of, shown_samplers, source_of
+from stallfree.loader.order import order_of, shown_samplers
 from stallfree.loader.pool import Options, new_counts
 from stallfree.pipeline.compose import Transform
 from stallfree.raising import short_traceback
@@ -110,18 +109,7 @@ class DataLoader(Closing, torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
     """
 
     multiprocessing_context: Any = None  # torch's property accepts one only with workers
-    _dataset_kind: int  # set by torch's constructor, which is not called
     _iterator = None
-    shuffle: bool
-    seed: int | None
-    ranks: Any
-    workers: Any
-    with_ids: bool
-    on_error: str
-    _auto: Any
-    _epochs: Epochs | IterableEpochs
-    _prefetcher: Any
-    __initialized = False
 
     @short_traceback
     def __init__(
@@ -157,73 +145,68 @@ class DataLoader(Closing, torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         workers: Any = None,
     ) -> None:
         # All arguments are attributes: other libraries read them to recreate a loader.
-        own = vars(self)  # not by `__setattr__`, whose checks are for attributes that are set later
-        own.update(
-            dataset=dataset,
-            batch_size=batch_size,
-            shuffle=bool(shuffle),
-            sampler=sampler,
-            batch_sampler=batch_sampler,
-            num_workers=num_workers,
-            collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            drop_last=drop_last,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            generator=generator,
-            prefetch_factor=prefetch_factor,
-            workers=workers,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
-            in_order=in_order,
-            seed=seed,
-            with_ids=with_ids,
-            on_error=on_error,
-            staging=staging,
-            device=device,
-            cache=cache,
-            capacity=capacity,
-            transform=transform,
-            event_log=event_log,
-            ranks=ranks,
-            _dataset_kind=int(is_iterable(dataset)),
-        )
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = bool(shuffle)
+        self.sampler = sampler  # type: ignore[assignment]
+        self.batch_sampler = batch_sampler
+        self.num_workers = num_workers  # type: ignore[assignment]
+        self.collate_fn = collate_fn  # type: ignore[assignment]
+        self.pin_memory = pin_memory
+        self.drop_last = drop_last
+        self.timeout = timeout
+        self.worker_init_fn = worker_init_fn
+        self.generator = generator
+        self.prefetch_factor = prefetch_factor
+        self.workers = workers
+        self.persistent_workers = persistent_workers
+        self.pin_memory_device = pin_memory_device
+        self.in_order = in_order
+        self.seed = seed
+        self.with_ids = with_ids
+        self.on_error = on_error
+        self.staging = staging
+        self.device = device
+        self.cache = cache
+        self.capacity = capacity
+        self.transform = transform
+        self.event_log = event_log
+        self.ranks = ranks
+        self._dataset_kind = int(is_iterable(dataset))
         memory = check_arguments(self)
-        auto = None
+        self._auto: Any = None
         if memory is not None:
             from stallfree.analysis.auto import AutoCache
 
-            auto = AutoCache(dataset, memory, as_int(num_workers), transform)
-        own.update(
-            batch_size=as_int(batch_size) if batch_sampler is None else None,
-            num_workers=(as_int(num_workers) or 0) if auto is None else auto.num_workers,
-            prefetch_factor=as_int(prefetch_factor) or (2 if as_int(num_workers) else None),  # as torch shows it
-            seed=seed_of(dataset, seed, generator),
-            multiprocessing_context=None if multiprocessing_context is None else context_of(multiprocessing_context),
-            _auto=auto,
-            _prefetcher=None,
-        )
-        own["collate_fn"] = collate_fn or self._default_collate
+            self._auto = AutoCache(dataset, memory, as_int(num_workers), transform)
+        self.batch_size = as_int(batch_size) if batch_sampler is None else None
+        self.num_workers = (as_int(num_workers) or 0) if self._auto is None else self._auto.num_workers
+        self.prefetch_factor = as_int(prefetch_factor) or (2 if as_int(num_workers) else None)  # as torch shows it
+        self.seed = seed_of(dataset, seed, generator)
+        self.multiprocessing_context = None if multiprocessing_context is None else context_of(multiprocessing_context)
+        self.collate_fn = collate_fn or self._default_collate
         self._requested = memory is None or num_workers is not None
         self._staging = None if staging is None else parse_size(staging, "staging")
         self._counts = counts = new_counts() | {"num_workers": self.num_workers}
+        self._epochs: Epochs | IterableEpochs
         if self._dataset_kind:
             self._epochs = IterableEpochs(self, counts)
-            own["sampler"], own["batch_sampler"] = self._epochs.torchs.sampler, self._epochs.torchs.batch_sampler
+            self.sampler, self.batch_sampler = self._epochs.torchs.sampler, self._epochs.torchs.batch_sampler
         else:
             options = self._options(None, None if event_log is None else EventLog(event_log))
             by_dataset = seed is None and self.seed is not None
             source = self._source(options, sampler, batch_sampler, seed_of_data=by_dataset)
             seeds = Seeds(self.seed, generator, self.shuffle, ranks, f"{len(options.reader.source)}-{self.batch_size}")
-            self._epochs = Epochs(source, options, seeds, counts, auto)
-            own["sampler"], own["batch_sampler"] = shown_samplers(self, self._epochs, sampler, batch_sampler)
+            self._epochs = Epochs(source, options, seeds, counts, self._auto)
+            self.sampler, self.batch_sampler = shown_samplers(self, self._epochs, sampler, batch_sampler)
+        self._prefetcher: Any = None
         if device is not None:
             from stallfree.device.prefetcher import DevicePrefetcher
 
             self._prefetcher = DevicePrefetcher(self._epochs, device)
             self.device = self._prefetcher.device
-        self._adopted = _settable_values(own)
-        self.__initialized = True
+        self._adopted = _settable_values(vars(self))
+        self.__initialized = True  # see `__setattr__`
 
     @property
     def _default_collate(self) -> Callable[[Any], Any]:
@@ -268,7 +251,7 @@ class DataLoader(Closing, torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
             counts=self._counts,
             order=order_of,
         )
-        return source_of(self.dataset, setup)
+        return order_of(setup, self.dataset)
 
     # -- attributes that are set later ---------------------------------------------------------------------------------
 
@@ -348,7 +331,7 @@ class DataLoader(Closing, torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Read by `Accelerator.prepare`, before it prepares this loader."""
         from stallfree.integrations.accelerate import is_prepared
 
-        return is_prepared(DataLoader, partitioned=self._epochs.source.partitioned)
+        return is_prepared(DataLoader, partitioned=getattr(self._epochs.source, "partitioned", False))
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
@@ -378,14 +361,9 @@ class DataLoader(Closing, torch.utils.data.DataLoader[Any], Generic[BatchT_co]):
         """Count a wait of a prefetcher's training loop for a batch."""
         self._epochs.count_wait(seconds)
 
-    @property
-    def position(self) -> Any:
-        """The position of the iteration for `state_at`, including batches copied ahead. None between iterations."""
-        return self._epochs.position
-
-    def state_at(self, position: Any) -> dict[str, Any]:
-        """The state at `position` of the iteration, at most 64 batches ago."""
-        return self._epochs.state_at(position)
+    def state_snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the present state later, at most 64 batches from now."""
+        return self._epochs.state_snapshot()
 
     # -- state and statistics -----------------------------------------------------------------------------------------
 

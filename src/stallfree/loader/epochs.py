@@ -8,21 +8,20 @@ import copy
 import inspect
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
-import torch
 import torch.utils.data
 
 from stallfree.datasets.epoch_source import EpochSource, Ids, Position, check_state
 from stallfree.datasets.ranks import agreed, has_process_group, numbered, rank_and_count
 from stallfree.datasets.reader import Reader
-from stallfree.errors import iteration_over, state_mismatch
+from stallfree.errors import state_mismatch
 from stallfree.loader.order import Order, Repeats
 from stallfree.loader.pool import Counts, Options, WorkerPool
-from stallfree.loader.run import OVER, EpochPass, Pass, PlainPass, Progress
+from stallfree.loader.run import EpochPass, Pass, PlainPass, Progress
 from stallfree.pipeline.randomness import draw_seed, sample_seed
 from stallfree.stats import LoaderStats
 
@@ -96,16 +95,20 @@ class Seeds:
 class EpochsBase:
     """The epochs of a loader, and what a `DevicePrefetcher` uses of it.
 
-    It begins an iteration with `prefetched_by`, records the `position` after each batch, requests the state there
-    (`state_at`), and counts the waits of the training loop (`count_wait`).
+    It begins an iteration with `prefetched_by`, takes a `state_snapshot` after each batch, and counts the waits of the
+    training loop (`count_wait`).
+
+    Attributes:
+        counts: of the loader.
+        kept: the pool that is kept between epochs, or None.
     """
 
-    counts: Counts
-    position: Any
+    kept: WorkerPool | None = None
     _progress: Any = None  # of the last iteration
     _prefetcher: weakref.ref[Any] | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, counts: Counts) -> None:
+        self.counts = counts
         # Replaced, never changed: any thread may call `stats`.
         self._passes: list[weakref.ref[EpochPass]] = []
 
@@ -143,15 +146,24 @@ class EpochsBase:
         prefetcher = None if self._prefetcher is None else self._prefetcher()
         if prefetcher is not None and prefetcher.position is not None:
             return prefetcher.state_dict()  # type: ignore[no-any-return]
-        return self.state_at(self.position)
+        return self.state_snapshot()()
 
-    def state_at(self, position: Any) -> dict[str, Any]:
-        """Return the state at `position` of the iteration, at most 64 batches ago."""
+    def state_snapshot(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that returns the present state later, at most 64 batches from now.
+
+        That state includes the batches that a prefetcher has taken ahead.
+        """
         raise NotImplementedError
+
+    def stats(self) -> LoaderStats:
+        """Return the statistics of the loader since its creation."""
+        pools = {getattr(one, "pool", None) for one in self._living()} | {self.kept}
+        staging = [pool.ring.bytes for pool in pools if pool is not None and not pool.closed]
+        return LoaderStats(**({**self.counts, "staging_bytes": sum(staging)} if staging else self.counts))
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy has no iterations."""
-        return {**vars(self), "_passes": [], "_progress": None, "_prefetcher": None}
+        return {**vars(self), "_passes": [], "_progress": None, "_prefetcher": None, "kept": None}
 
 
 class Epochs(EpochsBase):
@@ -163,18 +175,13 @@ class Epochs(EpochsBase):
         seeds: of the loader.
         counts: of the loader.
         tuner: changes the options between epochs (`tuned`): see `AutoCache`; or None.
-
-    Attributes:
-        kept: the pool that is kept between epochs, or None.
     """
 
     def __init__(self, source: EpochSource, options: Options, seeds: Seeds, counts: Counts, tuner: Any) -> None:
-        self.source, self.options, self.counts = source, options, counts
-        super().__init__()
-        self._seeds, self._tuner = seeds, tuner
+        super().__init__(counts)
+        self.source, self.options, self._seeds, self._tuner = source, options, seeds, tuner
         self._epoch: int | None = None  # of the next iteration, set by the user or a state
         self._resume: Position | None = None
-        self.kept: WorkerPool | None = None
 
     def __len__(self) -> int:
         return self.source.num_batches(self.next_epoch if self._active is None else self._active.number)
@@ -238,11 +245,11 @@ class Epochs(EpochsBase):
         progress = self._progress = Progress(plan, epoch, repeats)
         self._epoch = None
         if plain:
-            return PlainPass(self, progress, plan, options)
+            return PlainPass(self, progress, options)
         pool = self._take_pool()
         if prefetcher is not None:
             pool.ring.slots.pin = prefetcher.pin
-        return Pass(self, progress, plan, options, pool, in_loop=prefetcher is None)
+        return Pass(self, progress, options, pool, in_loop=prefetcher is None)
 
     def _is_plain(self) -> bool:
         """Whether batches are made as torch's loader makes them without workers."""
@@ -292,17 +299,16 @@ class Epochs(EpochsBase):
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    @property
-    def position(self) -> tuple[Progress, int] | None:
-        """The position of the iteration for `state_at`, including batches taken ahead. None between iterations."""
-        return None if self._active is None else (self._active, self._active.handed_out)
+    def state_snapshot(self) -> Callable[[], dict[str, Any]]:
+        """See `EpochsBase`."""
+        active = self._active
+        return partial(self._state, active, 0 if active is None else active.handed_out)
 
-    def state_at(self, position: tuple[Progress, int] | None) -> dict[str, Any]:
-        """The state at `position` of the iteration, at most 64 batches ago."""
-        if position is None:
+    def _state(self, progress: Progress | None, batches: int) -> dict[str, Any]:
+        """Return the state after so many batches of an iteration; None: between iterations."""
+        if progress is None:
             epoch, left = self.next_epoch, self._resume or Position()
         else:
-            progress, batches = position
             epoch, batches_known = progress.number, 0
             with contextlib.suppress(TypeError, NotImplementedError):  # the sampler has no length
                 batches_known = self.source.num_batches(epoch)
@@ -327,14 +333,6 @@ class Epochs(EpochsBase):
         self.set_epoch(state["epoch"])
         self._resume = Position(state["batches"], state["rest"], state.get("dealt"), state.get("repeats"))
 
-    # -- counts -------------------------------------------------------------------------------------------------------
-
-    def stats(self) -> LoaderStats:
-        """Return the statistics of the loader since its creation."""
-        pools = {getattr(one, "pool", None) for one in self._living()} | {self.kept}
-        staging = [pool.ring.bytes for pool in pools if pool is not None and not pool.closed]
-        return LoaderStats(**({**self.counts, "staging_bytes": sum(staging)} if staging else self.counts))
-
     def close(self) -> None:
         """End all iterations, and stop their workers. More may be started afterwards."""
         self._end_passes()
@@ -346,9 +344,6 @@ class Epochs(EpochsBase):
             self.options = replace(self.options, reader=None)
         if self.options.log is not None:
             self.options.log.flush()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return super().__getstate__() | {"kept": None}
 
 
 def check_position(state: Any, order: dict[str, Any]) -> None:
@@ -401,17 +396,16 @@ class IterableEpochs(EpochsBase):
     Attributes:
         torchs: torch's loader.
         seed: of the workers' generators; None: torch's loader draws it.
-        source: see `Epochs`. Whether the data set partitions its samples among the ranks is not known.
+        source: None; see `Epochs`.
     """
 
-    source: Any = SimpleNamespace(partitioned=False)
+    source = None
 
     def __init__(self, loader: Any, counts: Counts) -> None:
-        super().__init__()
-        self.counts, self.seed = counts, loader.seed
-        self._next = 0  # number of the next epoch
+        super().__init__(counts)
+        self.seed = loader.seed
+        self._next = _StreamProgress(0)  # of the next iteration
         self._set: int | None = None  # the epoch that the data set was given
-        self._resume: _StreamProgress | None = None
         self.adopt(loader)
 
     def adopt(self, loader: Any) -> None:
@@ -433,32 +427,31 @@ class IterableEpochs(EpochsBase):
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(epoch)
             self._set = epoch
-        self._next = epoch
-        self._resume = self._progress = self._prefetcher = None
+        self._next = _StreamProgress(epoch)
+        self._progress = self._prefetcher = None
 
     def _begin(self, prefetcher: Any) -> EpochPass:
-        progress = self._resume or _StreamProgress(self._next)
+        progress = self._next
         if self._arguments["persistent_workers"]:  # an iteration has the workers of the previous one
             self._end_passes()
         if progress.state is not None:
             self._arguments["dataset"].load_state_dict(copy.deepcopy(progress.state))
         if self.seed is not None:
             self._arguments["generator"].manual_seed(sample_seed(self.seed, progress.number, 0))
-        begun = _TorchPass(self, progress, iter(self.torchs), in_loop=prefetcher is None)
-        self._progress, self._resume, self._next = progress, None, progress.number + 1
+        begun = _TorchPass(self, progress, in_loop=prefetcher is None)
+        self._progress, self._next = progress, _StreamProgress(progress.number + 1)
         return begun
 
     # -- state --------------------------------------------------------------------------------------------------------
 
-    @property
-    def position(self) -> dict[str, Any]:
-        """The state of the iteration, including batches that a prefetcher has taken ahead."""
-        progress = self._active or self._resume or _StreamProgress(self._next)
+    def state_snapshot(self) -> Callable[[], dict[str, Any]]:
+        """See `EpochsBase`."""
+        progress = self._active or self._next
         of_dataset, dataset = progress.state, self._arguments["dataset"]
         here = progress.taken > progress.first and not self._arguments["num_workers"]
         if here and hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict"):
             of_dataset = copy.deepcopy(dataset.state_dict())
-        return {
+        state = {
             "version": STATE_VERSION,
             "epoch": progress.number,
             "seed": self.seed,
@@ -468,10 +461,7 @@ class IterableEpochs(EpochsBase):
             "dataset": of_dataset,
             "dataset_epoch": self._set,
         }
-
-    def state_at(self, position: dict[str, Any]) -> dict[str, Any]:
-        """Return the state at `position`."""
-        return position
+        return lambda: state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a state. Raises `InputError` for a state that does not match."""
@@ -480,17 +470,11 @@ class IterableEpochs(EpochsBase):
             self.set_epoch(state["dataset_epoch"])
         batches, of_dataset = state["batches"], state["dataset"]
         taken = 0 if of_dataset is None else batches
-        self._resume = _StreamProgress(state["epoch"], batches, taken, of_dataset)
+        self._next = _StreamProgress(state["epoch"], batches, taken, of_dataset)
         self._progress = self._prefetcher = None
 
     def _describe(self) -> dict[str, Any]:
         return {"seed": self.seed, **{name: self._arguments[name] for name in ("batch_size", "num_workers")}}
-
-    # -- counts and end -----------------------------------------------------------------------------------------------
-
-    def stats(self) -> LoaderStats:
-        """Return the statistics of the loader since its creation."""
-        return LoaderStats(**self.counts)
 
     def close(self) -> None:
         """End all iterations and their workers. More may be started afterwards."""
@@ -504,21 +488,17 @@ class IterableEpochs(EpochsBase):
 
 
 class _TorchPass(EpochPass):
-    """One pass over torch's loader: `batches`. Those that were delivered before the pass are dropped."""
+    """One pass over torch's loader. The batches that were delivered before the pass are dropped."""
 
-    def __init__(
-        self, epochs: IterableEpochs, progress: _StreamProgress, batches: Iterator[Any], *, in_loop: bool
-    ) -> None:
+    def __init__(self, epochs: IterableEpochs, progress: _StreamProgress, *, in_loop: bool) -> None:
+        self._batches: Any = iter(epochs.torchs)
         super().__init__(epochs, progress, in_loop=in_loop)
-        self.batches = batches
 
     def _take(self) -> tuple[Any, Any]:
-        if self.closed:
-            raise iteration_over(OVER)
         begun, progress = time.monotonic(), self.progress
         while True:
             try:
-                batch = next(self.batches)
+                batch = next(self._batches)
             except Exception as error:  # torch's loader continues with the following batch
                 progress.taken += not isinstance(error, StopIteration)
                 raise
@@ -531,7 +511,6 @@ class _TorchPass(EpochPass):
         return batch, None
 
     def _stop(self) -> None:
-        batches: Any = self.batches
-        self.batches = iter(())
+        batches, self._batches = self._batches, None
         if hasattr(batches, "_shutdown_workers") and not batches._persistent_workers:
             batches._shutdown_workers()  # an exception may keep the iterator alive

@@ -29,12 +29,11 @@ from torch.utils.data._utils import worker as torch_worker
 
 from stallfree.cache.arena import stay_alone
 from stallfree.datasets.samples import Pending
-from stallfree.errors import WorkerError, batch_timeout
+from stallfree.errors import WorkerError
 from stallfree.ipc.process import Child, Parent, end_all, start_method
 from stallfree.loader.batch import BatchBuilder, failure
-from stallfree.loader.messages import FORGET, GATHERER, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
-from stallfree.loader.ring import Ring
-from stallfree.platform import how_it_ended
+from stallfree.loader.messages import FORGET, UNDONE, Result, Task, forget_message, unpack_result, unpack_task
+from stallfree.platform import how_it_ended, shares_memory
 from stallfree.raising import add_note
 
 LIVES = 3
@@ -53,13 +52,11 @@ class Executor:
     Attributes:
         needs_slot: whether `submit` requires tasks with a slot.
         descriptors: the descriptors to wait for, with events of `select.poll`.
-        slots_to_take: free slots that the submitted tasks will take themselves; an upper bound.
         replaced: number of workers that died since this was last set to 0.
         stuck: whether no worker gets started here, so that another process should try.
     """
 
-    needs_slot = stuck = False
-    slots_to_take = replaced = 0
+    needs_slot, stuck, replaced = True, False, 0
     descriptors: Sequence[tuple[int, int]] = ()
 
     def submit(self, task: Task) -> None:
@@ -91,7 +88,7 @@ class Executor:
 class TrainingProcess(Executor):
     """Builds each batch in the iterating process when it is awaited. Fetches are started earlier.
 
-    `poll` raises `WaitError` for a batch whose fetches do not come in time; the batch may be awaited again.
+    `poll` returns nothing for a batch whose fetches do not come in time; the batch may be awaited again.
 
     Args:
         builder: builds.
@@ -105,7 +102,7 @@ class TrainingProcess(Executor):
     @property
     def needs_slot(self) -> bool:  # type: ignore[override]
         """Only if slots are pinned, for copies to a device: otherwise objects of this process suffice."""
-        return self._builder.slots.pin is not None
+        return self._builder.slots.pin is not None and shares_memory()
 
     def submit(self, task: Task) -> None:
         self._tasks[task.number] = task, self._builder.start(task)
@@ -117,10 +114,7 @@ class TrainingProcess(Executor):
         task, pending = self._tasks[number]
         pending.deadline = started + self._seconds
         if pending.fetches and futures.wait(list(pending.fetches.values()), self._seconds).not_done:
-            raise batch_timeout(
-                f"batch {task.number} of epoch {task.epoch} did not come within {self._seconds:g} s; its samples are "
-                f"{task.ids.tolist()}, and storage does not give them. Give a larger timeout if it takes so long"
-            )
+            return []
         waited = time.monotonic() - started
         del self._tasks[number]
         result = self._builder.finish(task, pending, here=True)
@@ -134,7 +128,7 @@ class TrainingProcess(Executor):
         self._tasks.clear()
 
     def describe(self, task: Task) -> str:
-        return "this process" if task.number in self._tasks else ""
+        return "this process, which waits for storage" if task.number in self._tasks else ""
 
     def close(self) -> None:
         self.forget(0)
@@ -142,8 +136,6 @@ class TrainingProcess(Executor):
 
 class ThreadExecutor(Executor):
     """An executor whose threads deliver the results. A pipe wakes the loop, but only while that waits."""
-
-    needs_slot = True
 
     def __init__(self) -> None:
         self._done: deque[Result] = deque()
@@ -184,20 +176,14 @@ class ThreadExecutor(Executor):
 class GatherThreads(ThreadExecutor):
     """Threads that fill slots directly from the cache.
 
-    A thread takes a slot only when it starts a task: the slot that was used last, which CPU caches may still hold.
-
     Args:
         builder: builds.
-        ring: has the slots.
         threads: number of threads.
     """
 
-    needs_slot = False
-
-    def __init__(self, builder: BatchBuilder, ring: Ring, threads: int) -> None:
+    def __init__(self, builder: BatchBuilder, threads: int) -> None:
         super().__init__()
-        self._builder, self._ring, self._submitted = builder, ring, 0
-        self._begun: queue.SimpleQueue[None] = queue.SimpleQueue()  # counts: one per task
+        self._builder = builder
         self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, name=f"stallfree-gather-{number}", daemon=True)
@@ -206,12 +192,7 @@ class GatherThreads(ThreadExecutor):
         for thread in self._threads:
             thread.start()
 
-    @property
-    def slots_to_take(self) -> int:  # type: ignore[override]
-        return self._submitted - self._begun.qsize()
-
     def submit(self, task: Task) -> None:
-        self._submitted += 1
         self._tasks.put(task)
 
     def describe(self, task: Task) -> str:
@@ -223,19 +204,9 @@ class GatherThreads(ThreadExecutor):
             self.deliver(self._build(task))
 
     def _build(self, task: Task) -> Result:
-        wanted = task.token >= self._wanted
-        try:
-            if wanted:
-                task.slot = self._ring.take()
-        except Exception as error:  # the ring is closed
-            return failure(task, error)
-        finally:
-            self._begun.put(None)
-        if not wanted:
+        if task.token < self._wanted:
             return Result(UNDONE, task.token, task.number, task.slot)
-        result = self._builder.gather(task)
-        result.worker = GATHERER
-        return result
+        return self._builder.gather(task)
 
     def close(self) -> None:
         self._awaited = False
@@ -322,8 +293,6 @@ class WorkerProcesses(Executor):
         hung: forked workers that did not report in since the last one that did.
     """
 
-    needs_slot = True
-
     def __init__(self, setup: WorkerSetup, context: BaseContext, count: int) -> None:
         start_method(context)  # before anything is created in a process that may start none
         self._context, self._setup, self.count = context, setup, count
@@ -367,14 +336,14 @@ class WorkerProcesses(Executor):
     def poll(self, number: int | None) -> list[Result]:
         """The available results. Replaces workers that died; idle ones when they get a task."""
         results: list[Result] = []
-        for place, worker in [*self._workers.items()]:
+        for number_of_worker, worker in [*self._workers.items()]:
             if not worker.busy:
                 continue
             worker.child.flush()
             try:
                 while (message := worker.child.receive()) is not None:
                     result = unpack_result(message)
-                    result.worker = place
+                    result.worker = number_of_worker
                     results.append(result)
                     worker.tasks = [t for t in worker.tasks if (t.token, t.number) != (result.token, result.number)]
             except EOFError:
@@ -382,7 +351,7 @@ class WorkerProcesses(Executor):
             if worker.child.reported:
                 self.hung = 0
             if worker.dead:
-                self._replace(place, worker, results)
+                self._replace(number_of_worker, worker, results)
         return results
 
     def check(self) -> None:
@@ -397,12 +366,7 @@ class WorkerProcesses(Executor):
         hung = dead.child.overdue
         self.hung += hung
         dead.child.end(time.monotonic() + _STOP_SECONDS)
-        tasks = []
-        for task in dead.tasks:
-            if task.token < self._wanted:
-                results.append(Result(UNDONE, task.token, task.number, task.slot))
-            else:
-                tasks.append(task)
+        tasks = dead.tasks
         if tasks and not hung:
             tasks[0].deaths += 1
             if tasks[0].deaths >= LIVES:
@@ -412,6 +376,7 @@ class WorkerProcesses(Executor):
             self.submit(task)
 
     def _start(self, number: int) -> _Worker:
+        """Start a worker, to which batches of earlier iterations may be sent again."""
         setup = self._setup
         child = Child(
             worker_main,
@@ -421,6 +386,7 @@ class WorkerProcesses(Executor):
             parts=setup.parts,
             attempt=self.hung // self.count,
         )
+        child.send(forget_message(self._wanted))
         return _Worker(child)
 
     def close(self) -> None:

@@ -6,12 +6,11 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.ipc.channel import pack_error, unpack_error
 
-Ids = npt.NDArray[np.int64]
-Bytes = npt.NDArray[np.uint8]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _TASK = struct.Struct("<iiqqqq")
 _NUMBERS = (

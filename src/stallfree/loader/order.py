@@ -1,6 +1,5 @@
 """Orders of samples: the loader's own, a function of (seed, epoch), and that of a sampler or batch sampler."""
 
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -14,8 +13,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, make_plan
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
-from stallfree.errors import IdError, StallfreeWarning, sampler_output
-from stallfree.raising import users_level
+from stallfree.errors import IdError, sampler_output
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
 """The last epoch that a loader set in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
@@ -38,20 +36,11 @@ class _Counted(EpochSource):
 
     def _follow_length(self) -> None:
         """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
-        setup, reader, before = self._setup, self._setup.reader, self._length
-        if reader is None or (length := len(reader.source)) == before:
+        setup, reader = self._setup, self._setup.reader
+        if reader is None or reader.cache is not None or getattr(setup.auto, "cached", None) is not None:
             return
-        self._length = length
-        cached = reader.cache is not None or getattr(setup.auto, "cached", None) is not None
-        if not cached and length > 0:
-            self._setup = replace(setup, samples=length)
-            return
-        warnings.warn(
-            f"the data set has {self._length} samples now and had {before}; the loader keeps to those that it had when "
-            "it was made: make a new CachedDataset and DataLoader",
-            StallfreeWarning,
-            stacklevel=users_level(),
-        )
+        if (length := len(reader.source)) not in (0, self._length):
+            self._length, self._setup = length, replace(setup, samples=length)
 
     def check_ranks(self) -> None:
         if not self.knows_ranks:
@@ -246,21 +235,16 @@ def _set_by_user(sampler: DistributedSampler[Any]) -> bool:
     return _set.get(sampler) == _BY_USER
 
 
-def source_of(dataset: Any, setup: SourceSetup) -> EpochSource:
-    """Return what `dataset.epoch_source(setup)` returns; without this method, see `order_of`."""
-    return dataset.epoch_source(setup) if _brings_source(dataset) else order_of(setup)
+def order_of(setup: SourceSetup, dataset: Any = None) -> EpochSource:
+    """Return the source of the `dataset` or the sampler that has `epoch_source(setup)`, else an order.
 
-
-def order_of(setup: SourceSetup) -> EpochSource:
-    """Return the source that the sampler brings, or that of a sampler or batch sampler, or the loader's own order."""
-    if _brings_source(setup.sampler):
-        own: EpochSource = setup.sampler.epoch_source(setup)
-        return own
+    That of a sampler or batch sampler, or the loader's own.
+    """
+    for brings_source in (dataset, setup.sampler):
+        if hasattr(type(brings_source), "epoch_source"):
+            source: EpochSource = brings_source.epoch_source(setup)
+            return source
     return Order(setup) if setup.sampler is None and setup.batch_sampler is None else SamplerOrder(setup)
-
-
-def _brings_source(bringer: Any) -> bool:
-    return callable(getattr(type(bringer), "epoch_source", None))
 
 
 # -- the samplers that a loader shows ---------------------------------------------------------------------------------
@@ -309,19 +293,10 @@ class DealtSampler(DistributedSampler[Any]):
     """
 
     def __init__(self, dataset: Any, order: Order, next_ids: NextIds) -> None:
-        self.dataset, self.epoch = dataset, 0
+        rank, count = rank_and_count(order.ranks)
+        super().__init__(dataset, count, rank)
         self._order, self._next_ids = order, next_ids
         self._given: int | None = None
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """The rank of this process."""
-        return rank_and_count(self._order.ranks)[0]
-
-    @property
-    def num_replicas(self) -> int:  # type: ignore[override]
-        """The number of ranks."""
-        return rank_and_count(self._order.ranks)[1]
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = self._given = epoch

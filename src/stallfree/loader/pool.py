@@ -34,12 +34,10 @@ GATHERERS = 2
 
 Counts = dict[str, Any]
 
-_ZERO: Counts = {f.name: 0.0 if f.type in ("float", float) else 0 for f in fields(LoaderStats)}
-
 
 def new_counts() -> Counts:
     """Return all counts of `LoaderStats`, zero."""
-    return dict(_ZERO)
+    return {each.name: 0.0 if each.type in ("float", float) else 0 for each in fields(LoaderStats)}
 
 
 @dataclass(eq=False)
@@ -154,21 +152,15 @@ class WorkerPool:
         if isinstance(self._main, TrainingProcess):
             self.builder.reader.settings.note()
 
-    @property
-    def room(self) -> bool:
-        """Whether a slot is free for one more batch."""
-        return self.ring.free > (0 if self._gatherers is None else self._gatherers.slots_to_take)
-
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""
         executor = self._main
         if gather:
             if self._gatherers is None:
-                _ = self.ring.slots.folder  # created here, and by no thread
-                self._gatherers = GatherThreads(self.builder, self.ring, self._most_gatherers)
+                self._gatherers = GatherThreads(self.builder, self._most_gatherers)
                 self._executors.append(self._gatherers)
             executor = self._gatherers
-        elif executor.needs_slot and task.slot == NO_SLOT:
+        if executor.needs_slot and task.slot == NO_SLOT:
             task.slot = self.ring.take()
         executor.submit(task)
 

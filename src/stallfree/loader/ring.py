@@ -12,6 +12,7 @@ import itertools
 import mmap
 import os
 import secrets
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -24,7 +25,7 @@ from stallfree.errors import StorageError
 from stallfree.ipc.folders import SharedFolder, default_root, sweep
 from stallfree.ipc.process import prepare_for_forks
 from stallfree.loader.messages import NO_SLOT, Bytes
-from stallfree.platform import OPEN, allocate, shares_memory
+from stallfree.platform import OPEN, allocate
 
 
 class Slots:
@@ -32,7 +33,7 @@ class Slots:
 
     Args:
         make: creates the folder of the slots.
-        limit: largest size of a slot in bytes, or None.
+        limit: largest size of a slot in bytes.
 
     Attributes:
         pin: pins memory for a device and returns the function that unpins it; set in the process that iterates.
@@ -41,39 +42,30 @@ class Slots:
 
     _access = mmap.ACCESS_WRITE
 
-    def __init__(self, make: Callable[[], Path], limit: int | None) -> None:
-        self._make = make
+    def __init__(self, make: Callable[[], Path], limit: int = sys.maxsize) -> None:
+        self._make, self.limit = make, limit
         self._folder: Path | None = None
-        self.limit = limit
         self.pin: Callable[[Bytes], Callable[[], object]] | None = None
         self._pinned: dict[int, Callable[[], object]] = {}
         self._maps: dict[int, mmap.mmap] = {}
         self.derived: dict[int, Any] = {}
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
-        """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room, or no Linux."""
-        if slot == NO_SLOT or not shares_memory():
+        """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
+        if slot == NO_SLOT:
             return None
         mapping = self._maps.get(slot)
         if mapping is None or len(mapping) < size:
-            mapping = None if self.limit is not None and size > self.limit else self._grow(slot, size)
+            mapping = None if size > self.limit else self._grow(slot, size)
             if mapping is None:
                 return None
         return np.frombuffer(mapping, np.uint8)
 
     def view(self, slot: int, size: int) -> Bytes:
-        """Return the memory of `slot` as a new array, to which a lease can be tied.
-
-        Raises `StorageError` if the slot has fewer than `size` bytes.
-        """
+        """Return the memory of `slot`, which holds `size` bytes, as a new array, to which a lease can be tied."""
         mapping = self._maps.get(slot)
         if mapping is None or len(mapping) < size:
             mapping = self._map(slot)
-            if len(mapping) < size:
-                raise StorageError(
-                    f"slot {slot} of the staging ring has {len(mapping)} bytes, a batch of {size} was announced",
-                    page="record-malformed",
-                )
         return np.frombuffer(mapping, np.uint8)
 
     def _grow(self, slot: int, size: int) -> mmap.mmap | None:
@@ -81,11 +73,9 @@ class Slots:
         try:
             have = os.fstat(fd).st_size
             if have < size:
-                wanted = _pages(size + size // 8)
-                if self.limit is not None:
-                    wanted = min(wanted, max(_pages(size), self.limit))
+                wanted = -(-(size + size // 8) // mmap.PAGESIZE) * mmap.PAGESIZE
                 try:
-                    allocate(fd, 0, wanted)
+                    allocate(fd, 0, min(wanted, self.limit))
                 except OSError:
                     with contextlib.suppress(OSError):
                         os.ftruncate(fd, have)
@@ -170,7 +160,8 @@ class Ring:
         self.count = count
         self._numbers = itertools.count(count)  # of further slots
         self._surplus = 0  # slots that are discarded once free
-        self.slots = Slots(self._make, None if capacity is None else capacity // count // mmap.PAGESIZE * mmap.PAGESIZE)
+        limit = sys.maxsize if capacity is None else capacity
+        self.slots = Slots(self._make, limit // count // mmap.PAGESIZE * mmap.PAGESIZE)
         self._free: deque[int] = deque(range(count))
         self._leases: dict[int, _Lease] = {}
         self._ended: deque[_Lease] = deque()  # their slots are free
@@ -186,14 +177,12 @@ class Ring:
         return self._folder.path
 
     def take(self) -> int:
-        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`. Thread-safe."""
-        if shares_memory():  # create the folder before workers are forked
-            _ = self.slots.folder
+        """Return the free slot that was used last (CPU caches may still hold it), or `NO_SLOT`."""
+        _ = self.slots.folder  # created before workers are forked
         self._end_leases()
-        try:
-            slot = self._free.pop()
-        except IndexError:
+        if not self._free:
             return NO_SLOT
+        slot = self._free.pop()
         if slot not in self._forked:
             return slot
         self.slots.discard(slot, free=False)
@@ -282,7 +271,3 @@ def slot_bytes(folder: Path) -> int:
     with contextlib.suppress(OSError):
         return sum(512 * entry.stat().st_blocks for entry in os.scandir(folder) if entry.name.startswith("slot-"))
     return 0
-
-
-def _pages(size: int) -> int:
-    return -(-size // mmap.PAGESIZE) * mmap.PAGESIZE

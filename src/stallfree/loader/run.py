@@ -25,7 +25,7 @@ from stallfree.sources.mapped import MapSource
 from stallfree.typevars import BatchT_co
 from stallfree.units import format_size
 
-OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
+_OVER = "this iteration is over: the loader was iterated again or closed, or an error ended it. Begin a new one"
 
 RECENT = 64
 """Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may request an earlier state."""
@@ -71,7 +71,7 @@ class Progress:
         repeats: counts how often the ids have come before in this epoch; None: each comes once.
 
     Attributes:
-        number: as given.
+        plan, number: as given.
         handed_out: batches delivered, those before the first of the plan included.
         tasks: the batches that were started and not delivered, in order.
         exhausted: whether all batches were delivered.
@@ -79,9 +79,9 @@ class Progress:
     """
 
     def __init__(self, plan: EpochPlan, number: int, repeats: Repeats | None = None) -> None:
-        self.number, self.handed_out, self.exhausted = number, plan.first, False
+        self.plan, self.number, self.handed_out, self.exhausted = plan, number, plan.first, False
         self.problem: Exception | None = None
-        self._plan, self._batches, self._skip, self._repeats = plan, plan.batches, plan.skip, repeats
+        self._batches, self._skip, self._repeats = plan.batches, plan.skip, repeats
         self._drawn = plan.first
         self._ready: deque[Task] = deque()  # drawn from the sampler, not started
         self.tasks: deque[Task] = deque()
@@ -137,13 +137,12 @@ class Progress:
         With `limits`, this reads the rest of the sampler. Raises `StallfreeError` if that fails.
         """
         if limits is None or self._is_endless(*limits):
-            return Position(batches, None, self._plan.dealt)
+            return Position(batches, None, self.plan.dealt)
         recent = list(self._recent)[len(self._recent) - (self.handed_out - batches) :]
         left = [*recent, *self.tasks, *self._ready]
         repeats = [task.repeat for task in left]
-        return Position(
-            batches, [task.ids.tolist() for task in left], self._plan.dealt, repeats if any(repeats) else None
-        )
+        ids = [task.ids.tolist() for task in left]
+        return Position(batches, ids, self.plan.dealt, repeats if any(repeats) else None)
 
     def _is_endless(self, most_ids: int, most_batches: int) -> bool:
         """Draw the rest of the sampler. Returns True as soon as it counts as endless."""
@@ -204,6 +203,8 @@ class EpochPass(Iterator[Any]):
         if self._log is not None:
             self._end_step()
         try:
+            if self.closed:
+                raise iteration_over(_OVER)
             data, ids = self._take()
         except StopIteration:
             self.progress.exhausted = True
@@ -256,17 +257,15 @@ class PlainPass(EpochPass):
     A batch is `collate_fn([dataset[id] for id in ids])`; random numbers come from the global generators.
     """
 
-    def __init__(self, epochs: Any, progress: Progress, plan: EpochPlan, options: Options) -> None:
-        super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=True)
-        self._plan, self._settings, self._single = plan, options.reader.settings, options.single
+    def __init__(self, epochs: Any, progress: Progress, options: Options) -> None:
+        super().__init__(epochs, progress, delivery(options, progress.plan.on_delivered), options.log, in_loop=True)
+        self._settings, self._single = options.reader.settings, options.single
         self._source = source = options.reader.source
         self._dataset: Any = source.dataset if type(source) is MapSource else _Prepared(options.reader)
         self._several = None if self._single else getattr(self._dataset, "__getitems__", None)
         self._collate = options.collate or (default_convert if self._single else default_collate)
 
     def _take(self) -> tuple[Any, Ids]:
-        if self.closed:
-            raise iteration_over(OVER)
         progress, counts, started = self.progress, self.counts, time.monotonic()
         if not progress.peek():
             raise progress.end()
@@ -304,7 +303,7 @@ class PlainPass(EpochPass):
 
     def _stop(self) -> None:
         self._settings.note()
-        self._plan.end()
+        self.progress.plan.end()
 
 
 class _Prepared:
@@ -320,11 +319,9 @@ class _Prepared:
 class Pass(EpochPass):
     """A pass whose batches are started ahead, and built by the executors of a pool."""
 
-    def __init__(
-        self, epochs: Any, progress: Progress, plan: EpochPlan, options: Options, pool: WorkerPool, *, in_loop: bool
-    ) -> None:
-        self.pool, self._token, self._plan = pool, pool.begin(), plan
-        super().__init__(epochs, progress, delivery(options, plan.on_delivered), options.log, in_loop=in_loop)
+    def __init__(self, epochs: Any, progress: Progress, options: Options, pool: WorkerPool, *, in_loop: bool) -> None:
+        self.pool, self._token = pool, pool.begin()
+        super().__init__(epochs, progress, delivery(options, progress.plan.on_delivered), options.log, in_loop=in_loop)
         self._keeps_pool = options.persistent
         self._results: dict[int, Result] = {}  # of finished batches that were not delivered
         try:
@@ -349,17 +346,13 @@ class Pass(EpochPass):
             raise iteration_over(
                 f"this iteration is that of process {self._owner.pid}, which was forked. Begin a new one"
             )
-        if self.closed or pool.closed or self._token != pool.token:
-            raise iteration_over(OVER)
+        if pool.closed or self._token != pool.token:
+            raise iteration_over(_OVER)
         try:
             self._start_more()
-            started = time.monotonic()
-            while not progress.tasks:
-                if not progress.peek():
-                    return None
-                self._wait(started, None)  # batches of an earlier iteration still hold all slots
-                self._start_more()
-            number = progress.handed_out
+            if not progress.tasks:
+                return None
+            started, number = time.monotonic(), progress.handed_out
             while number not in self._results:
                 self._wait(started, progress.tasks[0])
             if self._in_loop:
@@ -374,42 +367,36 @@ class Pass(EpochPass):
             raise
 
     def _start_more(self, handing_out: int = 0) -> None:
-        """Start batches until enough are in flight, not counting those just delivered, or no slot is free."""
+        """Start batches until enough are in flight, not counting those just delivered, or no slot is free.
+
+        If batches of an earlier iteration still hold all slots, one batch is made without a slot.
+        """
         pool, progress = self.pool, self.progress
         most = pool.ahead + handing_out
-        while len(progress.tasks) < most and pool.room and progress.peek():
+        while len(progress.tasks) < most and (pool.ring.free or not progress.tasks) and progress.peek():
             task = progress.start(self._token)
             pool.submit(task, gather=pool.builder.can_gather(task.ids))
 
-    def _wait(self, started: float, task: Task | None) -> None:
+    def _wait(self, started: float, task: Task) -> None:
         """Wait until `task` or any other task has progressed."""
         pool = self.pool
-        results = pool.poll(None if task is None else task.number)
+        results = pool.poll(task.number)
         for result in results:
             if result.status == UNDONE:
                 self.counts["retries"] += 1
-                undone = self.progress.tasks[result.number - self.progress.handed_out]
-                undone.slot = result.slot
-                pool.submit(undone, gather=False)
+                pool.submit(self.progress.tasks[result.number - self.progress.handed_out], gather=False)
             else:
                 self._results[result.number] = result
-        if results and (task is None or task.number in self._results):
+        if task.number in self._results:
             return
-        seconds = pool.seconds
-        left = seconds - (time.monotonic() - started)
-        if left > 0:
-            pool.wait(left)
-        elif task is None:
+        left = pool.seconds - (time.monotonic() - started)
+        if left <= 0:
             raise batch_timeout(
-                f"no slot of the staging ring came free within {seconds:g} s: workers are still busy with "
-                "batches of an earlier iteration. Give a larger timeout if they take so long"
-            )
-        else:
-            raise batch_timeout(
-                f"batch {task.number} of epoch {task.epoch} did not come within {seconds:g} s; it is with "
+                f"batch {task.number} of epoch {task.epoch} did not come within {pool.seconds:g} s; it is with "
                 f"{pool.describe(task)}; its samples are {task.ids.tolist()}. "
                 "Give a larger timeout if they take so long"
             )
+        pool.wait(left)
 
     def _hand_out(self, result: Result) -> tuple[Any, Ids] | None:
         """Return the batch in a result and its ids, None if it is empty."""
@@ -445,13 +432,13 @@ class Pass(EpochPass):
         self.counts["private_copies"] += 1
         if result.status == READY:
             return read_own_record(pool.ring.slots.view(result.slot, result.size), copy=True)
-        if not pool.warned_of_size:
+        if result.slot != NO_SLOT and not pool.warned_of_size:
             pool.warned_of_size = True
-            limit = pool.ring.slots.limit
+            full = result.size <= pool.ring.slots.limit
             log.warning(
                 "a batch of %s has no room in the staging ring (%s) and is copied: give a larger staging",
                 format_size(result.size),
-                "shared memory is full" if limit is None else f"slots of {format_size(limit)}",
+                "shared memory is full" if full else f"slots of {format_size(pool.ring.slots.limit)}",
             )
         assert result.memory is not None
         return read_own_record(result.memory, copy=False)
@@ -465,6 +452,6 @@ class Pass(EpochPass):
             self.pool.begin()  # drops batches in flight
             self.counts["queue_depth"] = 0
         self.pool.note_settings()
-        self._plan.end()
+        self.progress.plan.end()
         if not self._keeps_pool:
             self.pool.close()

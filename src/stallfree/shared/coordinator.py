@@ -211,7 +211,7 @@ class Coordinator:
     def _start_more(self) -> None:
         """Start as many batches as the slots and the limit in flight allow."""
         while self._schedule.in_flight < self._schedule.ahead and self._schedule.next_to_start() is not None:
-            if not self._pool.room and not self._free_a_slot():
+            if not self._pool.ring.free and not self._free_a_slot():
                 return
             if (number := self._schedule.next_to_start()) is not None:  # of the members that remain
                 self._start(number)

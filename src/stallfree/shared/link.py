@@ -74,7 +74,7 @@ class PrivateSlots(Slots):
     _access = mmap.ACCESS_COPY
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(lambda: folder, None)
+        super().__init__(lambda: folder)
 
     def clean(self, slot: int, size: int) -> None:
         """Drop this process's changes to `slot`, so that its next batch is visible. No view of it may exist."""
