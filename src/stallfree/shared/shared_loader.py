@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from multiprocessing.context import BaseContext
-from typing import Any, Generic, Self
+from typing import Any, Generic
 
 from torch.utils.data import default_collate
 
