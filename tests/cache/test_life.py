@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tools import make
+from cache_tools import MISS, SampleCache, make
 from children import Child, Holder, run_threads
 from stallfree.cache.layout import Count, Counters
-from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import caches_root, list_caches, remove
 from stallfree.errors import FingerprintError, InputError, StorageError
 from stallfree.ipc.folders import sweep
@@ -101,8 +99,6 @@ def test_what_is_no_cache_is_not_removed(tmp_path: Path) -> None:
     assert sweep(root) == list_caches(root) == list_caches(tmp_path / "nothing") == []
     assert {path.name for path in root.rglob("*")} == {"photos", "cat.jpg", "notes.txt", "link"}
 
-
-# -- counts -----------------------------------------------------------------------------------------------------------
 
 ROUNDS = 10
 

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ import numpy as np
 import psutil
 import redis
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import stallfree as sf
-from redis_servers import until
+from redis_servers import server_in
 from stallfree.cache.redis.launch import PROGRAMS
 from stallfree.cache.redis.servers import ID, read_records
 
-LIMIT = 120.0
-"""Seconds until a process that returns nothing counts as hung."""
-
-PATIENT = 30.0
-"""Time limit of servers in tests that expect hits: a loaded machine may be silent for 250 ms."""
-
+LIMIT = 120.0  # seconds until a process that returns nothing counts as hung
+PATIENT = 30.0  # time limit of servers in tests that expect hits: a loaded machine may be silent for 250 ms
 STORE = "train"
 
 Here = dict[str, Any]
@@ -37,8 +33,8 @@ Here = dict[str, Any]
 class Rows(torch.utils.data.Dataset[Any]):
     """Samples that show their ids. Each reading is written to the file `reads` of a folder, which all nodes share."""
 
-    def __init__(self, folder: Path, count: int, size: int = 300) -> None:
-        self.file, self.count, self.size = str(folder / "reads"), count, size
+    def __init__(self, folder: Path, count: int) -> None:
+        self.file, self.count = str(folder / "reads"), count
 
     def __len__(self) -> int:
         return self.count
@@ -47,10 +43,10 @@ class Rows(torch.utils.data.Dataset[Any]):
         file = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(file, np.int64(id).tobytes())
         os.close(file)
-        return np.arange(self.size) + (id << 16), id
+        return np.arange(300) + (id << 16), id
 
     def fingerprint(self) -> str:
-        return f"rows {self.count} {self.size}"
+        return f"rows {self.count}"
 
 
 def reads(folder: Path) -> list[int]:
@@ -63,17 +59,8 @@ def reads(folder: Path) -> list[int]:
 
 def check_batch(values: Any, ids: Any) -> list[int]:
     """The ids of a batch of `Rows`. Fails for a sample that is another or damaged."""
-    assert torch.equal(values, torch.arange(values.shape[1]) + (ids[:, None] << 16))
+    assert torch.equal(values, torch.arange(300) + (ids[:, None] << 16))
     return list(ids.tolist())
-
-
-def _keep_store(connection: Any) -> None:
-    """Be the agent of torchrun, which keeps the key-value store of the job."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
-    connection.send(store.port)
-    connection.poll(None)
 
 
 def _live(connection: Any, here: Here, environment: dict[str, str]) -> None:
@@ -92,22 +79,17 @@ def _live(connection: Any, here: Here, environment: dict[str, str]) -> None:
 
 
 class Job:
-    """The processes of a job. Their folders must be empty when it is closed.
-
-    Args:
-        nodes: number of nodes.
-        per_node: processes on each of them.
-    """
+    """The processes of a job. Their folders must be empty when it is closed."""
 
     def __init__(self, nodes: int = 2, per_node: int = 1) -> None:
-        self._context = multiprocessing.get_context("forkserver")
+        context = multiprocessing.get_context("forkserver")
         self.folder = Path(tempfile.mkdtemp(prefix="stallfree-test-job-", dir="/dev/shm"))
-        self.ends, self.processes, self.per_node = [], [], per_node
-        self._master, self._keeper = self._start(_keep_store)
-        self.port = str(self._master.recv())
+        self.ends, self.processes, self.per_node = list[Any](), list[Any](), per_node
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
+        self.port = str(self._store.port)
         self.roots = [self.folder / str(number) / f"stallfree-{os.getuid()}" for number in range(nodes)]
         count = nodes * per_node
-        self._barrier = self._context.Barrier(count)  # freed here, it could not be opened there
+        self._barrier = context.Barrier(count)  # freed here, it could not be opened there
         for root in self.roots:
             root.mkdir(mode=0o700, parents=True)
         for number in range(count):
@@ -115,16 +97,12 @@ class Job:
             environment |= {"LOCAL_RANK": number % per_node, "MASTER_ADDR": "127.0.0.1"}
             environment["STALLFREE_ROOT"] = self.roots[number // per_node].parent
             here = {"number": number, "count": count, "folder": self.folder, "meet": self._barrier}
-            end, process = self._start(_live, here, {name: str(value) for name, value in environment.items()})
-            self.ends.append(end)
-            self.processes.append(process)
-
-    def _start(self, target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=target, args=(theirs, *arguments))
-        process.start()
-        theirs.close()
-        return ours, process
+            ours, theirs = context.Pipe()
+            values = {name: str(value) for name, value in environment.items()}
+            self.processes.append(context.Process(target=_live, args=(theirs, here, values)))
+            self.processes[-1].start()
+            self.ends.append(ours)
+            theirs.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any, only: int | None = None) -> list[Any]:
         """The results of `function(here, *arguments)`, which can be imported, in all processes that live; or in one."""
@@ -139,19 +117,7 @@ class Job:
         return [result for _, result in results]
 
     def server(self, node: int) -> psutil.Process:
-        """The process of a node's server."""
-
-        def find() -> psutil.Process | None:
-            for at, process in enumerate(self.processes):
-                if at // self.per_node == node and process.is_alive():
-                    for child in psutil.Process(process.pid).children():
-                        with contextlib.suppress(psutil.Error):
-                            if child.name() in PROGRAMS and child.status() != psutil.STATUS_ZOMBIE:
-                                return child
-            return None
-
-        found: psutil.Process = until(find, "the server runs")
-        return found
+        return server_in(self.roots[node] / f"redis-{STORE}")
 
     def record(self, node: int, seen_by: int = 0) -> dict[str, Any]:
         """The address of a node's server, as another node knows it."""
@@ -179,12 +145,10 @@ class Job:
     def close(self) -> None:
         for end in self.ends:
             end.close()
-        with contextlib.suppress(OSError):
-            self._master.send(None)
-        for process in (*self.processes, self._keeper):
+        for process in self.processes:
             process.join(LIMIT)
             process.close()
-        self._master.close()
+        del self._store
         shutil.rmtree(self.folder)
 
 
@@ -201,17 +165,13 @@ def job(nodes: int = 2, per_node: int = 1, **options: Any) -> Iterator[Job]:
         made.close()
 
 
-# --- what processes do ----------------------------------------------------------------------------------------------
-
-
 def open_store(here: Here, options: dict[str, Any]) -> None:
     here["store"] = sf.RedisStore(**{"capacity_per_node": "64MiB", "name": STORE, "timeout": PATIENT, **options})
 
 
 def close_store(here: Here) -> None:
-    for name in ("loader", "cached"):
-        if name in here:
-            here.pop(name).close()
+    if "cached" in here:
+        here.pop("cached").close()
     here["meet"].wait(LIMIT)
     here.pop("store").close()
 

@@ -26,8 +26,6 @@ needs_server = pytest.mark.skipif(
 
 
 class Closing(contextlib.AbstractContextManager[Any]):
-    """Is closed at the end of a `with`."""
-
     def close(self) -> None:
         """End it."""
 
@@ -38,9 +36,7 @@ class Closing(contextlib.AbstractContextManager[Any]):
 class Server(Closing):
     """A real server on a Unix socket and on a free TCP port of this host. Tests that use it are marked `needs_server`.
 
-    Args:
-        folder: an empty one, where it works.
-        extra: lines of its configuration. With a certificate, its TCP port speaks TLS and nothing else.
+    `extra` are lines of its configuration. With a certificate, its TCP port speaks TLS and nothing else.
     """
 
     def __init__(self, folder: Path, *extra: str) -> None:
@@ -53,7 +49,6 @@ class Server(Closing):
 
     @property
     def host(self) -> dict[str, Any]:
-        """As users give it: by TCP."""
         return {"host": "127.0.0.1", "port": self.port}
 
     def start(self) -> None:
@@ -84,7 +79,6 @@ class Server(Closing):
                 return False
 
     def kill(self) -> None:
-        """End it at once."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -98,65 +92,57 @@ class Server(Closing):
         until(lambda: there.status() == psutil.STATUS_STOPPED, "the server stands still")
 
     def thaw(self) -> None:
-        """Let it go on."""
         assert self.process is not None
         self.process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
-        """End it, and remove its socket."""
         self.kill()
         shutil.rmtree(self._sockets, ignore_errors=True)
 
 
 class Cluster(Closing):
-    """A Redis Cluster of masters without replicas on this host. Tests that use it are marked `needs_server`.
+    """A Redis Cluster on this host; each master has an equal share of the slots. For tests marked `needs_server`."""
 
-    Args:
-        folder: an empty one, where its servers work.
-        masters: how many; each has an equal share of the slots.
-        extra: lines of the configuration of all.
-    """
-
-    def __init__(self, folder: Path, masters: int = 3, *extra: str) -> None:
-        self._folder = folder
-        self._extra = ("cluster-enabled yes", "repl-diskless-sync-delay 0", *extra)
+    def __init__(self, folder: Path) -> None:
         self.servers: list[Server] = []
         try:
-            for number in range(masters):
-                server = self._start()
-                first, end = (16384 * some // masters for some in (number, number + 1))
+            for number in range(3):
+                own = folder / f"node{number}"
+                own.mkdir()
+                self.servers.append(server := Server(own, "cluster-enabled yes"))
                 self.said(server, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-                self.said(server, "CLUSTER", "ADDSLOTS", *range(first, end))
-            self._join()
+                self.said(server, "CLUSTER", "ADDSLOTS", *range(16384 * number // 3, 16384 * (number + 1) // 3))
+            for server in self.servers[1:]:
+                self.said(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+            until(lambda: all(map(self._knows_all, self.servers)), "the nodes know each other")
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> Server:
-        folder = self._folder / f"node{len(self.servers)}"
-        folder.mkdir()
-        self.servers.append(Server(folder, *self._extra))
-        return self.servers[-1]
-
-    def _join(self) -> None:
-        for server in self.servers[1:]:
-            self.said(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
-        until(lambda: all(map(self.knows_all, self.servers)), "the nodes know each other")
-
-    def knows_all(self, server: Server) -> bool:
-        """Whether a node finds the cluster in order, and all nodes in it."""
-        told = self.said(server, "CLUSTER", "INFO").split()
-        return b"cluster_state:ok" in told and b"cluster_known_nodes:%d" % len(self.servers) in told
+    def _knows_all(self, server: Server) -> bool:
+        info = self.said(server, "CLUSTER", "INFO").split()
+        return b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info
 
     def said(self, server: Server, *command: Any) -> Any:
-        """What a node answers to a command."""
         with redis.Redis.from_url(f"unix://{server.path}") as client:
             return client.execute_command(*command)
 
     def close(self) -> None:
-        """End all of them."""
         for server in self.servers:
             server.close()
+
+
+def server_in(folder: Path) -> psutil.Process:
+    """The process of the server that a store has started, which works in its folder."""
+
+    def find() -> psutil.Process | None:
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                if process.info["name"] in PROGRAMS and process.cwd() == str(folder):
+                    return process
+        return None
+
+    return until(find, "the server runs")  # type: ignore[no-any-return]
 
 
 def free_port() -> int:
@@ -166,11 +152,7 @@ def free_port() -> int:
 
 
 class FakeServer(Closing):
-    """Says OK to what a client says when it connects, and to anything else what `answer` does.
-
-    Args:
-        answer: given the connection and the command, a list of its arguments.
-    """
+    """Says OK to what a client says when it connects, and to any other command what `answer` does."""
 
     def __init__(self, answer: Callable[[socket.socket, list[bytes]], None]) -> None:
         self._open = opened = list[socket.socket]()
@@ -196,7 +178,6 @@ class FakeServer(Closing):
         threading.Thread(target=self._server.serve_forever, args=(0.01,)).start()
 
     def close(self) -> None:
-        """End all connections."""
         self._server.shutdown()
         for end in self._open:
             with contextlib.suppress(OSError):

@@ -13,8 +13,7 @@ from stallfree.pipeline.codec import encode, record_size, write_record
 
 COUNT = 200
 ALL = np.arange(COUNT)
-PATIENT = 60.0
-"""Seconds that a server may be silent where that is not what is tested."""
+PATIENT = 60.0  # seconds that a server may be silent where that is not what is tested
 
 
 def sample(id: int, salt: int = 0) -> tuple[np.ndarray, int]:
@@ -48,7 +47,6 @@ def held(tier: RedisTier, ids: Sequence[int] | np.ndarray = ALL, salt: int = 0) 
 
 
 def given(*servers: Any, **options: Any) -> RedisStore:
-    """A store on given servers."""
     return RedisStore([server.host for server in servers], **{"timeout": PATIENT, **options})
 
 
@@ -57,5 +55,4 @@ def tier_of(store: RedisStore, name: str = "train", fingerprint: str = "f", coun
 
 
 def admin(server: Server) -> redis.Redis:
-    """A client of redis-py for a test's own commands."""
     return redis.Redis.from_url(f"unix://{server.path}")
