@@ -262,7 +262,7 @@ def test_a_recovery_meanwhile_costs_another_write(cache: SampleCache, writing: A
 
 def test_a_disk_that_fails(cache: SampleCache, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(DiskArena, "write", Mock(side_effect=OSError("no device")))
+        patch.setattr(DiskArena, "write", Mock(side_effect=OSError))
         assert not put(cache, 1, 2).any()
     assert (cache.stats().rejected, problems(cache)) == (2, [])
     assert put(cache, 1).all()

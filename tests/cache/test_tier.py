@@ -163,13 +163,13 @@ def test_stores_that_cannot_be_used(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("at", ["get_many", "put_many"])
 def test_a_tier_that_fails_is_paused(at: str, source: ThrottledSource, caplog: pytest.LogCaptureFixture) -> None:
-    store, fail = DictStore(), Mock(side_effect=ZeroDivisionError("its own problem"))
+    store, fail = DictStore(), Mock(side_effect=lambda *_: 1 / 0)
     with sf.CachedDataset(source, capacity=SOME, store=store) as cached:
         setattr(store, at, fail)
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
             cached.cache.tier.flush()
-        assert fail.call_count == caplog.text.count("ZeroDivisionError: its own problem")
+        assert fail.call_count == caplog.text.count("ZeroDivisionError: division by zero")
         assert 3 <= fail.call_count < COUNT // 8, "three in a row, and those that other threads had begun"
         assert "failed 3 times in a row: it is not used for 10 s" in caplog.text
         assert at == "get_many" or cached.stats().tier_rejected >= COUNT - 8

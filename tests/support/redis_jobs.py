@@ -63,6 +63,13 @@ def check_batch(values: Any, ids: Any) -> list[int]:
     return list(ids.tolist())
 
 
+def _keep_store(connection: Any) -> None:
+    """Be the agent of torchrun, which keeps the key-value store of the job."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    connection.send(store.port)
+    connection.poll(None)
+
+
 def _live(connection: Any, here: Here, environment: dict[str, str]) -> None:
     """Run the functions that come, until the connection is closed."""
     multiprocessing.set_start_method("fork", force=True)
@@ -82,14 +89,14 @@ class Job:
     """The processes of a job. Their folders must be empty when it is closed."""
 
     def __init__(self, nodes: int = 2, per_node: int = 1) -> None:
-        context = multiprocessing.get_context("forkserver")
+        self._context = multiprocessing.get_context("forkserver")
         self.folder = Path(tempfile.mkdtemp(prefix="stallfree-test-job-", dir="/dev/shm"))
-        self.ends, self.processes, self.per_node = list[Any](), list[Any](), per_node
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
-        self.port = str(self._store.port)
+        self.ends, self.processes, self.per_node = [], [], per_node
+        self._master, self._keeper = self._start(_keep_store)
+        self.port = str(self._master.recv())
         self.roots = [self.folder / str(number) / f"stallfree-{os.getuid()}" for number in range(nodes)]
         count = nodes * per_node
-        self._barrier = context.Barrier(count)  # freed here, it could not be opened there
+        self._barrier = self._context.Barrier(count)  # freed here, it could not be opened there
         for root in self.roots:
             root.mkdir(mode=0o700, parents=True)
         for number in range(count):
@@ -97,12 +104,16 @@ class Job:
             environment |= {"LOCAL_RANK": number % per_node, "MASTER_ADDR": "127.0.0.1"}
             environment["STALLFREE_ROOT"] = self.roots[number // per_node].parent
             here = {"number": number, "count": count, "folder": self.folder, "meet": self._barrier}
-            ours, theirs = context.Pipe()
-            values = {name: str(value) for name, value in environment.items()}
-            self.processes.append(context.Process(target=_live, args=(theirs, here, values)))
-            self.processes[-1].start()
-            self.ends.append(ours)
-            theirs.close()
+            end, process = self._start(_live, here, {name: str(value) for name, value in environment.items()})
+            self.ends.append(end)
+            self.processes.append(process)
+
+    def _start(self, target: Callable[..., None], *arguments: Any) -> tuple[Any, Any]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=target, args=(theirs, *arguments))
+        process.start()
+        theirs.close()
+        return ours, process
 
     def run(self, function: Callable[..., Any], *arguments: Any, only: int | None = None) -> list[Any]:
         """The results of `function(here, *arguments)`, which can be imported, in all processes that live; or in one."""
@@ -145,10 +156,12 @@ class Job:
     def close(self) -> None:
         for end in self.ends:
             end.close()
-        for process in self.processes:
+        with contextlib.suppress(OSError):
+            self._master.send(None)
+        for process in (*self.processes, self._keeper):
             process.join(LIMIT)
             process.close()
-        del self._store
+        self._master.close()
         shutil.rmtree(self.folder)
 
 

@@ -183,7 +183,7 @@ def test_a_job_without_a_store_another_node_or_a_route(monkeypatch: pytest.Monke
     monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 0.1)
     for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
     for rank, port, message in (
         ("1", "", "does not answer"),
         ("1", "1", "does not answer"),
