@@ -135,8 +135,7 @@ def test_processes_living_and_dead_and_threads_are_all_counted() -> None:
 
 
 def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
-    rows = np.zeros((3, 16), np.int64)
-    lock = FileLock(tmp_path / "lock")
+    rows, lock = np.zeros((3, 16), np.int64), FileLock(tmp_path / "lock")
     for one in (counters := [Counters(rows) for _ in range(4)]):
         one.claim(lock)
         one.add((Count.HITS, 1), (Count.MISSES, 2))

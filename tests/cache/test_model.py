@@ -57,15 +57,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=either, wanted=batches)
     def get_many(self, which: int, wanted: list[int]) -> None:
-        before = self.caches[0].stats()
-        found = self.pick(which).get_many(wanted)
+        before, found = self.caches[0].stats(), self.pick(which).get_many(wanted)
         for id, value in zip(wanted, found, strict=True):
             assert (value is not MISS) == (id in self.stored)
             assert value is MISS or crc(value) == crc(self.stored[id])
             if isinstance(value, tuple) and len(value) == 2:
                 value[0].fill_(251)  # a hit is the caller's own
-        after = self.caches[0].stats()
-        hits = sum(value is not MISS for value in found)
+        after, hits = self.caches[0].stats(), sum(value is not MISS for value in found)
         assert (after.hits - before.hits, after.misses - before.misses) == (hits, len(wanted) - hits)
 
     @rule(which=either, wanted=batches)

@@ -165,8 +165,7 @@ class Naive:
 @pytest.mark.parametrize("varied", [False, True], ids=["uniform", "varied"])
 @pytest.mark.parametrize("policy", ["fifo", "lru", "lfu", "importance"])
 def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
-    rng = np.random.default_rng(1)
-    num_ids = 200
+    rng, num_ids = np.random.default_rng(1), 200
     with make(num_ids, 80, policy=policy, example=BLOCK if varied else np.zeros(PAGE, np.uint8)) as cache:
         naive = Naive(policy, cache.meta.num_blocks)
         for step in range(350):

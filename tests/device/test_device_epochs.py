@@ -296,9 +296,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
 def late(loader: Any) -> list[Any]:
     """A second iteration begins in the middle of the first, which ends before it."""
     first = iter(loader)
-    taken = [next(first)]
-    second = iter(loader)
-    return [batch.tolist() for batch in (*taken, next(second), *first, *second)]
+    taken, second = next(first), iter(loader)
+    return [batch.tolist() for batch in (taken, next(second), *first, *second)]
 
 
 USES: dict[str, Callable[[Any], list[Any]]] = {

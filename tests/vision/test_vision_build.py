@@ -118,8 +118,7 @@ def test_damaged_pictures(count: int) -> None:
 
 @pytest.mark.slow
 def test_damaged_pictures_under_sanitizers(tmp_path: Path) -> None:
-    gcc = compiler("gcc")
-    library = tmp_path / "checked.so"
+    gcc, library = compiler("gcc"), tmp_path / "checked.so"
     checks = ["-O1", "-g", "-DNO_CLONES", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     command = [gcc, *hatch_build.FLAGS, *checks, str(hatch_build.SOURCE), "-o", str(library), "-ljpeg", "-lm", "-ldl"]
     subprocess.run(command, check=True)
