@@ -5,8 +5,10 @@ import os
 import signal
 import stat
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -17,7 +19,7 @@ import stallfree as sf
 from children import Child, Holder, gone, run_threads
 from redis_servers import needs_server, server_in, until
 from redis_tiers import ALL, PATIENT, held, put, tier_of
-from stallfree.cache.redis.launch import find_host, find_node, find_server
+from stallfree.cache.redis.launch import NodeServer, find_host, find_node, find_server
 from stallfree.ipc.folders import default_root
 
 
@@ -161,6 +163,23 @@ def test_a_restart_that_fails_is_no_error(only_server: Callable[[str], None], ca
         kill(server_of())
         until(lambda: tier.begin_epoch() or "it is broken" in caplog.text, "it is in the log")
         assert held(tier) == []
+
+
+BEATS = {"5a 6a 6a": "", "5a 6a 7a": "7a", "5a 0b": "0b", "5a 6a 0b": "0b"}  # records, and the one that is confirmed
+
+
+@pytest.mark.parametrize("beats", BEATS)
+def test_a_lost_server_is_used_again_after_two_beats_or_a_start(beats: str) -> None:
+    """One beat may have been under way when it died: its port may belong to a stranger by now."""
+    records = [{"beat": int(beat[0]), "password": beat[1]} for beat in beats.split()]
+    node: Any = object.__new__(NodeServer)
+    node._stop = Mock(wait=Mock(side_effect=[*[False] * len(records), True]))
+    node._launch = lambda: (Mock(poll=lambda: None), {"beat": 0})
+    node._exchange = Mock(side_effect=[{"lost": record} for record in records])
+    node.servers = Mock()
+    node._keep(Future())
+    found = [call.args[0] for call in node.servers.confirm.call_args_list]
+    assert "".join(f"{record['beat']}{record['password']}" for record in found) == BEATS[beats]
 
 
 NODES: dict[str, Any] = {  # by RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR
