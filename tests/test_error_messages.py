@@ -23,6 +23,11 @@ GIVEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "replayed": (sf.replay, {"trace_or_plans": [0, 1, 0], "policy": "lru", "capacity": 1}),
     "servers": (sf.RedisStore, {"hosts": [{"host": "localhost", "port": 1}], "capacity_per_node": "1MiB"}),
     "analyzed": (partial(sf.analyze, step=print, batch_size=2, num_workers=0, progress=False), {"dataset": Plain(8)}),
+    "prefetched": (sf.DevicePrefetcher, {"loader": [], "device": "cpu"}),
+    "produced": (sf.ProcessPrefetcher, {"make_loader": list, "device": "cpu"}),
+    "throttled": (sf.testing.ThrottledSource, {"source": [b"x"]}),
+    "cropped": (sf.DecodeRandomResizedCrop, {"size": 8}),
+    "normalized": (sf.vision.Normalize, {}),
 }
 """What is made, and with which arguments, of which the tests change one."""
 
@@ -80,6 +85,23 @@ WRONG: list[tuple[str, str, tuple[Any, ...]]] = [
     ("analyzed", "step", (None, 5, "f")),
     ("analyzed", "device", (5.5, "gpu", [])),
     ("analyzed", "seconds", (None, "1", 0, -1, math.nan, True)),
+    ("prefetched", "depth", (None, "2", 0, 1.5, True)),
+    ("prefetched", "transform_on_device", (3, "f", [])),
+    ("prefetched", "device", (5.5, "gpu", [])),
+    ("produced", "make_loader", (None, [1])),
+    ("produced", "timeout", (None, "1", 0, -1, math.nan, True)),
+    ("produced", "device", ("gpu", "meta")),
+    ("throttled", "bandwidth", ("60MB", 0, math.inf)),
+    ("throttled", "iops", ("1", 0, math.inf)),
+    ("throttled", "latency", ("1", -1, math.inf)),
+    ("cropped", "size", (None, 2.5, 0, (1, 2, 3))),
+    ("cropped", "scale", ((1.0, 0.5),)),
+    ("cropped", "ratio", ((0.5, math.inf),)),
+    ("cropped", "flip", (1.5, -0.1, "1")),
+    ("normalized", "mean", ((1, 1),)),
+    ("normalized", "std", ((1, 1, 0),)),
+    ("normalized", "dtype", ("uint8",)),
+    ("normalized", "layout", ("NHWC",)),
 ]
 
 
@@ -126,6 +148,9 @@ DATA: Any = [1, 2, 3]
 CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: sf.mark_random(None), r"None cannot be marked: give a transform"),
     (lambda: sf.PrometheusCollector({}), r"metrics=\{\}: give Metrics"),  # type: ignore[arg-type]
+    (lambda: sf.DevicePrefetcher(3, "cpu"), r"the loader is a int, which cannot be iterated: give"),  # type: ignore
+    (lambda: sf.ProcessPrefetcher(lambda: [1], "cpu"), r"cannot be sent.*Define it at the top level of a module"),
+    (lambda: sf.vision.DecodeResizeCenterCrop(8, 7), r"resize=.*give at least the longer side of size"),
     (lambda: sf.TensorBoardHook(""), r"TensorBoardHook\(''\): give the path of a folder"),
     (lambda: sf.Report.load(5), r"path=5: give the path of a report"),  # type: ignore[arg-type]
     (lambda: sf.clara.load(None), r"config=None: give the path of a configuration"),  # type: ignore[arg-type]

@@ -4,7 +4,6 @@ import os
 import pickle
 import shutil
 import subprocess
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,10 @@ import numpy as np
 import pytest
 
 import stallfree as sf
-from cache_tools import PAGE, gathered, make, problems
+from cache_tools import MISS, PAGE, SampleCache, gathered, make, problems
 from children import Child
 from stallfree.cache import capacity as limits
 from stallfree.cache.policies import POLICIES
-from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
-from stallfree.errors import CapacityError
 from stallfree.units import format_size
 
 MIB = 1 << 20
@@ -31,7 +27,7 @@ def cache_of(count: int, capacity: Any, **options: Any) -> SampleCache:
 
 
 def test_a_capacity_that_holds_no_record(store_root: Path) -> None:
-    with pytest.raises(CapacityError, match=r"capacity=1 B holds no record: the index of 1,000 samples") as caught:
+    with pytest.raises(sf.CapacityError, match=r"capacity=1 B holds no record: the index of 1,000 samples") as caught:
         cache_of(1000, 1, example=SAMPLE, name="none")
     assert not (store_root / "none").exists()
     enough = "".join(str(caught.value).split("Give ")[1].split()[:2])
@@ -70,13 +66,11 @@ def test_no_capacity_is_an_index_without_samples(policy: str, example: Any, tmp_
 def test_it_never_takes_more_than_its_capacity(policy: str, on_disk: bool, sizes: str, tmp_path: Path) -> None:
     rng, example = np.random.default_rng(0), np.zeros(5000, np.uint8) if sizes == "uniform" else b"x" * 1000
     for capacity in (200_000, 1_234_567):
-        store = tmp_path if on_disk else "memory"
-        with cache_of(500, capacity, example=example, policy=policy, store=store) as cache:
+        with cache_of(500, capacity, example=example, policy=policy, store=tmp_path if on_disk else "memory") as cache:
             for _ in range(30):
                 size = 5000 if sizes == "uniform" else int(rng.integers(0, 9000))
                 cache.put_many(rng.integers(0, 500, 40), [np.zeros(size, np.uint8)] * 40)
-            taken = sum(path.stat().st_blocks * 512 for path in [cache.path, *cache.path.rglob("*")])
-            assert taken <= capacity
+            assert sum(path.stat().st_blocks * 512 for path in [cache.path, *cache.path.rglob("*")]) <= capacity
             assert capacity * 0.7 < cache.stats().used_bytes <= cache.stats().capacity_bytes <= capacity
 
 
@@ -97,8 +91,6 @@ def test_a_cache_that_is_there_with_another_capacity_warns() -> None:
         assert second.meta.capacity == first.meta.capacity
         second.close()
 
-
-# -- control groups ---------------------------------------------------------------------------------------------------
 
 V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
@@ -124,18 +116,15 @@ def test_files_in_the_page_cache_of_a_container_take_no_memory(
     monkeypatch.setattr(limits, "_GROUPS", tmp_path)
     monkeypatch.setattr(limits, "_available", lambda: 64 * 1024 * MIB)  # of the host
     monkeypatch.setattr(limits, "free_space", lambda folder: 64 * 1024 * MIB)
-    with pytest.raises(CapacityError, match=r"exceeds the 96.0 MiB of free memory"):
+    with pytest.raises(sf.CapacityError, match=r"exceeds the 96.0 MiB of free memory"):
         sf.CachedDataset([1, 2], capacity="2GiB")
     (folder / "memory.stat").write_text(stat.format(files=3584 * MIB))
     with cache_of(10_000, "2GiB", example=SAMPLE) as cache:
         assert cache.put_many([1], [SAMPLE]).all()
-    with pytest.raises(CapacityError, match=r"capacity=4.0 GiB for the cache .* exceeds the 3.6 GiB of free memory"):
+    with pytest.raises(sf.CapacityError, match=r"capacity=4.0 GiB for the cache .* exceeds the 3.6 GiB of free memory"):
         sf.CachedDataset([1, 2], capacity="4GiB")
     monkeypatch.undo()
     assert 0 < limits.free_memory() < 1 << 50
-
-
-# -- small and full file systems --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -155,28 +144,25 @@ def tmpfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def fill(cache: SampleCache, ids: range) -> int:
-    """Put `SAMPLE` for `ids`; how many are stored. Every one that is must be right."""
-    for start in range(ids.start, ids.stop, 10):
-        batch = range(start, min(start + 10, ids.stop))
-        cache.put_many(batch, [SAMPLE] * len(batch))
+    """Put `SAMPLE` for `ids`, a multiple of ten; how many are stored. Every one that is must be right."""
+    for batch in np.array(ids).reshape(-1, 10):
+        cache.put_many(batch, [SAMPLE] * 10)
     values = cache.get_many(np.array(ids)[cache.resident(ids)])
     assert all(value is not MISS and (value == SAMPLE).all() for value in values)
     return len(values)
 
 
 def test_a_small_shared_memory_means_a_smaller_cache_with_one_warning(tmpfs: Path) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with cache_of(1000, "1GiB", example=SAMPLE) as cache:
-            stored = fill(cache, range(1000))
-            assert 230 < stored < 260
-            stats = cache.stats()
-            assert stats.used_bytes <= stats.capacity_bytes < 64 * MIB
-            assert stats.rejected == 1000 - stored
+    smaller = pytest.warns(RuntimeWarning, match="--shm-size")
+    with smaller as caught, cache_of(1000, "1GiB", example=SAMPLE) as cache:
+        stored = fill(cache, range(1000))
+        assert 230 < stored < 260
+        stats = cache.stats()
+        assert stats.used_bytes <= stats.capacity_bytes < 64 * MIB
+        assert stats.rejected == 1000 - stored
     (warning,) = caught
     assert f"takes {format_size(stats.capacity_bytes)} instead of the requested 1.0 GiB" in str(warning.message)
-    assert "--shm-size" in str(warning.message)
-    no_space = pytest.raises(CapacityError, match=r"2\.0 GiB has no space: .* less than its index.*--shm-size")
+    no_space = pytest.raises(sf.CapacityError, match=r"2\.0 GiB has no space: .* less than its index.*--shm-size")
     with pytest.warns(RuntimeWarning, match="free"), no_space:
         cache_of(100_000_000, "2GiB")
     assert list(tmpfs.iterdir()) == []
@@ -184,21 +170,18 @@ def test_a_small_shared_memory_means_a_smaller_cache_with_one_warning(tmpfs: Pat
 
 @pytest.mark.parametrize(("policy", "left"), [("minio", 0), ("lru", 5 * MIB), ("minio", 20 * MIB)])
 def test_a_file_system_that_fills_up_meanwhile(tmpfs: Path, policy: str, left: int) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", RuntimeWarning)
-        with cache_of(1000, "40MiB", policy=policy, example=SAMPLE) as cache:
-            assert not cache.gather(range(10), [np.zeros((10, len(SAMPLE)), np.uint8)]).any()
-            with open(tmpfs / "other", "wb") as file:
-                space = os.statvfs(tmpfs).f_bavail * PAGE
-                os.posix_fallocate(file.fileno(), 0, space - left)
-            stored = fill(cache, range(300))
-            assert stored == cache.stats().resident_items
-            assert 0.8 * left <= stored * len(SAMPLE) <= left
-            assert os.statvfs(tmpfs).f_bavail * PAGE >= left // 20, "a part is left to others"
-            assert cache.gather(range(300), [np.zeros((300, len(SAMPLE)), np.uint8)]).sum() == stored
-            assert Child(fill, cache, range(300, 600)).wait() == 0
-            assert problems(cache) == []
-            assert cache.stats().used_bytes <= 40 * MIB
-            os.unlink(tmpfs / "other")
-    (full,) = [str(one.message) for one in caught if one.category is RuntimeWarning]
-    assert "is full: the cache is limited to" in full
+    full = pytest.warns(RuntimeWarning, match="is full: the cache is limited to")
+    with full as caught, cache_of(1000, "40MiB", policy=policy, example=SAMPLE) as cache:
+        assert not cache.gather(range(10), [np.zeros((10, len(SAMPLE)), np.uint8)]).any()
+        with open(tmpfs / "other", "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, os.statvfs(tmpfs).f_bavail * PAGE - left)
+        stored = fill(cache, range(300))
+        assert stored == cache.stats().resident_items
+        assert 0.8 * left <= stored * len(SAMPLE) <= left
+        assert os.statvfs(tmpfs).f_bavail * PAGE >= left // 20, "a part is left to others"
+        assert cache.gather(range(300), [np.zeros((300, len(SAMPLE)), np.uint8)]).sum() == stored
+        assert Child(fill, cache, range(300, 600)).wait() == 0
+        assert problems(cache) == []
+        assert cache.stats().used_bytes <= 40 * MIB
+        os.unlink(tmpfs / "other")
+    assert [one.category for one in caught].count(RuntimeWarning) == 1

@@ -1,5 +1,6 @@
 """A step that proves random late, and a mark that says it is not, wherever the samples are cached."""
 
+import itertools
 import json
 import multiprocessing
 import warnings
@@ -9,29 +10,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import stallfree as sf
 from children import Child
+from loader_data import Made
 from redis_servers import Server, needs_server
-from stallfree.errors import StallfreeWarning
 from stallfree.ipc.folders import default_root, remove_unused
 from unseen import fraction, unseen_ids
 
 COUNT = 64
 LATE = unseen_ids(COUNT)[-20]
-CALLS: list[int] = []
-"""What `Doubled` was called with in this process."""
+CALLS: list[int] = []  # what `Doubled` was called with in this process
 
 
-class Records(torch.utils.data.Dataset[Any]):
-    """Deterministic."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> Any:
-        return np.full(1000, id, np.float32)
+def record(id: int) -> Any:
+    return np.full(1000, id, np.float32)
 
 
 class Shifted:
@@ -60,8 +53,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
     kind, _, persist = request.param.partition(" ")
     server = None
     if kind == "redis":
-        (tmp_path / "server").mkdir()
-        server = Server(tmp_path / "server")
+        server = Server(tmp_path)
 
     def make() -> dict[str, Any]:
         if kind == "tier":
@@ -69,8 +61,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
             return {"store": store, "capacity": "128KiB"}
         if server is not None:
             return {"store": sf.RedisStore(hosts=[server.host]), "capacity": "128KiB"}
-        place = {"store": tmp_path / "disk"} if kind == "disk" else {}
-        return {**place, "capacity": "1MiB", "persist": bool(persist)}
+        return {"store": {"disk": tmp_path / "disk"}.get(kind, kind), "capacity": "1MiB", "persist": bool(persist)}
 
     yield make
     for folder in default_root().iterdir():
@@ -83,34 +74,27 @@ PERSISTENT = ["memory persists", "disk persists", "tier persists", pytest.param(
 processes = pytest.mark.parametrize("processes", [1, pytest.param(3, marks=pytest.mark.slow)])
 
 
-class Job:
-    """One of some processes that use a cache at the same time."""
+def in_processes(count: int, work: Callable[[int, Callable[[Any], Any]], Any], folder: Path) -> list[Any]:
+    """The results of `work(number, epoch)`, and the warnings of this library, in some processes at once.
 
-    def __init__(self, number: int, count: int, meet: Any) -> None:
-        self.number, self.count, self._meet, self._seed = number, count, meet, 100 * number
-
-    def epochs(self, cached: sf.CachedDataset, count: int) -> list[Any]:
-        """The samples of some epochs, by id. Each ends when all processes have stored theirs."""
-        epochs = []
-        for _ in range(count):
-            self._seed += 1
-            epochs.append(np.concatenate([np.asarray(batch) for batch in sf.DataLoader(cached, 8, seed=self._seed)]))
-            assert cached.cache is not None
-            if cached.cache.tier is not None:
-                cached.cache.tier.flush()
-            self._meet.wait(60)
-        return epochs
-
-
-def in_processes(count: int, work: Callable[[Job], Any], folder: Path) -> list[Any]:
-    """The results of `work`, and the warnings of this library, in some processes at once."""
+    `epoch(cached)` returns the samples of an epoch, by id, when all processes have stored theirs.
+    """
     meet = multiprocessing.Barrier(count)
 
     def run(number: int) -> None:
+        seeds = itertools.count(100 * number)
+
+        def epoch(cached: sf.CachedDataset) -> Any:
+            samples = np.concatenate([np.asarray(batch) for batch in sf.DataLoader(cached, 8, seed=next(seeds))])
+            if cached.cache.tier is not None:
+                cached.cache.tier.flush()
+            meet.wait(60)
+            return samples
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            result = work(Job(number, count, meet))
-        said = [str(warning.message) for warning in caught if warning.category is StallfreeWarning]
+            result = work(number, epoch)
+        said = [str(warning.message) for warning in caught if warning.category is sf.StallfreeWarning]
         (folder / f"{number}.json").write_text(json.dumps([result, said]))
 
     children = [Child(run, number) for number in range(count)]
@@ -124,52 +108,46 @@ def in_processes(count: int, work: Callable[[Job], Any], folder: Path) -> list[A
     ["memory", "disk", "tier", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PERSISTENT[:3]), PERSISTENT[3]],
     indirect=True,
 )
-def test_a_step_that_proves_random_late_moves_behind_the_cache(
-    options: Callable[[], dict[str, Any]], processes: int, tmp_path: Path
-) -> None:
+def test_a_step_that_proves_random_late_moves_behind_the_cache(options: Any, processes: int, tmp_path: Path) -> None:
     """The data set stays what it was: its samples are cached, and it may be cached again."""
 
-    def work(job: Job) -> list[float]:
-        data = Records()
+    def work(number: int, epoch: Callable[[Any], Any]) -> list[float]:
+        data = Made(COUNT, record)
         with sf.CachedDataset(data, transform=Shifted(), **options()) as cached:
-            late = [float(epoch[LATE, 0]) for epoch in job.epochs(cached, 4)]
+            late = [float(epoch(cached)[LATE, 0]) for _ in range(4)]
             before = cached.stats()
-            late += [float(epoch[LATE, 0]) for epoch in job.epochs(cached, 1)]
+            late.append(float(epoch(cached)[LATE, 0]))
             after = cached.stats()
             assert after.storage_reads == before.storage_reads, "nothing is fetched any more"
-            assert COUNT <= after.hits - before.hits <= job.count * COUNT
+            assert COUNT <= after.hits - before.hits <= processes * COUNT
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            sf.CachedDataset(data, capacity="1MiB", name=f"again{job.number}").close()
+            sf.CachedDataset(data, capacity="1MiB", name=f"again{number}").close()
         return late
 
     ran = in_processes(processes, work, tmp_path)
     drawn = [value for late, _ in ran for value in late]
     assert len(set(drawn)) == len(drawn) == 5 * processes, "it draws anew in every epoch"
-    for _, said in ran:
-        (message,) = said
+    for _, (message,) in ran:
         assert "Shifted" in message
-        assert "Records" not in message
+        assert "Made" not in message
 
 
 @processes
 @pytest.mark.parametrize("options", PERSISTENT, indirect=True)
-def test_a_mark_after_the_warning_is_heeded_by_the_next_job(
-    options: Callable[[], dict[str, Any]], processes: int, tmp_path: Path
-) -> None:
+def test_a_mark_after_the_warning_is_heeded_by_the_next_job(options: Any, processes: int, tmp_path: Path) -> None:
     """The mark gives a new cache, without the old verdict: the output is cached, as the warning promised."""
 
-    def work(job: Job, mark: bool) -> list[int]:
+    def work(mark: bool, epoch: Callable[[Any], Any]) -> list[int]:
         step = sf.mark_deterministic(Doubled()) if mark else Doubled()
-        with sf.CachedDataset(Records(), transform=step, **options()) as cached:
+        with sf.CachedDataset(Made(COUNT, record), transform=step, **options()) as cached:
             for _ in range(3):
                 CALLS.clear()
-                (epoch,) = job.epochs(cached, 1)
-                assert (epoch[:, 0] == 2 * np.arange(COUNT)).all()
+                assert (epoch(cached)[:, 0] == 2 * np.arange(COUNT)).all()
         return sorted(CALLS)
 
-    for calls, said in in_processes(processes, lambda job: work(job, False), tmp_path):
+    for calls, said in in_processes(processes, lambda _, epoch: work(False, epoch), tmp_path):
         assert calls == list(range(COUNT)), "it runs again for every sample"
         assert any("mark_deterministic" in message for message in said)
-    ran = in_processes(processes, lambda job: work(job, True), tmp_path)
+    ran = in_processes(processes, lambda _, epoch: work(True, epoch), tmp_path)
     assert ran == [[[], []]] * processes, "its output is cached"

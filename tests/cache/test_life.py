@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tools import make
+from cache_tools import MISS, SampleCache, make
 from children import Child, Holder, run_threads
 from stallfree.cache.layout import Count, Counters
-from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import caches_root, list_caches, remove
 from stallfree.errors import FingerprintError, InputError, StorageError
 from stallfree.ipc.folders import sweep
@@ -102,8 +100,6 @@ def test_what_is_no_cache_is_not_removed(tmp_path: Path) -> None:
     assert {path.name for path in root.rglob("*")} == {"photos", "cat.jpg", "notes.txt", "link"}
 
 
-# -- counts -----------------------------------------------------------------------------------------------------------
-
 ROUNDS = 10
 
 
@@ -139,8 +135,7 @@ def test_processes_living_and_dead_and_threads_are_all_counted() -> None:
 
 
 def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
-    rows = np.zeros((3, 16), np.int64)
-    lock = FileLock(tmp_path / "lock")
+    rows, lock = np.zeros((3, 16), np.int64), FileLock(tmp_path / "lock")
     for one in (counters := [Counters(rows) for _ in range(4)]):
         one.claim(lock)
         one.add((Count.HITS, 1), (Count.MISSES, 2))

@@ -11,9 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from cache_tools import PAGE, capacity_for, crc, problems
-from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
+from cache_tools import MISS, PAGE, SampleCache, capacity_for, crc, problems
 
 NUM_IDS = 40
 ALL = np.arange(NUM_IDS)
@@ -36,14 +34,9 @@ class Machine(RuleBasedStateMachine):
     def __init__(self, policy: str, on_disk: bool, example: Any) -> None:
         super().__init__()
         self.folder = tempfile.mkdtemp(prefix="stallfree-disk-") if on_disk else None
-        self.arguments = {
-            "capacity": capacity_for(20, NUM_IDS, policy=policy, example=example, on_disk=on_disk),
-            "fingerprint": "model",
-            "policy": policy,
-            "store": self.folder or "memory",
-            "example": example,
-            "persist": True,
-        }
+        capacity = capacity_for(20, NUM_IDS, policy=policy, example=example, on_disk=on_disk)
+        self.arguments: dict[str, Any] = {"capacity": capacity, "fingerprint": "model", "policy": policy}
+        self.arguments |= {"store": self.folder or "memory", "example": example, "persist": True}
         self.caches = [SampleCache(NUM_IDS, **self.arguments)]
         self.stored: dict[int, Any] = {}
 
@@ -52,9 +45,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=either, pairs=pairs)
     def put_many(self, which: int, pairs: list[tuple[int, Any]]) -> None:
-        cache = self.pick(which)
+        cache, wanted = self.pick(which), [id for id, _ in pairs]
         before = cache.resident(ALL)
-        wanted = [id for id, _ in pairs]
         assert cache.put_many(wanted, [value for _, value in pairs]).tolist() == cache.resident(wanted).tolist()
         resident = cache.resident(ALL)
         evicted = [id for id in self.stored if not resident[id]]
@@ -65,15 +57,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(which=either, wanted=batches)
     def get_many(self, which: int, wanted: list[int]) -> None:
-        before = self.caches[0].stats()
-        found = self.pick(which).get_many(wanted)
+        before, found = self.caches[0].stats(), self.pick(which).get_many(wanted)
         for id, value in zip(wanted, found, strict=True):
             assert (value is not MISS) == (id in self.stored)
             assert value is MISS or crc(value) == crc(self.stored[id])
             if isinstance(value, tuple) and len(value) == 2:
                 value[0].fill_(251)  # a hit is the caller's own
-        after = self.caches[0].stats()
-        hits = sum(value is not MISS for value in found)
+        after, hits = self.caches[0].stats(), sum(value is not MISS for value in found)
         assert (after.hits - before.hits, after.misses - before.misses) == (hits, len(wanted) - hits)
 
     @rule(which=either, wanted=batches)
@@ -134,16 +124,11 @@ class Machine(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize(
-    ("policy", "place", "sizes"),
-    [
-        ("minio", "memory", "varied"),
-        ("importance", "memory", "uniform"),
-        ("lru", "disk", "varied"),
-        ("lfu", "disk", "uniform"),
-    ],
+    ("policy", "on_disk", "sizes"),
+    [("minio", False, "varied"), ("importance", False, "uniform"), ("lru", True, "varied"), ("lfu", True, "uniform")],
 )
-def test_like_a_dict(policy: str, place: str, sizes: str) -> None:
+def test_like_a_dict(policy: str, on_disk: bool, sizes: str) -> None:
     run_state_machine_as_test(
-        lambda: Machine(policy, place == "disk", SIZES[sizes]),
+        lambda: Machine(policy, on_disk, SIZES[sizes]),
         settings=settings(max_examples=6, stateful_step_count=25, suppress_health_check=list(HealthCheck)),
     )

@@ -10,18 +10,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_tools import PAGE, make, problems
+from cache_tools import PAGE, SampleCache, make, problems
 from children import Child
 from stallfree.analysis.replay import SimulatedCache
 from stallfree.cache.policies import Victims, make_policy, next_uses
-from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import InputError
 
 BLOCK = b"x" * 2000  # with its description about as large as the blocks that are chosen for it
 
 
 def small(policy: str, blocks: int, num_ids: int = 100) -> SampleCache:
-    """A cache of exactly `blocks` records of 4 KiB."""
     return make(num_ids, blocks, policy=policy, example=np.zeros(PAGE, np.uint8))
 
 
@@ -96,13 +94,8 @@ def test_residents_that_the_queue_has_no_room_for_are_not_passed_over() -> None:
 
 def test_who_is_chosen_is_chosen_once_although_its_score_fell_in_the_queue() -> None:
     """Its old entry stands there too. Taken twice, its place would be given to two newcomers."""
-    count = 40
-    state = SimpleNamespace(
-        victims=np.zeros(count, np.complex128),
-        victims_limit=np.zeros(1, np.complex128),
-        first=np.ones(count, np.uint32),
-    )
-    score = np.arange(count, dtype=float)
+    queue, score = np.zeros(40, np.complex128), np.arange(40.0)
+    state = SimpleNamespace(victims=queue, victims_limit=np.zeros(1, np.complex128), first=np.ones(40, np.uint32))
     victims = Victims(state, np.zeros(2, np.int64))
     assert victims.choose(1, score).tolist() == [0]  # they are queued
     victims.give_back(score, np.array([0]))
@@ -125,14 +118,6 @@ def test_scores_that_cannot_be_used() -> None:
                 cache.set_scores(ids, scores)
     with small("lru", 2) as cache, pytest.raises(InputError, match="'lru', which computes its own scores"):
         cache.set_scores([1], [1.0])
-
-
-def test_a_batch_larger_than_the_cache() -> None:
-    for policy in ("minio", "fifo", "lru", "lfu", "random"):
-        with small(policy, 4) as cache:
-            assert sum(put(cache, *range(30))) == 4
-            assert problems(cache) == []
-            assert [int(value[0]) for value in cache.get_many(residents(cache))] == residents(cache)
 
 
 class Naive:
@@ -180,8 +165,7 @@ class Naive:
 @pytest.mark.parametrize("varied", [False, True], ids=["uniform", "varied"])
 @pytest.mark.parametrize("policy", ["fifo", "lru", "lfu", "importance"])
 def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
-    rng = np.random.default_rng(1)
-    num_ids = 200
+    rng, num_ids = np.random.default_rng(1), 200
     with make(num_ids, 80, policy=policy, example=BLOCK if varied else np.zeros(PAGE, np.uint8)) as cache:
         naive = Naive(policy, cache.meta.num_blocks)
         for step in range(350):
@@ -213,29 +197,21 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
 
 
 def test_random_takes_the_oldest_as_often_as_the_youngest() -> None:
-    """Newcomers only: each victim's position by age among the residents, and how many evictions it has survived."""
-    batch, size, num_ids, ranks, lives = 3, 40, 800, list[int](), list[int]()
+    """Newcomers only: each victim's position by age among the residents."""
+    batch, size, num_ids, ranks, at = 3, 40, 800, list[int](), 0
     with tempfile.TemporaryDirectory() as folder:
         cache = SimulatedCache(Path(folder), num_ids, make_policy("random"), size, None)
         there: list[int] = []  # the oldest first
-        came: dict[int, int] = {}
-        at = 0
         while cache.evictions < 3000:
-            new = [id for id in ((at + step) % num_ids for step in range(batch)) if id not in came]
+            new = [id for id in ((at + step) % num_ids for step in range(batch)) if id not in there]
             at += batch
             cache.use(np.array(new, np.int64))
             left = set(cache.resident().tolist())
-            for id in [id for id in there if id not in left]:
-                ranks.append(there.index(id))
-                lives.append(cache.evictions - came.pop(id))
+            ranks += [rank for rank, id in enumerate(there) if id not in left]
             there = [id for id in there if id in left] + new
-            came |= dict.fromkeys(new, cache.evictions)
     times, expected = np.bincount(ranks, minlength=size), len(ranks) / size
     assert len(times) == size
     assert ((times - expected) ** 2 / expected).sum() < 73  # 39 degrees of freedom: above it once in a thousand cases
-    steps = np.array(lives) / batch  # a life ends with each step with the same probability, so it is geometric
-    assert steps.mean() == pytest.approx(size / batch, rel=0.06)
-    assert (steps > 2 * size / batch).mean() == pytest.approx((1 - batch / size) ** (2 * size / batch), rel=0.12)
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=15), max_size=4))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,23 +16,18 @@ import torch
 
 import stallfree as sf
 from children import Child
-from redis_servers import Server, needs_server
+from loader_data import Made
 from stallfree.cache import tier as tiers
 from stallfree.cache.policies import make_policy
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cache.store import open_cache
 from stallfree.cache.tier import decode
-from stallfree.errors import StallfreeWarning
-from stallfree.ipc.folders import default_root, remove_unused
 from stallfree.testing import ThrottledSource
-from unseen import fraction, unseen_ids
 
 COUNT = 96
-LATE = unseen_ids(COUNT)[-20]
 SIZE = 4000
-SOME = 60_000
-"""Bytes of memory for a few samples."""
+SOME = 60_000  # bytes of memory for a few samples
 
 
 def sample(id: int) -> tuple[Any, int]:
@@ -42,13 +38,7 @@ def is_right(id: int, value: Any) -> bool:
     return value is not MISS and value[1] == id and np.array_equal(value[0], sample(id)[0])
 
 
-@sf.mark_deterministic
-class Samples(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> Any:
-        return sample(id)
+SAMPLES = sf.mark_deterministic(Made(COUNT, sample))
 
 
 class DictStore:
@@ -91,14 +81,13 @@ def put(cache: SampleCache, *ids: int, uncached: int = 0, flush: bool = True) ->
         cache.tier.flush()
 
 
-def get(cache: SampleCache, *ids: int) -> list[Any]:
-    return cache.tier.get_many(np.array(ids), cache.uncached_steps)  # type: ignore[no-any-return]
+def get(cache: SampleCache, *ids: int) -> Any:
+    return cache.tier.get_many(np.array(ids), cache.uncached_steps)
 
 
 @pytest.fixture
 def source() -> Iterator[ThrottledSource]:
-    """The samples, with counters that all processes share."""
-    with closing(ThrottledSource(Samples())) as with_counters:
+    with closing(ThrottledSource(SAMPLES)) as with_counters:
         yield with_counters
 
 
@@ -108,25 +97,14 @@ def disk(tmp_path: Path) -> sf.DiskTier:
 
 
 def read_all(loader: Any) -> None:
-    ids = []
-    for bodies, numbers in loader:
-        for body, id in zip(bodies, numbers.tolist(), strict=True):
-            assert is_right(id, (np.asarray(body), id))
-            ids.append(id)
-    assert sorted(ids) == list(range(COUNT))
-
-
-# -- under loaders ----------------------------------------------------------------------------------------------------
+    samples = [sample for bodies, ids in loader for sample in zip(bodies, ids.tolist(), strict=True)]
+    assert all(is_right(id, (np.asarray(body), id)) for body, id in samples)
+    assert sorted(id for _, id in samples) == list(range(COUNT))
 
 
 @pytest.mark.parametrize(
-    ("library", "workers", "context"),
-    [
-        (sf, 0, None),
-        (sf, 2, "fork"),
-        (sf, 2, "forkserver"),
-        (torch.utils.data, 2, "fork"),  # whose workers end with the epoch, and lose nothing that they had in queues
-    ],
+    ("library", "workers", "context"),  # torch's workers end with the epoch, and lose nothing that they had in queues
+    [(sf, 0, None), (sf, 2, "fork"), (sf, 2, "forkserver"), (torch.utils.data, 2, "fork")],
 )
 def test_after_the_first_epoch_nothing_is_fetched(
     disk: sf.DiskTier, source: ThrottledSource, library: Any, workers: int, context: str | None
@@ -157,14 +135,6 @@ def test_the_next_job_begins_with_what_is_on_the_disk(tmp_path: Path, source: Th
     shutil.rmtree(store.folder)
 
 
-def test_equal_ids_of_a_batch_are_separate_samples(disk: sf.DiskTier) -> None:
-    with sf.CachedDataset(Samples(), capacity=0, store=disk) as cached:
-        for _ in range(2):
-            one, other = cached.__getitems__([5, 5])
-            one[0][:] = 0
-            assert is_right(5, other)
-
-
 def test_values_by_key(disk: sf.DiskTier) -> None:
     with sf.CacheLoader(capacity="200KiB", store=disk, name="keys", policy="lru") as cache:
         for _ in range(2):
@@ -185,32 +155,22 @@ def test_stores_that_cannot_be_used(tmp_path: Path) -> None:
         (tmp_path / "file", "1MiB", sf.StorageError, "cannot be made"),
     ):
         with pytest.raises(error, match=message):
-            sf.CachedDataset(Samples(), capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))
+            sf.CachedDataset(SAMPLES, capacity="1MiB", store=sf.DiskTier(folder, capacity=capacity))
     disk = sf.DiskTier(tmp_path, capacity="1MiB")
     with pytest.raises(sf.InputError, match="memory has at most one tier behind it"):
-        sf.CachedDataset(Samples(), capacity="1MiB", store=[disk, disk])  # type: ignore[arg-type]
-
-
-# -- tiers that fail --------------------------------------------------------------------------------------------------
+        sf.CachedDataset(SAMPLES, capacity="1MiB", store=[disk, disk])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("at", ["get_many", "put_many"])
-def test_a_tier_that_fails_is_left_alone_for_a_while(
-    at: str, source: ThrottledSource, caplog: pytest.LogCaptureFixture
-) -> None:
-    store, calls = DictStore(), []
-
-    def fail(*_: Any) -> Any:
-        calls.append(1)
-        raise ZeroDivisionError("its own problem")
-
+def test_a_tier_that_fails_is_paused(at: str, source: ThrottledSource, caplog: pytest.LogCaptureFixture) -> None:
+    store, fail = DictStore(), Mock(side_effect=lambda *_: 1 / 0)
     with sf.CachedDataset(source, capacity=SOME, store=store) as cached:
         setattr(store, at, fail)
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
             cached.cache.tier.flush()
-        assert len(calls) == caplog.text.count("ZeroDivisionError: its own problem")
-        assert 3 <= len(calls) < COUNT // 8, "three in a row, and those that other threads had begun"
+        assert fail.call_count == caplog.text.count("ZeroDivisionError: division by zero")
+        assert 3 <= fail.call_count < COUNT // 8, "three in a row, and those that other threads had begun"
         assert "failed 3 times in a row: it is not used for 10 s" in caplog.text
         assert at == "get_many" or cached.stats().tier_rejected >= COUNT - 8
 
@@ -218,7 +178,7 @@ def test_a_tier_that_fails_is_left_alone_for_a_while(
 @pytest.mark.parametrize("value", [b"noise", ("0", sample(0)), None, (7, sample(0), 1), "no values", "no list"])
 def test_a_tier_that_returns_something_else(value: Any) -> None:
     store = DictStore()
-    with sf.CachedDataset(Samples(), capacity=SOME, store=store) as cached:
+    with sf.CachedDataset(SAMPLES, capacity=SOME, store=store) as cached:
         store.get_many = lambda ids: {"no values": [], "no list": 3}.get(value, [value] * len(ids))  # type: ignore
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
@@ -226,7 +186,7 @@ def test_a_tier_that_returns_something_else(value: Any) -> None:
 
 def test_a_full_tier_rejects(tmp_path: Path) -> None:
     store = sf.DiskTier(tmp_path / "disk", capacity=250_000)
-    with sf.CachedDataset(Samples(), capacity=SOME, store=store) as cached:
+    with sf.CachedDataset(SAMPLES, capacity=SOME, store=store) as cached:
         read_all(sf.DataLoader(cached, 8))
         cached.cache.tier.flush()
         stored = cached.cache.tier.tier.records.stats().resident_items
@@ -238,6 +198,9 @@ def test_a_damaged_record_comes_from_the_source(disk: sf.DiskTier, source: Throt
     with sf.CachedDataset(source, capacity=0, store=disk) as cached:
         read_all(sf.DataLoader(cached, 8))
         cached.cache.tier.flush()
+        one, other = cached.__getitems__([5, 5])
+        one[0][:] = 0
+        assert is_right(5, other), "equal ids of a batch are separate samples"
         (data,) = disk.folder.glob("*/*/data")
         with open(data, "r+b") as file:
             file.write(bytes(10_000))  # two records and a part of a third
@@ -247,12 +210,7 @@ def test_a_damaged_record_comes_from_the_source(disk: sf.DiskTier, source: Throt
         assert cached.stats().resident_items == 0, "there is no memory in front"
 
 
-# -- the queue --------------------------------------------------------------------------------------------------------
-
-
-def test_what_the_queue_has_no_room_for_is_rejected(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_full_queue_rejects(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(tiers, "_QUEUE_BYTES", 3 * SIZE)
     store = DictStore()
     with cache_of(store) as cache:
@@ -303,9 +261,6 @@ def test_a_forked_child_has_a_queue_of_its_own_and_one_that_is_killed_loses_it(d
         assert all(is_right(id, value) for id, value in zip((8, 9), get(cache, 8, 9), strict=True))
 
 
-# -- random steps -----------------------------------------------------------------------------------------------------
-
-
 def test_another_host_and_a_later_job_learn_of_a_random_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two caches of different names on one tier are two hosts."""
     monkeypatch.setattr(tiers, "_FOLLOW_SECONDS", -1.0)
@@ -339,7 +294,7 @@ def test_what_the_tier_returned_before_a_step_proved_random_is_not_used(monkeypa
         raise sf.WaitError("another process writes")
 
     expected, options = sample(5)[0].astype(np.int64) * 2, {"form": "prepared", "transform": doubled}
-    with sf.CachedDataset(Samples(), capacity=0, store=DictStore(), **options) as cached:
+    with sf.CachedDataset(SAMPLES, capacity=0, store=DictStore(), **options) as cached:
         for _ in range(2):
             cached.__getitems__(range(COUNT))
         cached.cache.tier.flush()
@@ -348,52 +303,7 @@ def test_what_the_tier_returned_before_a_step_proved_random_is_not_used(monkeypa
         cached.cache.uncache_steps(1)
         (value,) = cached.reader.finish(pending, 0, 0, skip=False).values
         assert np.array_equal(value, expected)
-    with sf.CachedDataset(Samples(), capacity=0, store=DictStore(), **options) as cached:
+    with sf.CachedDataset(SAMPLES, capacity=0, store=DictStore(), **options) as cached:
         put(cached.cache, 5, uncached=1)  # without the step
         monkeypatch.setattr(SampleCache, "uncache_steps", locked)
         assert np.array_equal(cached[5], expected)
-
-
-CALLS: list[int] = []
-"""The samples that `Inverted` was called with."""
-
-
-class Inverted:
-    """Draws for one sample, and always gives the same output."""
-
-    def __call__(self, value: Any) -> Any:
-        CALLS.append(value[1])
-        if value[1] == LATE:
-            fraction()
-        return 255 - value[0]
-
-    def fingerprint(self) -> str:
-        return "inverted"
-
-
-@pytest.mark.parametrize("kind", ["memory", "disk", "tier", pytest.param("redis", marks=needs_server)])
-def test_a_mark_after_the_warning_is_heeded_by_the_next_job(kind: str, tmp_path: Path) -> None:
-    """The mark gives a new cache, without the old verdict: the output is cached, as the warning promised."""
-
-    def calls_of_the_last_epoch(step: Any) -> list[int]:
-        store = {"memory": "memory", "disk": tmp_path / "ssd"}.get(kind) or (
-            sf.RedisStore(hosts=[server.host]) if server else sf.DiskTier(tmp_path, capacity="8MiB", persist=True)
-        )
-        options = {"capacity": "8MiB", "persist": True} if kind in ("memory", "disk") else {"capacity": SOME}
-        with sf.CachedDataset(Samples(), transform=step, store=store, **options) as cached:
-            for _ in range(3):
-                CALLS.clear()
-                for id, value in enumerate(cached.__getitems__(range(COUNT))):
-                    assert np.array_equal(value, 255 - sample(id)[0])
-                if cached.cache.tier is not None:
-                    cached.cache.tier.flush()
-        return sorted(CALLS)
-
-    server = Server(tmp_path) if kind == "redis" else None
-    with pytest.warns(StallfreeWarning, match="mark_deterministic"):
-        assert calls_of_the_last_epoch(Inverted()) == list(range(COUNT)), "it runs again for every sample"
-    assert calls_of_the_last_epoch(sf.mark_deterministic(Inverted())) == [], "its output is cached"
-    for folder in default_root().iterdir():
-        remove_unused(folder)
-    if server is not None:
-        server.close()

@@ -34,13 +34,12 @@ from stallfree.device.copies import Cuda
 
 FRESH, FREED = 0xA5, 0x5A
 TIME = 0  # its number in clocks
-Clock = dict[int, float]
-"""Of each agent, the number of its last action that came before now; and the time."""
+Work = Callable[[], object]
+Tensors = Sequence[torch.Tensor]
+Clock = dict[int, float]  # of each agent, the number of its last action that came before now; and the time
 
 
 class Agent:
-    """A thread, or a stream."""
-
     def __init__(self, name: str, number: int, after: Clock) -> None:
         self.name, self.number = name, number
         self.clock: Clock = {TIME: 0.0, **after, number: 0}
@@ -49,7 +48,6 @@ class Agent:
         self.clock[self.number] += 1
 
     def meet(self, clock: Clock) -> None:
-        """Continue after the actions of the clock."""
         for number, tick in clock.items():
             if tick > self.clock.get(number, 0):
                 self.clock[number] = tick
@@ -60,16 +58,10 @@ class Stream(Agent):
 
     def __init__(self, world: "World", number: int) -> None:
         super().__init__(f"stream {number}", number, {})
-        self.world, self.done = world, 0
-        self.work: deque[Callable[[], object]] = deque()
-
-    @property
-    def given(self) -> int:
-        """The number of pieces of work that were submitted."""
-        return self.done + len(self.work)
+        self.world, self.given, self.done = world, 0, 0  # how much work was submitted, and executed
+        self.work: deque[Work] = deque()
 
     def wait_event(self, event: "Event") -> None:
-        """Make later work wait for the event."""
         with self.world.lock:
             self.meet(self.world.here.clock)
             if event.clock is not None:
@@ -120,19 +112,15 @@ class Access:
 
 @dataclass
 class Piece:
-    """A piece of memory: "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned in place).
+    """A piece of memory."""
 
-    The owner is the stream for which device memory was made; `accesses` lacks those that a later write has covered.
-    Freed memory is made again for the same owner at `time`, `behind` work of the keepers.
-    """
-
-    kind: str
+    kind: str  # "device", "pinned", "lent" (pinned memory of a loader), or "registered" (pinned in place)
     block: torch.Tensor
-    owner: Stream | None
+    owner: Stream | None  # the stream for which device memory was made, and is made again once it is freed
     keepers: list[Stream] = field(default_factory=list)
-    accesses: list[Access] = field(default_factory=list)
-    time: float = 0.0
-    behind: list[tuple[Stream, int]] = field(default_factory=list)
+    accesses: list[Access] = field(default_factory=list)  # but for those that a later write has covered
+    time: float = 0.0  # when it can be made again
+    behind: list[tuple[Stream, int]] = field(default_factory=list)  # work of the keepers, which comes before
 
     def __str__(self) -> str:
         return f"{self.kind} memory of {self.block.numel()} bytes"
@@ -170,14 +158,7 @@ class ClockedItems(Items):
 class World(Cuda):
     """The device, its threads, and the observed faults. torch treats its memory as that of a CPU.
 
-    Args:
-        seed: decides how late streams are.
-        copy_seconds: that a copy takes.
-
-    Attributes:
-        reserved: bytes of device memory that were ever needed at once.
-        pins: how often memory was pinned where it was.
-        copies: in which stream each copy was made.
+    `seed` decides how late streams are. A copy takes `copy_seconds`.
     """
 
     def __init__(self, seed: int = 0, copy_seconds: float = 0.0) -> None:
@@ -185,8 +166,9 @@ class World(Cuda):
         self.lock = threading.RLock()
         self.copy_seconds = copy_seconds
         self.faults: list[str] = []
-        self.reserved = self.pins = 0
-        self.copies: list[Stream] = []
+        self.reserved = 0  # bytes of device memory that were ever needed at once
+        self.pins = 0  # how often memory was pinned where it was
+        self.copies: list[Stream] = []  # in which stream each copy was made
         self.streams: list[Stream] = []
         self._chance = random.Random(seed)
         self._local = threading.local()
@@ -208,11 +190,9 @@ class World(Cuda):
 
     @property
     def here(self) -> Agent:
-        """The agent of the calling thread."""
         if not hasattr(self._local, "agent"):
             self._enter({})
-        agent: Agent = self._local.agent
-        return agent
+        return self._local.agent  # type: ignore[no-any-return]
 
     def _enter(self, after: Clock) -> None:
         with self.lock:
@@ -220,17 +200,14 @@ class World(Cuda):
             self._hosts.append(self._local.agent)
 
     def stamp(self) -> Clock:
-        """Return a copy of this thread's clock."""
         with self.lock:
             return dict(self.here.clock)
 
     def meet(self, clock: Clock) -> None:
-        """Continue this thread after the actions of the clock."""
         with self.lock:
             self.here.meet(clock)
 
     def thread(self, target: Callable[..., Any], **arguments: Any) -> threading.Thread:
-        """Return a thread that continues after the actions of this one."""
         after = self.stamp()
 
         def run(*given: Any) -> None:
@@ -243,8 +220,7 @@ class World(Cuda):
         self._local.bound = True
 
     def current_stream(self) -> Stream:
-        stream: Stream = getattr(self._local, "stream", self.main)
-        return stream
+        return getattr(self._local, "stream", self.main)  # type: ignore[no-any-return]
 
     @contextlib.contextmanager
     def using(self, stream: Stream) -> Iterator[None]:
@@ -272,13 +248,12 @@ class World(Cuda):
         return lent.copy_(value)
 
     def _allocate(self, kind: str, size: int, owner: Stream | None = None) -> torch.Tensor:
-        """Allocate memory until it is unreferenced."""
         with self.lock:
             piece = Piece(kind, self._block(kind, size, owner), owner)
             self._pieces[piece.block.data_ptr()] = piece
-            held: Any = piece.block.numpy()
-            weakref.finalize(held, self._free, piece).atexit = False
-            return torch.from_numpy(held)
+            memory: Any = piece.block.numpy()
+            weakref.finalize(memory, self._free, piece).atexit = False
+            return torch.from_numpy(memory)
 
     def _block(self, kind: str, size: int, owner: Stream | None) -> torch.Tensor:
         for at, freed in enumerate(self._freed):
@@ -312,15 +287,11 @@ class World(Cuda):
         piece.accesses = []
 
     def find(self, tensor: torch.Tensor) -> Piece | None:
-        """Return the piece that a tensor lies in, if it was allocated or pinned here."""
         if tensor.layout is not torch.strided:
             return None
-        piece = self._pieces.get(tensor.untyped_storage().data_ptr())
-        if piece is None:
-            at = tensor.data_ptr()
-            pieces = list(self._pieces.items())
-            piece = next((piece for begin, piece in pieces if 0 <= at - begin < piece.block.numel()), None)
-        return piece
+        at = tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize  # also of an empty one
+        pieces = list(self._pieces.items())
+        return next((piece for begin, piece in pieces if 0 <= at - begin < piece.block.numel()), None)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         piece = self.find(tensor)
@@ -358,7 +329,6 @@ class World(Cuda):
                 self._expect_unused(self._pieces[address], "filled", "that")
 
     def in_use(self, *kinds: str) -> int:
-        """Return how many pieces of some kinds are referenced."""
         return sum(piece.kind in kinds for piece in self._pieces.values())
 
     def _raw(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -392,15 +362,7 @@ class World(Cuda):
                 piece.accesses = [old for old in piece.accesses if old.begin < begin or end < old.end]
             piece.accesses.append(new)
 
-    def submit(
-        self,
-        what: str,
-        seconds: float,
-        work: Callable[[], object],
-        reads: Sequence[torch.Tensor] = (),
-        writes: Sequence[torch.Tensor] = (),
-    ) -> None:
-        """Submit work to the current stream, which executes it later."""
+    def submit(self, what: str, seconds: float, work: Work, reads: Tensors = (), writes: Tensors = ()) -> None:
         with self.lock:
             if not getattr(self._local, "bound", False):
                 self.faults.append(f"{what}: {self.here.name} is not bound to the device")
@@ -413,8 +375,9 @@ class World(Cuda):
                     self.touch(tensor, stream, write, what)
             self.queue(stream, work)
 
-    def queue(self, stream: Stream, work: Callable[[], object]) -> None:
+    def queue(self, stream: Stream, work: Work) -> None:
         stream.work.append(work)
+        stream.given += 1
         while self._chance.random() < 0.5:
             late = self._chance.choice(self.streams)
             self.run(late, min(late.given, late.done + 1))
@@ -458,13 +421,11 @@ class World(Cuda):
         return result
 
     def synchronize(self) -> None:
-        """Wait in this thread until the current stream has done all its work."""
         event = Event(self)
         event.record(self.current_stream())
         event.synchronize()
 
     def check(self) -> None:
-        """Execute the work of all streams; fails if there were faults."""
         for stream in self.streams:
             self.run(stream, stream.given)
         if self.faults:
@@ -472,7 +433,6 @@ class World(Cuda):
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[pytest.MonkeyPatch]:
-        """In this context, every new prefetcher uses this device."""
         plain = copies.is_plain
         copies._warn_of_slow.cache_clear()
         with pytest.MonkeyPatch.context() as patch:
@@ -485,7 +445,14 @@ class World(Cuda):
 
 
 def as_type_of(like: torch.Tensor, memory: torch.Tensor, begin: int = 0, stride: Any = None) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype over memory, from byte `begin` on."""
     stride = stride or torch.empty(like.shape, device="meta").stride()
-    made: torch.Tensor = torch.empty(0, dtype=like.dtype)
-    return made.set_(memory.untyped_storage(), begin // like.itemsize, like.shape, stride)
+    return torch.empty(0, dtype=like.dtype).set_(memory.untyped_storage(), begin // like.itemsize, like.shape, stride)
+
+
+def prefetching() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "stallfree-prefetch"]
+
+
+def join_prefetchers() -> None:
+    for thread in prefetching():
+        thread.join()

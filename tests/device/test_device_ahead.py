@@ -9,19 +9,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import World
+from fakes import World, join_prefetchers
 
 import stallfree as sf
 from children import PATIENCE, until
+from loader_data import Made
 from stallfree.device.ahead import Items
-from stallfree.device.prefetcher import DevicePrefetcher
 
 COUNT = 6
 
 
 class Noted:
-    """A data set or loader that records its requests."""
-
     def __init__(self) -> None:
         self.asked = [threading.Event() for _ in range(COUNT)]
 
@@ -39,8 +37,6 @@ class Noted:
         return str(id(self))
 
 
-# -- overlap ----------------------------------------------------------------------------------------------------------
-
 WAYS: dict[str, Callable[[Any], Any]] = {
     "an iterable": lambda noted: noted,
     "a generator": iter,
@@ -57,7 +53,7 @@ def test_one_batch_and_no_more_is_asked_for_before_the_step_has_ended(way: str) 
     for event in noted.asked:
         event.clear()
     torch.manual_seed(0)
-    prefetcher = DevicePrefetcher(WAYS[way](noted), "cpu", depth=4)
+    prefetcher = sf.DevicePrefetcher(WAYS[way](noted), "cpu", depth=4)
     for number, batch in enumerate(prefetcher):
         assert int(batch) == order[number]
         if (number or "seed" not in way) and number + 1 < COUNT:
@@ -71,7 +67,7 @@ def test_one_batch_and_no_more_is_asked_for_before_the_step_has_ended(way: str) 
 def test_batches_out_of_a_cache_are_taken_ahead(own: bool) -> None:
     """Without workers: generators are watched while the cache is filled, so the thread waits for the step to end."""
     with sf.DataLoader(cached(), device="cpu" if own else None) as loader:
-        prefetcher = DevicePrefetcher(loader, "cpu")
+        prefetcher = sf.DevicePrefetcher(loader, "cpu")
         batches = loader if own else prefetcher
         torch.manual_seed(1)
         for _ in batches:
@@ -82,41 +78,32 @@ def test_batches_out_of_a_cache_are_taken_ahead(own: bool) -> None:
         prefetcher.close()
 
 
-# -- random numbers ---------------------------------------------------------------------------------------------------
-
-
-class Drawing:
-    """Draws from all global generators."""
-
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> torch.Tensor:
-        return torch.rand(3) + random.random() + np.random.random()
+def drawn(id: int = 0) -> torch.Tensor:
+    return torch.rand(3) + random.random() + np.random.random()
 
 
 @sf.mark_random
 def noisy(sample: torch.Tensor) -> torch.Tensor:
-    return sample + Drawing()[0]
+    return sample + drawn()
 
 
 def cached(transform: Any = None) -> sf.CachedDataset:
     return sf.CachedDataset(Noted(), capacity="1MiB", form="prepared", transform=transform)
 
 
+DRAWING: Any = Made(COUNT, drawn)
 DRAWN: dict[str, Callable[[], Any]] = {
-    "an iterable": lambda: map(Drawing().__getitem__, range(2 * COUNT)),
-    "torch's loader": lambda: torch.utils.data.DataLoader(Drawing(), batch_size=2),  # type: ignore[arg-type]
-    "torch's loader, shuffled": lambda: torch.utils.data.DataLoader(Drawing(), shuffle=True),  # type: ignore[arg-type]
+    "an iterable": lambda: map(drawn, range(2 * COUNT)),
+    "torch's loader": lambda: torch.utils.data.DataLoader(DRAWING, batch_size=2),
+    "torch's loader, shuffled": lambda: torch.utils.data.DataLoader(DRAWING, shuffle=True),
     "stallfree's": lambda: sf.DataLoader(cached(noisy), seed=1),
     "stallfree's collate": lambda: sf.DataLoader(
-        cached(), batch_size=2, seed=1, collate_fn=lambda batch: torch.stack(batch) + Drawing()[0][0]
+        cached(), batch_size=2, seed=1, collate_fn=lambda batch: torch.stack(batch) + drawn()[0]
     ),
 }
 
 
 def train(batches: Any, world: World | None = None) -> list[float]:
-    """Return the results of a model that also draws."""
     torch.manual_seed(1), np.random.seed(1), random.seed(1)
     found = []
     for _ in range(2):
@@ -133,7 +120,7 @@ def train(batches: Any, world: World | None = None) -> list[float]:
 @pytest.mark.parametrize("way", DRAWN)
 def test_all_random_numbers_are_those_without_a_prefetcher(way: str, world: World | None) -> None:
     expected = train(DRAWN[way]())
-    prefetcher = DevicePrefetcher(DRAWN[way](), "cpu")
+    prefetcher = sf.DevicePrefetcher(DRAWN[way](), "cpu")
     assert train(prefetcher, world) == expected
     prefetcher.close()
 
@@ -145,12 +132,11 @@ def test_what_draws_does_not_run_during_a_step(world: World | None, monkeypatch:
     look: Any = Items.all_taken.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Items, "all_taken", property(lambda items: not threading.Event().wait(0.002) and look(items)))
 
-    class Watching(Drawing):
-        def __getitem__(self, id: int) -> torch.Tensor:
-            during.append(stepping[0])
-            return super().__getitem__(id)
+    def watched(id: int) -> torch.Tensor:
+        during.append(stepping[0])
+        return drawn()
 
-    with sf.DataLoader(Watching(), device="cpu") as loader:
+    with sf.DataLoader(Made(COUNT, watched), device="cpu") as loader:
         iterator = iter(loader)
         for given in range(1, 4):
             next(iterator)
@@ -161,8 +147,6 @@ def test_what_draws_does_not_run_during_a_step(world: World | None, monkeypatch:
         stepping[0] = True
         del iterator
         gc.collect()
-        for thread in threading.enumerate():
-            if thread.name == "stallfree-prefetch":
-                thread.join()
+        join_prefetchers()
     assert during
     assert not any(during)

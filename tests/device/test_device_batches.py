@@ -17,7 +17,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import stallfree as sf
 from loader_data import Pair, Point
 from stallfree.device import process
-from stallfree.device.prefetcher import DevicePrefetcher
 
 attrs = pytest.importorskip("attrs")
 
@@ -34,10 +33,9 @@ class Encoding(UserDict[str, Any]):
         self.tokens = tokens
 
     def __getattr__(self, name: str) -> Any:
-        try:
-            return self.__dict__["data"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+        if name in self.__dict__.get("data", {}):
+            return self.data[name]
+        raise AttributeError(name)
 
     def to(self, device: torch.device) -> Encoding:
         raise AssertionError("it is looked into instead")
@@ -52,8 +50,6 @@ class Output(OrderedDict[str, Any]):
 
 
 class Named(list[Any]):
-    """A list with a name."""
-
     def __init__(self, *values: Any) -> None:
         super().__init__(values)
         self.name = "its name"
@@ -72,8 +68,7 @@ class Frozen:
     count: int = 3
 
     def __post_init__(self) -> None:
-        if type(self.x) is not torch.Tensor:
-            raise AssertionError("made anew with something else")
+        assert type(self.x) is torch.Tensor, "made anew with something else"
 
 
 @attrs.frozen
@@ -148,7 +143,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
 
 
 def same(found: Any, given: Any) -> None:
-    """Fail unless both have the same types at all levels, and the same values."""
     for mine, theirs in zip(flat(found), flat(given), strict=True):
         assert type(mine) is type(theirs)
         if isinstance(mine, torch.Tensor):
@@ -159,37 +153,28 @@ def same(found: Any, given: Any) -> None:
             assert mine == theirs
 
 
-def send(batch: Any, world: World | None = None, **options: Any) -> Any:
-    """Return a batch as yielded by a prefetcher."""
-    world = world or World()
-    with world.installed():
-        prefetcher = DevicePrefetcher([batch], "cuda", **options)
-        (found,) = prefetcher
-        world.synchronize()
-        prefetcher.close()
-    world.check()
+def send(device: World, batch: Any) -> Any:
+    prefetcher = sf.DevicePrefetcher([batch], "cuda")
+    (found,) = prefetcher
+    device.synchronize()
+    prefetcher.close()
     return found
 
 
-# -- containers -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", CONTAINERS)
-def test_a_container_arrives_as_it_was_with_its_tensors_on_the_device(kind: str) -> None:
-    world, batch = World(), CONTAINERS[kind]()
+def test_a_container_arrives_as_it_was_with_its_tensors_on_the_device(kind: str, device: World) -> None:
+    batch = CONTAINERS[kind]()
     before = [(id(tensor), tensor.clone()) for tensor in tensors(batch)]
-    found = send(batch, world)
+    found = send(device, batch)
     same(found, batch)
     if isinstance(found, Output | Encoding):  # attributes that show an entry show the new one
         assert all(getattr(found, name) is found[name] for name in found)
     for tensor in tensors(found):
         stays = isinstance(batch, PackedSequence) and tensor is found.batch_sizes
-        assert world.on_device(tensor) is not stays
+        assert device.on_device(tensor) is not stays
     assert [id(tensor) for tensor in tensors(batch)] == [number for number, _ in before]
     assert all(torch.equal(tensor, old) for tensor, (_, old) in zip(tensors(batch), before, strict=True))
 
-
-# -- tensors ----------------------------------------------------------------------------------------------------------
 
 PICTURES = numbers(2, 3, 5, 4)
 TENSORS = {
@@ -212,34 +197,30 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("kind", TENSORS)
-def test_a_tensor_arrives_with_its_values_and_with_its_strides_if_it_has_no_gaps(kind: str) -> None:
+def test_a_tensor_arrives_with_its_values_and_with_its_strides_if_it_has_no_gaps(kind: str, device: World) -> None:
     given = TENSORS[kind]
-    found = send([numbers(3), given, numbers(5)])[1]
+    found = send(device, [numbers(3), given, numbers(5)])[1]
     same(found, given)
     assert not found.is_conj()
     assert not found.is_neg()
     assert found.stride() == (given.stride() if "channels" in kind else given.contiguous().stride())
 
 
-def test_small_tensors_go_in_one_copy_and_pinned_ones_are_not_staged(monkeypatch: pytest.MonkeyPatch) -> None:
-    world, large = World(), numbers(100, 100)
-    send({"a": numbers(3), "b": [numbers(5), torch.tensor(1)], "large": large}, world)
-    assert len(world.copies) == 2
-    monkeypatch.setattr(world, "stage", None)
-    with world.installed():
-        assert torch.equal(send([world.lend(large)], world)[0], large)
+def test_small_tensors_share_a_copy_and_pinned_are_not_staged(device: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    large = numbers(100, 100)
+    send(device, {"a": numbers(3), "b": [numbers(5), torch.tensor(1)], "large": large})
+    assert len(device.copies) == 2
+    monkeypatch.setattr(device, "stage", None)
+    assert torch.equal(send(device, [device.lend(large)])[0], large)
 
 
-def test_tensors_of_a_batch_share_nothing_that_autograd_knows() -> None:
+def test_tensors_of_a_batch_share_nothing_that_autograd_knows(device: World) -> None:
     """Labels may be changed in place while the pictures are saved for a backward pass."""
-    labels, weights = send([numbers(3), numbers(5)])
+    labels, weights = send(device, [numbers(3), numbers(5)])
     version = weights._version
     labels.add_(1)
     assert weights._version == version
     assert torch.equal(weights, numbers(5))
-
-
-# -- what goes by itself ----------------------------------------------------------------------------------------------
 
 
 class Marked(torch.Tensor):
@@ -257,18 +238,16 @@ SELF_SENT: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", SELF_SENT)
-def test_what_cannot_be_pinned_goes_by_itself_with_one_warning_if_that_is_slow(kind: str) -> None:
-    world = World()
-    world.device = torch.device("cpu", 0)  # which tensors of the host are not on
-    with world.installed(), warnings.catch_warnings(record=True) as caught:
+def test_what_cannot_be_pinned_goes_by_itself_with_one_warning_if_that_is_slow(kind: str, device: World) -> None:
+    device.device = torch.device("cpu", 0)  # which tensors of the host are not on
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         batches = [{"odd": SELF_SENT[kind](), "x": numbers(3) + number} for number in range(4)]
         transform = (lambda batch: batch) if kind == "dictionary" else None
-        prefetcher = DevicePrefetcher(batches, "cuda", transform_on_device=transform)
+        prefetcher = sf.DevicePrefetcher(batches, "cuda", transform_on_device=transform)
         found = list(prefetcher) + list(prefetcher)
-        world.synchronize()
+        device.synchronize()
         prefetcher.close()
-    world.check()
     mine = [str(warning.message) for warning in caught if "by its own .to()" in str(warning.message)]
     assert len(mine) == (kind != "dictionary")
     assert all(f"a {type(batches[0]['odd']).__name__} is sent to cpu:0" in each for each in mine)
@@ -276,10 +255,8 @@ def test_what_cannot_be_pinned_goes_by_itself_with_one_warning_if_that_is_slow(k
         assert torch.equal(batch["x"], numbers(3) + number % 4)
         odd = batch["odd"]
         assert type(odd) is type(batches[0]["odd"])
-        if isinstance(odd, Box):
-            assert odd.device == "cpu:0"
-        if isinstance(odd, Dictionary):
-            assert world.main in odd.streams
+        assert not isinstance(odd, Box) or odd.device == "cpu:0"
+        assert not isinstance(odd, Dictionary) or device.main in odd.streams
 
 
 def all_kinds() -> list[Any]:

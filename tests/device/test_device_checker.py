@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import Event, Stream, World
+from fakes import Event, Stream, World, prefetching
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,8 +21,7 @@ from stallfree.device.copies import BatchBuffer, Copier, Sent
 from stallfree.device.prefetcher import DevicePrefetcher
 
 pytestmark = pytest.mark.filterwarnings("ignore:a Parcel is sent:RuntimeWarning")
-Leaf = tuple[str, int]
-"""A leaf of a batch: its kind, and its length."""
+Leaf = tuple[str, int]  # the kind of a leaf of a batch, and its length
 
 
 class Trouble(Exception):
@@ -62,13 +61,10 @@ KINDS: dict[str, Callable[[World, torch.Tensor], Any]] = {
 
 @dataclass(frozen=True)
 class Order:
-    """A batch that a loader must deliver.
-
-    `trouble` is "" or where it ends: "loader", "transform", or "memory" (the next piece of memory is refused).
-    """
+    """A batch that a loader must deliver."""
 
     leaves: list[Leaf]
-    trouble: str = ""
+    trouble: str = ""  # where it ends: "loader", "transform", or "memory" (the next piece of memory is refused)
 
 
 class Loader:
@@ -92,7 +88,6 @@ class Loader:
         return {"number": number, "leaves": leaves, "expected": SimpleNamespace(values=values)}
 
     def empty(self, size: int) -> torch.Tensor:
-        """Replaces the method of the device."""
         number, self._refused.number = getattr(self._refused, "number", None), None
         if number is not None:
             raise Trouble(number)
@@ -110,10 +105,8 @@ class Loader:
 
 
 class Loop:
-    """A training loop, and what it does with a batch, in turn.
-
-    Its habits are "" only to use a batch, "wait" for the step as well, "move" to another stream with the batch, or
-    "hold" the batch and use it again when all is over.
+    """A training loop. What it does with a batch, in turn: only use it (""), "wait" for the step as well, "move" to
+    another stream with the batch, or "hold" the batch and use it again when all is over.
     """
 
     def __init__(self, world: World, habits: tuple[str, ...], seconds: float) -> None:
@@ -155,7 +148,6 @@ class Loop:
             self.world.use(tensor, value, self.seconds)
 
     def _use_again(self, batch: Any, before: Stream, stream: Stream) -> None:
-        """Use a batch in a stream, after what another stream has done."""
         event = Event(self.world)
         event.record(before)
         with self.world.using(stream):
@@ -165,27 +157,22 @@ class Loop:
                 self.world.keep(leaf.content if isinstance(leaf, Parcel) else leaf)
 
     def end(self) -> None:
-        """Use the held batches once more, and drop them."""
         while self._held:
             self._use_again(self._held.pop(0), self.streams[0], self.world.main)
 
 
 @dataclass(frozen=True)
 class Scene:
-    """A simulated device, a loader and a training loop.
+    """A simulated device, a loader and a training loop."""
 
-    `epochs` has the orders of the loader and after how many batches the loop breaks off; with `nested`, the loader is a
-    prefetcher, too; copies and steps take `copy` and `step` seconds; `seed` says how late streams are.
-    """
-
-    epochs: list[tuple[list[Order], int | None]]
+    epochs: list[tuple[list[Order], int | None]]  # what the loader delivers, and after how many the loop breaks off
     depth: int = 2
     transform: bool = False
-    nested: bool = False
+    nested: bool = False  # whether the loader is a prefetcher, too
     habits: tuple[str, ...] = ("",)
-    copy: float = 0.01
+    copy: float = 0.01  # seconds of a copy
     step: float = 0.02
-    seed: int = 0
+    seed: int = 0  # says how late streams are
 
     def play(self, change: Callable[[pytest.MonkeyPatch, World], object] | None = None) -> World:
         """Run it with a change of the code; its faults are in the world's `faults`."""
@@ -205,8 +192,7 @@ class Scene:
                 assert [number for number, _ in seen] == list(range(len(seen)))
                 for (_, failed), order in zip(seen, orders, strict=False):
                     assert failed == bool(order.trouble) or order.trouble == "memory"  # which need not be asked for
-            left = sum(thread.name == "stallfree-prefetch" for thread in threading.enumerate())
-            assert left <= 1 or self.nested, "an ended iteration leaves no thread"
+            assert len(prefetching()) <= 1 or self.nested, "an ended iteration leaves no thread"
             assert len({stream for stream in world.copies if stream not in loop.streams}) <= 1 + self.nested
             prefetcher.close()
             getattr(inner, "close", int)()
@@ -218,8 +204,6 @@ class Scene:
             gc.collect()  # exceptions with their tracebacks
         return world
 
-
-# -- ours is right ----------------------------------------------------------------------------------------------------
 
 LEAVES = st.tuples(st.sampled_from(["plain", "lent", "plain", "lent", "parcel", "crate"]), st.integers(1, 500))
 BATCHES = st.lists(LEAVES | st.just(("plain", 0)), max_size=5)
@@ -254,8 +238,6 @@ def test_all_that_touches_the_same_memory_is_ordered_and_every_batch_is_exact(co
 
     holds()
 
-
-# -- and each guard is needed -----------------------------------------------------------------------------------------
 
 PLAIN = [([Order([("plain", 450), ("plain", 4)])] * 8, None)]
 LENT = [([Order([("lent", 450)])] * 8, None)]
@@ -312,30 +294,22 @@ READ_TOO_SOON = r"nothing orders the write .* \(a copy\) and the read .* \(a ste
 DEVICE_FREED = r"^device memory .* is freed too early: nothing orders the read .* \(a step\)"
 LENT_FREED = r"^lent memory .* is freed too early: nothing orders the read .* \(a copy\)"
 GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]] = {
-    "the host waits for the copies before it fills pinned memory": (
-        Scene(PLAIN), without("synchronize", "_send", Event), STAGED_TWICE,
-    ),
-    "the training waits for the copies": (
-        Scene(PLAIN), without("wait_event", "deliver", Stream), READ_TOO_SOON,
-    ),
-    "a batch is kept for the training": (
-        Scene(PLAIN), without("keep", "deliver"), DEVICE_FREED,
-    ),
-    "what the loader gave stays until it is copied": (
-        Scene(LENT), hold_nothing, LENT_FREED,
-    ),
-    "copies are marked when the rest has failed": (
-        Scene(FAILING, transform=True, step=0.0), forget_copies_of_failures, STAGED_TWICE,
-    ),
-    "a transform is part of what the training waits for": (
-        Scene(PLAIN, transform=True), transform_after_the_record, r"nothing orders the write .* \(a transform\)",
-    ),
-    "what a transform made is kept for the training": (
-        Scene(PLAIN, transform=True), forget_what_was_transformed, DEVICE_FREED,
-    ),
-    "the thread is bound to the device": (
-        Scene(PLAIN), without("bind", "_run"), "is not bound",
-    ),
+    "the host waits for the copies before it fills pinned memory":
+        (Scene(PLAIN), without("synchronize", "_send", Event), STAGED_TWICE),
+    "the training waits for the copies":
+        (Scene(PLAIN), without("wait_event", "deliver", Stream), READ_TOO_SOON),
+    "a batch is kept for the training":
+        (Scene(PLAIN), without("keep", "deliver"), DEVICE_FREED),
+    "what the loader gave stays until it is copied":
+        (Scene(LENT), hold_nothing, LENT_FREED),
+    "copies are marked when the rest has failed":
+        (Scene(FAILING, transform=True, step=0.0), forget_copies_of_failures, STAGED_TWICE),
+    "a transform is part of what the training waits for":
+        (Scene(PLAIN, transform=True), transform_after_the_record, r"nothing orders the write .* \(a transform\)"),
+    "what a transform made is kept for the training":
+        (Scene(PLAIN, transform=True), forget_what_was_transformed, DEVICE_FREED),
+    "the thread is bound to the device":
+        (Scene(PLAIN), without("bind", "_run"), "is not bound"),
 }  # fmt: skip
 
 

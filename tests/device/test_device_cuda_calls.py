@@ -21,14 +21,10 @@ REGISTERED_ALREADY, NOT_REGISTERED = 712, 713
 
 
 class Driver:
-    """CUDA's rules for threads, forked children and errors.
-
-    Attributes:
-        registered: addresses, with the size, the flags and the device that was current.
-    """
+    """CUDA's rules for threads, forked children and errors."""
 
     def __init__(self) -> None:
-        self.registered: dict[int, tuple[int, int, int]] = {}
+        self.registered: dict[int, tuple[int, int, int]] = {}  # by address: size, flags, and the current device
         self._owner = os.getpid()
         self._thread = threading.local()  # the device and the last error of each thread
 
@@ -40,7 +36,6 @@ class Driver:
 
     @property
     def current(self) -> int:
-        """The device of this thread."""
         return getattr(self._thread, "device", 0)
 
     @contextmanager

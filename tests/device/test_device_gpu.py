@@ -19,35 +19,20 @@ import pytest
 import torch
 
 import stallfree as sf
-from children import PATIENCE, gone, until
+from children import gone, until
 from loader_data import Made
+from on_gpu import needs_gpu, no_leaks  # noqa: F401
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-]
-
+pytestmark = needs_gpu
 LARGE = 300_000  # bytes of the leaf that has a copy of its own
 MILLISECOND = 1_000_000  # cycles of `torch.cuda._sleep`, about
 SAMPLES, BATCH = 192, 32
 IN_ORDER = [list(range(at, at + BATCH)) for at in range(0, SAMPLES, BATCH)]  # ids of an epoch that is not shuffled
 
 
-@pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
-    """Replaces the fixture of all tests: the driver opens descriptors and keeps them."""
-    yield
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("stallfree"):
-            thread.join(PATIENCE)
-            assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
-
-
 class Stamps:
-    """`count` batches made of their number, in memory that is used again as soon as it may be.
-
-    With `growing`, the large leaf is larger after each hundred batches.
+    """`count` batches made of their number, in memory that is used again as soon as it may be. The large leaf may be
+    `growing` after each hundred batches.
     """
 
     def __init__(self, count: int, growing: bool = False) -> None:
@@ -87,17 +72,14 @@ def test_a_hundred_thousand_batches_under_jitter() -> None:
     prefetcher = sf.DevicePrefetcher(Stamps(100_000), "cuda", transform_on_device=jitter)
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     kept: list[tuple[int, Any]] = []
-    count = 0
     for number, batch in enumerate(prefetcher):
         torch.cuda._sleep(naps[number % len(naps)] // 4)
         bad += wrong(batch, number)
         if number % 100 == 0:
-            kept.append((number, batch))
-            kept = kept[-20:]
-        count += 1
+            kept = [*kept[-19:], (number, batch)]
+    assert number == 99_999
     for number, batch in kept:
         bad += wrong(batch, number)
-    assert count == 100_000
     assert bad.item() == 0
 
 
@@ -163,12 +145,10 @@ def test_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, segments: str) ->
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     with sf.ProcessPrefetcher(partial(Stamps, 300, growing=True), "cuda") as batches:
         for _ in range(2):
-            count = 0
             for number, batch in enumerate(batches):
                 torch.cuda._sleep(20_000)
                 bad += wrong(batch, number)
-                count += 1
-            assert count == 300
+            assert number == 299
         assert bad.item() == 0
 
 
@@ -180,12 +160,10 @@ def picture(id: int) -> tuple[torch.Tensor, int]:
 def ids_of(batches: Iterable[Any], end: int | None = None) -> list[list[int]]:
     """Return the numbers of each batch, which must be on the GPU and complete; break after `end` batches."""
     found: list[list[int]] = []
-    for pictures, ids in batches:
+    for pictures, ids in itertools.islice(batches, end):
         assert pictures.device.type == ids.device.type == "cuda"
         assert (pictures == (ids % 251).to(pictures.dtype).view(-1, 1, 1, 1)).all()
         found.append(ids.tolist())
-        if len(found) == end:
-            break
     return found
 
 

@@ -1,7 +1,6 @@
 """`sf.DataLoader(..., device=...)` copies from pinned slots; and how long a step takes, in virtual time."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Iterator
 from itertools import islice
@@ -10,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import TIME, World
+from fakes import TIME, World, join_prefetchers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stallfree as sf
 from loader_data import Made
 from stallfree.analysis.simulate import read_events
-from stallfree.device.prefetcher import DevicePrefetcher
 from stallfree.loader.epochs import Epochs
 from stallfree.loader.ring import Ring
 
@@ -29,22 +27,19 @@ def picture(id: int) -> tuple[torch.Tensor, int]:
     return torch.full((SIDE, SIDE), id, dtype=torch.uint8), id
 
 
-@pytest.fixture
-def refused() -> list[int]:
-    """Slots that were not leased, because three batches are kept already: their batches are copied."""
-    return []
+REFUSED: list[int] = []  # slots that were not leased, because three batches are kept already: they are copied
 
 
 @pytest.fixture
-def world(refused: list[int]) -> Iterator[World]:
+def world() -> Iterator[World]:
     """A slow device that detects when a slot is refilled."""
-    made = World(copy_seconds=0.01)
-    lease = Ring.lease
+    made, lease = World(copy_seconds=0.01), Ring.lease
+    REFUSED.clear()
 
     def watch(ring: Ring, slot: int, size: int, most: int) -> Any:
         memory = lease(ring, slot, size, most)
         if memory is None:
-            refused.append(slot)
+            REFUSED.append(slot)
         else:
             weakref.finalize(memory, made.refill, memory.ctypes.data).atexit = False
         return memory
@@ -52,9 +47,7 @@ def world(refused: list[int]) -> Iterator[World]:
     with made.installed() as patch:
         patch.setattr(Ring, "lease", watch)
         yield made
-    for thread in threading.enumerate():
-        if thread.name == "stallfree-prefetch":  # of a loader that nobody closed
-            thread.join()
+    join_prefetchers()  # of loaders that nobody closed
     gc.collect()
     made.check()
     assert not made.in_use("device", "registered")
@@ -66,22 +59,19 @@ def loader_of(**options: Any) -> Any:
 
 
 def labels(world: World, batches: Iterator[Any], end: int | None = None) -> list[list[int]]:
-    """A training loop that compares each picture with its label."""
     found: list[list[int]] = []
-    for pictures, label in batches:
+    for pictures, label in islice(batches, end):
         world.use(pictures, seconds=0.02)
         world.synchronize()
         assert world.on_device(pictures)
         assert torch.equal(pictures, label[:, None, None].to(torch.uint8).expand(-1, SIDE, SIDE))
         found.append(label.tolist())
-        if len(found) == end:
-            break
     return found
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
-    world: World, refused: list[int], monkeypatch: pytest.MonkeyPatch, workers: int
+    world: World, monkeypatch: pytest.MonkeyPatch, workers: int
 ) -> None:
     sizes, plain = list[int](), world.stage
 
@@ -100,37 +90,35 @@ def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slo
     if workers:
         labels_staged, pictures_staged = (sizes.count(BATCH * size) for size in (8, SIDE * SIDE))
         assert labels_staged + pictures_staged == len(sizes)
-        assert pictures_staged <= len(refused) < labels_staged
+        assert pictures_staged <= len(REFUSED) < labels_staged
         assert pins[-1] == pins[-2] > 0
 
 
+@pytest.mark.parametrize("own", [True, False])
 def test_the_wait_that_counts_is_that_of_the_training_loop(
-    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    world: World, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The waits of the prefetcher's thread for workers are not counted, nor are its calls of `next` as steps."""
+    """The waits of the prefetcher's thread for workers are not counted, nor are its calls of `next` as steps. A
+    prefetcher around a loader does what the loader does by itself.
+    """
     waits: list[float] = []
-    monkeypatch.setattr(Epochs, "count_wait", lambda _, seconds: waits.append(seconds))
-    with loader_of(event_log=tmp_path / "log") as loader:
-        for _ in loader:
-            pass
+    options = {"device": "cuda" if own else None, "shuffle": False, "persistent_workers": True}
+    with loader_of(event_log=tmp_path / "log", **options) as loader:
+        prefetcher = loader if own else sf.DevicePrefetcher(loader, "cuda")
+        with monkeypatch.context() as patch:
+            patch.setattr(Epochs, "count_wait", lambda _, seconds: waits.append(seconds))
+            assert labels(world, iter(prefetcher)) == IN_ORDER
         assert len(waits) == SAMPLES // BATCH + 1
         assert all(seconds >= 0 for seconds in waits)
         assert loader.stats().wait_seconds == 0
-    assert not [event for event in read_events(tmp_path / "log") if event.what == "compute"]
-
-
-def test_a_prefetcher_around_a_loader_does_what_the_loader_does_by_itself(world: World) -> None:
-    """Slots are pinned, and waits are those of the training loop."""
-    with loader_of(device=None, persistent_workers=True, shuffle=False) as loader:
-        prefetcher = sf.DevicePrefetcher(loader, "cuda")
-        assert labels(world, iter(prefetcher)) == IN_ORDER
+        kinds = {event.what for event in read_events(tmp_path / "log")}
+        assert "prep" in kinds
+        assert "compute" not in kinds
         assert world.in_use("registered")
         prefetcher.close()
-        assert [label.tolist() for _, label in loader] == IN_ORDER
+        assert sum(1 for _ in loader) == len(IN_ORDER)
         assert loader.stats().wait_seconds > 0
 
-
-# -- the pace, in virtual time -----------------------------------------------------------------------------------------
 
 SECONDS = st.integers(1, 100).map(lambda number: number / 1000)
 AHEAD = 2  # batches that a worker is ahead of the consumer
@@ -155,7 +143,7 @@ def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
 ) -> None:
     world, times = World(copy_seconds=copy), list[float]()
     with world.installed():
-        prefetcher = DevicePrefetcher(loaded(world, workers, load, 12 * workers), "cuda", depth)
+        prefetcher = sf.DevicePrefetcher(loaded(world, workers, load, 12 * workers), "cuda", depth)
         for number, batch in enumerate(prefetcher):
             world.use(batch, torch.tensor(float(number)), step)
             world.synchronize()  # as by `loss.item()`
@@ -172,7 +160,7 @@ def test_the_memory_of_the_device_is_that_of_few_batches_whether_or_not_the_loop
     """Steps take three times as long as copies: without a limit, the host would run ever further ahead."""
     world, depth = World(copy_seconds=0.01), 2
     with world.installed():
-        prefetcher = DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth)
+        prefetcher = sf.DevicePrefetcher([torch.full((256,), float(number)) for number in range(40)], "cuda", depth)
         for _ in range(5):
             for number, batch in enumerate(prefetcher):
                 world.use(batch, torch.full((256,), float(number)), 0.03)

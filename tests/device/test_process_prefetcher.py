@@ -1,6 +1,5 @@
 """`ProcessPrefetcher` yields the batches of its loader, with its errors in their places, and leaves nothing behind."""
 
-import contextlib
 import gc
 import os
 import pickle
@@ -32,20 +31,13 @@ def quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @dataclass
 class Stamped:
-    """A loader of batches that say their epoch and number.
-
-    Attributes:
-        batches: their number in an epoch.
-        errors: numbers in whose place an error is, after which it continues; with `ends`, the first one ends the epoch.
-        gate: before batch 2 it waits until this file exists.
-        log: a file with one byte for each batch that was asked for.
-    """
+    """A loader of batches that say their epoch and number."""
 
     batches: int = 5
-    errors: tuple[int, ...] = ()
-    ends: bool = False
-    gate: Path | None = None
-    log: Path | None = None
+    errors: tuple[int, ...] = ()  # numbers in whose place an error is, after which it continues
+    ends: bool = False  # whether the first error ends the epoch
+    gate: Path | None = None  # before batch 2 it waits until this file exists
+    log: Path | None = None  # has a byte for each batch that was asked for
     epoch: int = -1
 
     def __len__(self) -> int:
@@ -179,9 +171,6 @@ def test_a_forked_child_cannot_go_on_with_it() -> None:
             pickle.dumps(batches)
 
 
-# -- faults -----------------------------------------------------------------------------------------------------------
-
-
 class FailsToLoad:
     """Can be pickled, but not unpickled."""
 
@@ -225,23 +214,6 @@ def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place() -> None:
         assert [batch.shape for batch in iteration] == [(2,)]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"make_loader": [1]}, "make_loader=.*function without arguments"),
-        ({"make_loader": lambda: [1]}, "top level of a module"),
-        ({"timeout": 0}, "timeout=0: give the seconds"),
-        ({"device": "meta"}, "device='meta': processes share memory"),
-    ],
-)
-def test_arguments_that_cannot_be_used(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(sf.InputError, match=text):
-        sf.ProcessPrefetcher(**({"make_loader": odd_batches, "device": "cpu"} | arguments))
-
-
-# -- ends -------------------------------------------------------------------------------------------------------------
-
-
 def shuffled() -> Any:
     return sf.DataLoader(list(range(30)), 5, shuffle=True)
 
@@ -277,17 +249,13 @@ def test_the_process_is_killed_or_ends() -> None:
 
 def started() -> set[int]:
     """Return the processes started as separate programs, and their forks, including orphans."""
-    mark, pids = f"STALLFREE_ROOT={os.environ['STALLFREE_ROOT']}".encode(), set()
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if mark in (folder / "environ").read_bytes().split(b"\0"):
-                pids.add(int(folder.name))
-    return pids
+    root, found = os.environ["STALLFREE_ROOT"], psutil.process_iter(["environ"])
+    return {process.pid for process in found if (process.info["environ"] or {}).get("STALLFREE_ROOT") == root}
 
 
-def train(**script: Any) -> None:
+def train() -> None:
     process._START_METHOD = "spawn"  # the server is not its child
-    for batch in stamped(**script):
+    for batch in stamped(batches=100_000):
         read_stamp(batch)
 
 
@@ -311,7 +279,7 @@ def test_the_process_dies_at_random_moments(seed: int) -> None:
 def test_who_made_it_dies_at_random_moments(seed: int) -> None:
     """Killed before, during and after the start of the process: it ends."""
     before = started()
-    maker = Child(partial(train, batches=100_000))
+    maker = Child(train)
     time.sleep(random.Random(seed).random() * 4)
     maker.kill()
     until(lambda: started() <= before, "the process has ended")

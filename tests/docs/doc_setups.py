@@ -5,23 +5,16 @@ import re
 
 from doc_tools import ROOT, blocks
 
-_SMALLER = [
-    (r"num_workers=\d+", "num_workers=1"),
-    (r'"\d+GiB"', '"8MiB"'),
-    (r"range\((5|90|160|500|600)\)", "range(2)"),
-    (r"range\([24]00\)", "range(32)"),
-    (r"epochs=[34]", "epochs=2"),
-    (r"batch_size=(64|256)", "batch_size=8"),
-    (r"/data/pictures", "pictures"),
-    (r"/data/list", "list"),
-    (r'"/data"', '"."'),
-]
+_SMALLER = {
+    r"num_workers=\d+": "num_workers=1", r'"\d+GiB"': '"8MiB"', r"range\((5|90|160|500|600)\)": "range(2)",
+    r"range\([24]00\)": "range(32)", r"epochs=[34]": "epochs=2", r"batch_size=(64|256)": "batch_size=8",
+    r"/data/pictures": "pictures", r"/data/list": "list", r'"/data"': '"."',
+}  # fmt: skip
 """Patterns in the blocks, and what is run in their place, so that a page takes a second at most."""
 
 
 def shrink(code: str) -> str:
-    """The code with smaller numbers."""
-    for pattern, shorter in _SMALLER:
+    for pattern, shorter in _SMALLER.items():
         code = re.sub(pattern, shorter, code)
     return code
 
@@ -60,9 +53,7 @@ criterion = nn.CrossEntropyLoss(reduction="none")
 EXAMPLES = _BASE + "loader = sf.DataLoader(dataset, batch_size=4)\n"
 """What the examples in docstrings use; `docs/reference/index.md` says so to readers."""
 
-WORLD = (
-    _BASE
-    + """
+WORLD = f"""{_BASE}
 from torch.optim.lr_scheduler import LambdaLR
 
 augment = crop = random_crop = flip
@@ -72,7 +63,6 @@ loader = sf.DataLoader(cached, batch_size=8)
 torch_loader = torch.utils.data.DataLoader(data, batch_size=8)
 for batch in loader: pass
 """
-)
 
 _VOLUMES = """
 class Volumes:
@@ -118,12 +108,10 @@ WORLDS = {
     "docs/clara.md": _CLARA,
     "docs/howto/volumes.md": WORLD + _VOLUMES,
     "docs/howto/migrate.md": WORLD + _VOLUMES + _SHARDS + "files = volumes\n",
-    "docs/howto/integrations.md": WORLD
-    + _SHARDS
-    + """
+    "docs/howto/integrations.md": f"""{WORLD}{_SHARDS}
 import fsspec
 plain = [(np.zeros(4), id) for id in range(16)]
-for name in "ab": fsspec.filesystem("memory").pipe(f"/{name}.jpg", Path("pictures/a/0.jpg").read_bytes())
+for name in "ab": fsspec.filesystem("memory").pipe(f"/{{name}}.jpg", Path("pictures/a/0.jpg").read_bytes())
 Path("frames.raw").write_bytes(bytes(1024))
 def decode(frame): return np.frombuffer(frame, np.uint8).copy()
 """,

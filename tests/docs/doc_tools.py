@@ -33,12 +33,10 @@ class Block(NamedTuple):
 
 
 def name_of(page: Path) -> str:
-    """The page, relative to the root."""
     return page.relative_to(ROOT).as_posix()
 
 
 def blocks(page: Path, language: str) -> list[Block]:
-    """The fenced blocks of a language on a page, in order."""
     text, parts = page.read_text(encoding="utf-8"), []
     for match in _FENCE.finditer(text):
         info = match["info"].strip()
@@ -60,9 +58,6 @@ def commands(page: Path) -> Iterator[tuple[str, str]]:
         indented = [line.strip()] if line.startswith("    stallfree ") else []
         for command in indented + _INLINE.findall(line):
             yield f"{name_of(page)}:{number}", command
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 def named(name: str) -> Any:

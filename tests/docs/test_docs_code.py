@@ -8,9 +8,7 @@ import inspect
 import json
 import re
 import textwrap
-from collections.abc import Callable
 from dataclasses import is_dataclass
-from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +30,6 @@ class Part(NamedTuple):
 
 
 def of_page(page: Path) -> list[Part]:
-    """The blocks of a page, in order."""
     parts = [Part("setup", 1, "", WORLDS.get(name_of(page), WORLD))]
     for block in (block for block in blocks(page, "python") if block.runs):
         file = block.title if block.title.endswith(".py") and " " not in block.title else ""
@@ -41,14 +38,12 @@ def of_page(page: Path) -> list[Part]:
 
 
 def of_notebook(path: Path) -> list[Part]:
-    """The cells of a notebook."""
     cells = [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
     assert not any(cell["outputs"] or cell["execution_count"] is not None for cell in cells), "it keeps its output"
     return [Part(f"{path.name}[{at}]", 1, "", shrink("".join(cell["source"]))) for at, cell in enumerate(cells, 1)]
 
 
 def of_example(name: str) -> list[Part]:
-    """The example of a public name."""
     before = EXAMPLES + EXAMPLES_BEFORE.get(f"stallfree.{name}", "")
     return [Part("setup", 1, "", before), Part(name, 1, "", EXAMPLE[name].replace("seconds=10", "seconds=0.1"))]
 
@@ -69,28 +64,16 @@ def needs(code: str) -> str:
 PUBLIC = {name: named(name) for name in sorted(set(REFERENCE)) if not inspect.ismodule(named(name))}
 ALL = PUBLIC | {f"{name}.{inner}": method for name, value in PUBLIC.items() for inner, method in methods(value)}
 EXAMPLE = {name: code for name, value in ALL.items() if (code := example(inspect.unwrap(value)))}
-NOT_HERE = {"a GPU", "a script with a main guard", "a tier", "Ray", "Redis"}
-"""What examples may need that a test of one line does not have; other tests use these parts."""
-
-PIECES: dict[str, Callable[[], list[Part]]] = {
-    **{name_of(page): partial(of_page, page) for page in PAGES if blocks(page, "python")},
-    **{name_of(path): partial(of_notebook, path) for path in sorted((ROOT / "examples").glob("*.ipynb"))},
+NOT_HERE = {"a GPU", "a script with a main guard", "a tier", "Ray", "Redis"}  # what examples may need; tested elsewhere
+PIECES = {
+    **{name_of(page): of_page(page) for page in PAGES if blocks(page, "python")},
+    **{name_of(path): of_notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))},
     **{
-        name: partial(of_example, name)
+        name: of_example(name)
         for name, code in EXAMPLE.items()
         if needs(code) not in NOT_HERE and (not needs(code) or find_spec(needs(code)) is not None)
     },
 }
-QUICK = [
-    "README.md",
-    "docs/tutorial.md",
-    "DataLoader",
-    "CachedDataset",
-    "DevicePrefetcher",
-    "Report.load",
-    "ImageFolder",
-]
-
 _RUNNER = """
 import gc, json, os, sys, traceback, warnings
 top, came = os.getcwd(), {{}}
@@ -116,40 +99,23 @@ for name, parts in json.loads({pieces!r}):
     os.chdir(top)
 print("came of it:", json.dumps(came))
 """
-"""All pieces of a kind in one process, each in a folder and a namespace of its own: what one imports, all have."""
+"""All pieces in one process, each in a folder and a namespace of its own: what one imports, all have."""
+
+QUICK = ["README.md", "docs/tutorial.md"]
+QUICK += ["DataLoader", "CachedDataset", "DevicePrefetcher", "Report.load", "ImageFolder"]
 
 
-def kind_of(piece: str) -> str:
-    """Pages, notebooks or examples: each kind is run in one process."""
-    return Path(piece).suffix if piece.endswith((".md", ".ipynb")) else "example"
-
-
-@pytest.fixture(scope="module")
-def came(request: pytest.FixtureRequest, interpreter: Interpreter, store_root: Path) -> Callable[[str], dict[str, str]]:
-    """Run the pieces of a kind, of those that are tested now. Returns the tracebacks of those that failed."""
-    items: list[Any] = [item for item in request.session.items if "came" in getattr(item, "fixturenames", ())]
-    names = [item.callspec.params["piece"] for item in items]
-
-    @cache
-    def failed(kind: str) -> dict[str, str]:
-        pieces = [(name, PIECES[name]()) for name in names if kind_of(name) == kind]
-        ended = interpreter.run(_RUNNER.format(pieces=json.dumps(pieces)))
-        assert ended.code == 0, ended.err
-        assert not list(store_root.iterdir()), "a cache was left behind"
-        found: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
-        assert found or "Traceback" not in ended.err, ended.err
-        return found
-
-    return failed
-
-
-@pytest.mark.parametrize(
-    "piece", [piece if piece in QUICK else pytest.param(piece, marks=pytest.mark.slow) for piece in PIECES]
-)
-def test_code_runs(piece: str, came: Callable[[str], dict[str, str]]) -> None:
+@pytest.mark.parametrize("pieces", [QUICK, pytest.param([*PIECES], marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.parametrize("pages", [True, False], ids=["pages", "examples"])
+def test_code_runs(pages: bool, pieces: list[str], interpreter: Interpreter, store_root: Path) -> None:
     """A traceback names the page or the public name, and the line."""
-    failed = came(kind_of(piece))
-    assert piece not in failed, failed[piece]
+    parts = [(piece, PIECES[piece]) for piece in pieces if piece.endswith((".md", ".ipynb")) == pages]
+    ended = interpreter.run(_RUNNER.format(pieces=json.dumps(parts)))
+    assert ended.code == 0, ended.err
+    assert not list(store_root.iterdir()), "a cache was left behind"
+    failed: dict[str, str] = json.loads(ended.out.rsplit("came of it: ")[-1])
+    assert not failed, "\n".join(failed.values())
+    assert "Traceback" not in ended.err, ended.err
 
 
 def test_each_has_an_example_of_few_lines() -> None:

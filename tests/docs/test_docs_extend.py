@@ -11,20 +11,22 @@ from doc_tools import ROOT, blocks
 
 SHOWN = {block.title: block.text for block in blocks(ROOT / "docs" / "extend.md", "diff")}
 
-POLICY = """
+IMPORTS = """
+import random, threading, warnings
+import numpy as np
+import torch
 import stallfree as sf
+"""
 
+PROGRAMS = {
+    "A policy": """
 # 1 leaves for 2 and 2 for 3, since 0 has a hit; then 0 for 4, since its last hit is older than that of 3
 trace = [0, 1, 0, 2, 3, 0, 3, 4]
 replays = {name: sf.replay(trace, policy=name, capacity=2, batch_size=1) for name in ("reused", "lru")}
 assert {name: replay.total.hits for name, replay in replays.items()} == {"reused": 3, "lru": 2}
 assert replays["reused"].resident.tolist() == [3, 4]
-"""
-
-PLAN = """
-import numpy as np
-import stallfree as sf
-
+""",
+    "A sampling plan": """
 losses = np.random.default_rng(3).permutation(101).astype(np.float32)
 sampler = sf.ImportanceSampler(101, plan="top", seed=0)
 loader, epochs = sf.DataLoader(range(101), batch_size=8, sampler=sampler), []
@@ -35,11 +37,8 @@ for _ in range(2):
         epochs[-1] += batch.data.tolist()
 assert sorted(epochs[0]) == list(range(101))
 assert sorted(epochs[1]) == np.flatnonzero(losses > 50).tolist() != epochs[1]
-"""
-
-TIER = """
-import torch
-import stallfree as sf
+""",
+    "A tier": """
 from stallfree.cache.store import CompressedDiskTier
 
 flat, used = [(torch.full((4096,), id % 256, dtype=torch.uint8), id) for id in range(300)], {}
@@ -54,12 +53,8 @@ for kind in (CompressedDiskTier, sf.DiskTier):
         assert reads[0] == reads[1] and cached.stats().tier_hits > 0, "the second epoch has read from the data set"
         used[kind] = cached.tier.records.stats().resident_bytes
 assert used[CompressedDiskTier] < used[sf.DiskTier] / 5, used
-"""
-
-EXECUTOR = """
-import random, threading, warnings
-import torch
-import stallfree as sf
+""",
+    "An executor": """
 from stallfree.loader import pool
 
 pool.shares_memory = lambda: False  # as on a system without worker processes
@@ -82,9 +77,8 @@ names.clear()
 assert repr(epochs(3)) == repr(alone) and len(alone) == 16
 assert names and all(name.startswith("stallfree-gather-") for name in names), names
 assert all(one != other for one, other in zip(alone[:8], alone[8:]))
-"""
-
-PROGRAMS = {"A policy": POLICY, "A sampling plan": PLAN, "A tier": TIER, "An executor": EXECUTOR}
+""",
+}
 
 
 def change(folder: Path, title: str, *options: str) -> None:
@@ -108,7 +102,7 @@ def test_a_change_does_what_the_page_says(title: str, tmp_path: Path, store_root
     shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("__pycache__"))
     change(tmp_path, title)
     environment = os.environ | {"PYTHONPATH": str(tmp_path / "src")}
-    command = [sys.executable, "-c", PROGRAMS[title]]
+    command = [sys.executable, "-c", IMPORTS + PROGRAMS[title]]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert not list(store_root.iterdir()), "a cache was left behind"

@@ -1,6 +1,7 @@
 """What the tests of the cache share: values that tell whose they are, and sizes."""
 
 import zlib
+from bisect import bisect_left
 from typing import Any
 
 import numpy as np
@@ -8,8 +9,8 @@ import torch
 
 from stallfree.cache.layout import FREE_BLOCK, Field, plan_layout
 from stallfree.cache.policies import make_policy
-from stallfree.cache.records import MISS
-from stallfree.cache.sample_cache import SampleCache
+from stallfree.cache.records import MISS as MISS
+from stallfree.cache.sample_cache import SampleCache as SampleCache
 from stallfree.errors import CapacityError
 from stallfree.pipeline.codec import encode, record_size
 
@@ -20,34 +21,20 @@ def capacity_for(
     blocks: int, num_ids: int, *, policy: str = "minio", example: Any = MISS, on_disk: bool = False
 ) -> int:
     """The smallest capacity, in whole pages, of which a cache makes `blocks` blocks or more."""
-    structure, typical = None, 128 << 10
+    options: dict[str, Any] = {"fingerprint": "", "policy": policy, "scored": make_policy(policy).scored}
+    options |= {"on_disk": on_disk, "structure": None, "typical": 128 << 10}
     if example is not MISS:
         structure, arrays = encode(example, allow_pickle=True)
-        typical = record_size(structure, arrays)
+        options |= {"structure": structure, "typical": record_size(structure, arrays)}
 
     def enough(pages: int) -> bool:
         try:
-            meta = plan_layout(
-                num_ids,
-                pages * PAGE,
-                fingerprint="",
-                policy=policy,
-                scored=make_policy(policy).scored,
-                on_disk=on_disk,
-                structure=structure,
-                typical=typical,
-            )
+            meta = plan_layout(num_ids, pages * PAGE, **options)
         except CapacityError:
             return False
         return meta.num_blocks >= min(blocks, num_ids if meta.common else blocks)
 
-    low, high = 0, 1
-    while not enough(high):
-        low, high = high, high * 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high * PAGE
+    return bisect_left(range(1 << 20), True, key=enough) * PAGE
 
 
 def make(num_ids: int, blocks: int, *, policy: str = "minio", example: Any = MISS, **arguments: Any) -> SampleCache:

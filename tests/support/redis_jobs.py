@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +14,15 @@ import numpy as np
 import psutil
 import redis
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import stallfree as sf
-from redis_servers import until
+from redis_servers import server_in
 from stallfree.cache.redis.launch import PROGRAMS
 from stallfree.cache.redis.servers import ID, read_records
 
-LIMIT = 120.0
-"""Seconds until a process that returns nothing counts as hung."""
-
-PATIENT = 30.0
-"""Time limit of servers in tests that expect hits: a loaded machine may be silent for 250 ms."""
-
+LIMIT = 120.0  # seconds until a process that returns nothing counts as hung
+PATIENT = 30.0  # time limit of servers in tests that expect hits: a loaded machine may be silent for 250 ms
 STORE = "train"
 
 Here = dict[str, Any]
@@ -37,8 +33,8 @@ Here = dict[str, Any]
 class Rows(torch.utils.data.Dataset[Any]):
     """Samples that show their ids. Each reading is written to the file `reads` of a folder, which all nodes share."""
 
-    def __init__(self, folder: Path, count: int, size: int = 300) -> None:
-        self.file, self.count, self.size = str(folder / "reads"), count, size
+    def __init__(self, folder: Path, count: int) -> None:
+        self.file, self.count = str(folder / "reads"), count
 
     def __len__(self) -> int:
         return self.count
@@ -47,10 +43,10 @@ class Rows(torch.utils.data.Dataset[Any]):
         file = os.open(self.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         os.write(file, np.int64(id).tobytes())
         os.close(file)
-        return np.arange(self.size) + (id << 16), id
+        return np.arange(300) + (id << 16), id
 
     def fingerprint(self) -> str:
-        return f"rows {self.count} {self.size}"
+        return f"rows {self.count}"
 
 
 def reads(folder: Path) -> list[int]:
@@ -63,15 +59,13 @@ def reads(folder: Path) -> list[int]:
 
 def check_batch(values: Any, ids: Any) -> list[int]:
     """The ids of a batch of `Rows`. Fails for a sample that is another or damaged."""
-    assert torch.equal(values, torch.arange(values.shape[1]) + (ids[:, None] << 16))
+    assert torch.equal(values, torch.arange(300) + (ids[:, None] << 16))
     return list(ids.tolist())
 
 
 def _keep_store(connection: Any) -> None:
     """Be the agent of torchrun, which keeps the key-value store of the job."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=LIMIT))
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     connection.send(store.port)
     connection.poll(None)
 
@@ -134,17 +128,7 @@ class Job:
         return [result for _, result in results]
 
     def server(self, node: int) -> psutil.Process:
-        def find() -> psutil.Process | None:
-            for at, process in enumerate(self.processes):
-                if at // self.per_node == node and process.is_alive():
-                    for child in psutil.Process(process.pid).children():
-                        with contextlib.suppress(psutil.Error):
-                            if child.name() in PROGRAMS and child.status() != psutil.STATUS_ZOMBIE:
-                                return child
-            return None
-
-        found: psutil.Process = until(find, "the server runs")
-        return found
+        return server_in(self.roots[node] / f"redis-{STORE}")
 
     def record(self, node: int, seen_by: int = 0) -> dict[str, Any]:
         """The address of a node's server, as another node knows it."""
@@ -194,17 +178,13 @@ def job(nodes: int = 2, per_node: int = 1, **options: Any) -> Iterator[Job]:
         made.close()
 
 
-# --- what processes do ----------------------------------------------------------------------------------------------
-
-
 def open_store(here: Here, options: dict[str, Any]) -> None:
     here["store"] = sf.RedisStore(**{"capacity_per_node": "64MiB", "name": STORE, "timeout": PATIENT, **options})
 
 
 def close_store(here: Here) -> None:
-    for name in ("loader", "cached"):
-        if name in here:
-            here.pop(name).close()
+    if "cached" in here:
+        here.pop("cached").close()
     here["meet"].wait(LIMIT)
     here.pop("store").close()
 

@@ -103,36 +103,25 @@ class Server(Closing):
 class Cluster(Closing):
     """A Redis Cluster on this host; each master has an equal share of the slots. For tests marked `needs_server`."""
 
-    def __init__(self, folder: Path, masters: int = 3, *extra: str) -> None:
-        self._folder = folder
-        self._extra = ("cluster-enabled yes", "repl-diskless-sync-delay 0", *extra)
+    def __init__(self, folder: Path) -> None:
         self.servers: list[Server] = []
         try:
-            for number in range(masters):
-                server = self._start()
-                first, end = (16384 * some // masters for some in (number, number + 1))
+            for number in range(3):
+                own = folder / f"node{number}"
+                own.mkdir()
+                self.servers.append(server := Server(own, "cluster-enabled yes"))
                 self.said(server, "CLUSTER", "SET-CONFIG-EPOCH", number + 1)
-                self.said(server, "CLUSTER", "ADDSLOTS", *range(first, end))
-            self._join()
+                self.said(server, "CLUSTER", "ADDSLOTS", *range(16384 * number // 3, 16384 * (number + 1) // 3))
+            for server in self.servers[1:]:
+                self.said(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
+            until(lambda: all(map(self._knows_all, self.servers)), "the nodes know each other")
         except BaseException:
             self.close()
             raise
 
-    def _start(self) -> Server:
-        folder = self._folder / f"node{len(self.servers)}"
-        folder.mkdir()
-        self.servers.append(Server(folder, *self._extra))
-        return self.servers[-1]
-
-    def _join(self) -> None:
-        for server in self.servers[1:]:
-            self.said(server, "CLUSTER", "MEET", "127.0.0.1", self.servers[0].port)
-        until(lambda: all(map(self.knows_all, self.servers)), "the nodes know each other")
-
-    def knows_all(self, server: Server) -> bool:
-        """Whether a node finds the cluster in order, and all nodes in it."""
-        told = self.said(server, "CLUSTER", "INFO").split()
-        return b"cluster_state:ok" in told and b"cluster_known_nodes:%d" % len(self.servers) in told
+    def _knows_all(self, server: Server) -> bool:
+        info = self.said(server, "CLUSTER", "INFO").split()
+        return b"cluster_state:ok" in info and b"cluster_known_nodes:3" in info
 
     def said(self, server: Server, *command: Any) -> Any:
         with redis.Redis.from_url(f"unix://{server.path}") as client:
@@ -141,6 +130,19 @@ class Cluster(Closing):
     def close(self) -> None:
         for server in self.servers:
             server.close()
+
+
+def server_in(folder: Path) -> psutil.Process:
+    """The process of the server that a store has started, which works in its folder."""
+
+    def find() -> psutil.Process | None:
+        for process in psutil.process_iter(["name"]):
+            with contextlib.suppress(psutil.Error):
+                if process.info["name"] in PROGRAMS and process.cwd() == str(folder):
+                    return process
+        return None
+
+    return until(find, "the server runs")  # type: ignore[no-any-return]
 
 
 def free_port() -> int:

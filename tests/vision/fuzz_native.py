@@ -18,7 +18,6 @@ PROBLEMS = {0: "done", 1: "unreadable", 2: "no memory", 3: "bad argument"}
 
 
 def pictures() -> list[bytes]:
-    """JPEGs of every kind that decoders know, small."""
     y, x = np.mgrid[0:90, 0:131]
     noise = np.random.default_rng(1).integers(0, 60, (90, 131, 3))
     image = Image.fromarray((np.stack([x * 1.5, y * 2, x + y], -1) + noise).clip(0, 255).astype(np.uint8))

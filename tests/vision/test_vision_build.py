@@ -1,69 +1,62 @@
-"""Compiling the part in C when the package is built, and doing without."""
+"""The part in C: compiling it when the package is built, doing without, and damaged pictures, which must not end it."""
 
 import ctypes
-import importlib.util
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
+import hatch_build
 import pytest
-from vision_data import compiler
+from vision_data import compiler, needs_library
 
 from stallfree.vision import crops
 
-ROOT = Path(__file__).resolve().parents[2]
 
-
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The build hook of this working copy."""
-    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("STALLFREE_NATIVE", "STALLFREE_LIBJPEG", "CC"):
         monkeypatch.delenv(name, raising=False)
-    return module
 
 
 @contextmanager
-def run_hook(build: Any, target: str = "wheel") -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """What a build of `target` is told by the hook, and what the user is told."""
+def run_hook(target: str = "wheel") -> Iterator[tuple[dict[str, Any], list[str]]]:
     said: list[str] = []
     data: dict[str, Any] = {"force_include": {}}
     hook = SimpleNamespace(target_name=target, app=SimpleNamespace(display_warning=said.append), _scratch=None)
-    build.NativeBuildHook.initialize(hook, "standard", data)
+    hatch_build.NativeBuildHook.initialize(hook, "standard", data)
     try:
         yield data, said
     finally:
-        build.NativeBuildHook.finalize(hook, "standard", data, "")
+        hatch_build.NativeBuildHook.finalize(hook, "standard", data, "")
 
 
 @pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
 def test_without_a_compiler_the_wheel_is_for_everyone_and_the_user_is_told(
-    build: ModuleType, compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    compiler: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with run_hook(build, "sdist") as result:
+    with run_hook("sdist") as result:
         assert result == ({"force_include": {}}, [])
     monkeypatch.setenv("CC", compiler)
-    with run_hook(build) as (data, [warning]):
+    with run_hook() as (data, [warning]):
         assert data == {"force_include": {}}  # py3-none-any, as without the hook
         assert re.search("installed without its compiled part.*libjpeg-dev", warning, re.DOTALL)
     monkeypatch.setenv("STALLFREE_NATIVE", "1")
-    with pytest.raises(RuntimeError, match=f"STALLFREE_NATIVE=1, but {compiler} .* failed"), run_hook(build):
+    with pytest.raises(RuntimeError, match=f"STALLFREE_NATIVE=1, but {compiler} .* failed"), run_hook():
         pass
     monkeypatch.setenv("STALLFREE_NATIVE", "0")
-    assert build.compile_native(tmp_path / "x.so") == "STALLFREE_NATIVE=0"
+    assert hatch_build.compile_native(tmp_path / "x.so") == "STALLFREE_NATIVE=0"
     assert not list(tmp_path.iterdir())
 
 
-def test_compiled_it_is_in_the_wheel_which_is_for_this_platform(build: ModuleType) -> None:
+def test_compiled_it_is_in_the_wheel_which_is_for_this_platform() -> None:
     compiler()
-    with run_hook(build) as (data, said):
+    with run_hook() as (data, said):
         assert said == []
         assert data["tag"].startswith("py3-none-linux_")
         assert data["pure_python"] is False
@@ -73,39 +66,64 @@ def test_compiled_it_is_in_the_wheel_which_is_for_this_platform(build: ModuleTyp
         assert ctypes.CDLL(made).stallfree_abi() == crops.ABI
 
 
-def test_a_libjpeg_that_was_requested_and_cannot_be_built_is_an_error(
-    build: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    assert build.build_libjpeg(tmp_path) is None  # that of the system
+def test_a_libjpeg_that_cannot_be_built_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert hatch_build.build_libjpeg(tmp_path) is None  # that of the system
     monkeypatch.setenv("STALLFREE_LIBJPEG", str(tmp_path / "nowhere"))
-    with pytest.raises(RuntimeError, match=r"STALLFREE_LIBJPEG=.*nowhere, but cmake .* failed"), run_hook(build):
+    with pytest.raises(RuntimeError, match=r"STALLFREE_LIBJPEG=.*nowhere, but cmake .* failed"), run_hook():
         pass
     monkeypatch.setenv("STALLFREE_LIBJPEG", "download")
     archive = tmp_path / "other.tar.gz"
     archive.write_bytes(b"not what was pinned")
-    monkeypatch.setattr(build, "URL", archive.as_uri())
+    monkeypatch.setattr(hatch_build, "URL", archive.as_uri())
     (tmp_path / "scratch").mkdir()
-    with pytest.raises(RuntimeError, match=f"SHA-256 .*expected {build.SHA256}"):
-        build.build_libjpeg(tmp_path / "scratch")
+    with pytest.raises(RuntimeError, match=f"SHA-256 .*expected {hatch_build.SHA256}"):
+        hatch_build.build_libjpeg(tmp_path / "scratch")
     assert [path.name for path in (tmp_path / "scratch").iterdir()] == ["libjpeg-turbo.tar.gz"]  # nothing was unpacked
 
 
+@needs_library
 def test_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    if crops.library() is None:
-        pytest.skip("the compiled part is not there")
     monkeypatch.setattr(crops, "ABI", crops.ABI + 1)
     assert crops.library.__wrapped__() is None
     monkeypatch.setattr(crops, "LIBRARY", tmp_path / "nothing.so")
     assert crops.library.__wrapped__() is None
 
 
-def test_the_readme_of_the_package_links_to_pages_of_the_site(build: ModuleType) -> None:
+def test_the_readme_of_the_package_links_to_pages_of_the_site() -> None:
     metadata: dict[str, Any] = {}
-    build.ReadmeHook.update(None, metadata)
+    hatch_build.ReadmeHook.update(None, metadata)
     links = re.findall(r"\]\(([^)#]*)", metadata["readme"]["text"])
     assert len(links) > 10
     for link in links:
-        assert link.startswith(build.SITE)
-        page = link.removeprefix(build.SITE)
+        assert link.startswith(hatch_build.SITE)
+        page = link.removeprefix(hatch_build.SITE)
         places = [page, f"{page.rstrip('/')}.md", f"{page}index.md"]
-        assert any((ROOT / "docs" / place).is_file() for place in places), link
+        assert any((hatch_build.ROOT / "docs" / place).is_file() for place in places), link
+
+
+def run_fuzz(library: Path, count: int, **environment: str) -> str:
+    command = [sys.executable, str(Path(__file__).with_name("fuzz_native.py")), str(library), str(count), "7"]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@needs_library
+@pytest.mark.parametrize("count", [300, pytest.param(40_000, marks=pytest.mark.slow)])
+def test_damaged_pictures(count: int) -> None:
+    said = run_fuzz(crops.LIBRARY, count)
+    for outcome in ("done", "unreadable", "bad argument"):  # it got as far as that
+        assert outcome in said
+
+
+@pytest.mark.slow
+def test_damaged_pictures_under_sanitizers(tmp_path: Path) -> None:
+    gcc, library = compiler("gcc"), tmp_path / "checked.so"
+    checks = ["-O1", "-g", "-DNO_CLONES", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+    command = [gcc, *hatch_build.FLAGS, *checks, str(hatch_build.SOURCE), "-o", str(library), "-ljpeg", "-lm", "-ldl"]
+    subprocess.run(command, check=True)
+    asan = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    said = run_fuzz(
+        library, 10_000, LD_PRELOAD=asan.stdout.strip(), ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1"
+    )
+    assert "unreadable" in said

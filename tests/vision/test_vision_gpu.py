@@ -1,10 +1,7 @@
 """Pictures decoded and cropped on a GPU: `python -m pytest -m gpu tests/vision`. Nothing here runs without one."""
 
 import contextlib
-import gc
 import random
-import threading
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -15,27 +12,13 @@ from torch.utils.data import default_collate
 from vision_data import distance, encode, kinds, photograph
 
 import stallfree as sf
+from loader_data import Made
+from on_gpu import needs_gpu, no_leaks  # noqa: F401
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
-    pytest.mark.timeout(60),
-]
-
+pytestmark = [*needs_gpu, pytest.mark.timeout(60)]
 SIZE = (48, 40)
 CLOSE = 3.0
 """Mean difference of two decoders: nvJPEG does not smooth the colours of subsampled pictures."""
-
-
-@pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
-    """Replaces the fixture of all tests: the driver opens descriptors and keeps them."""
-    yield
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("stallfree"):
-            thread.join(30)
-            assert not thread.is_alive(), f"the test left the thread {thread.name} behind"
 
 
 @cache
@@ -97,20 +80,15 @@ def test_a_damaged_picture_is_an_error_or_garbage_and_the_next_batch_is_right() 
         assert distance(there[0].cpu(), step(on_device=False)(whole)).mean() < CLOSE
 
 
-class Numbers(torch.utils.data.Dataset[Any]):
-    """Pictures of one grey, which is their number, and sizes of many kinds."""
+class Numbers:
+    """Makes pictures of one grey, which is their number, and of sizes of many kinds."""
 
-    def __init__(self, count: int) -> None:
-        self.files = [
-            encode(np.full((40 + 8 * (id % 7), 48 + 8 * (id % 5), 3), id % 251, np.uint8), quality=95)
-            for id in range(251)
-        ]
-        self.count, self.step = count, step(on_device=True)
+    def __init__(self) -> None:
+        sizes = [(40 + 8 * (id % 7), 48 + 8 * (id % 5), 3) for id in range(251)]
+        self.files = [encode(np.full(size, id, np.uint8), quality=95) for id, size in enumerate(sizes)]
+        self.step = step(on_device=True)
 
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, id: int) -> Any:
+    def __call__(self, id: int) -> Any:
         return self.step(self.files[id % 251]), id % 251
 
 
@@ -119,7 +97,7 @@ def test_batches_are_right_under_jitter_and_memory_is_flat(workers: int) -> None
     bad = torch.zeros((), dtype=torch.int64, device="cuda")
     reserved = []
     options: Any = {"num_workers": workers, "persistent_workers": workers > 0}
-    with sf.DataLoader(Numbers(4000), 16, shuffle=True, device="cuda", **options) as loader:
+    with sf.DataLoader(Made(4000, Numbers()), 16, shuffle=True, device="cuda", **options) as loader:
         for _ in range(6):
             count = 0
             for number, (pictures, labels) in enumerate(loader):

@@ -10,11 +10,13 @@ import numpy.typing as npt
 import pytest
 from PIL import Image
 
+from stallfree.vision import crops
+
 Pixels = npt.NDArray[np.uint8]
+needs_library = pytest.mark.skipif(crops.library() is None, reason="no compiled part: python hatch_build.py makes it")
 
 
 def photograph(height: int = 120, width: int = 170, seed: int = 0) -> Pixels:
-    """Slopes, edges and some noise, as a photograph has them."""
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9.0 + seed), np.cos(y / 7.0), np.sin((x + y) / 13.0)], -1) * 70 + 120
     waves[(x // 23 + y // 17) % 2 == 0] *= 0.7
@@ -23,14 +25,12 @@ def photograph(height: int = 120, width: int = 170, seed: int = 0) -> Pixels:
 
 
 def encode(pixels: Pixels, format: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:
-    """`pixels` as the bytes of a file."""
     file = io.BytesIO()
     Image.fromarray(pixels).convert(mode).save(file, format, **options)
     return file.getvalue()
 
 
 def kinds(pixels: Pixels, large: Pixels) -> dict[str, bytes]:
-    """Files of one photograph in many formats, and of a large one."""
     return {
         "4:2:0": encode(pixels, quality=92),
         "4:4:4": encode(pixels, quality=92, subsampling=0),
@@ -50,7 +50,6 @@ def kinds(pixels: Pixels, large: Pixels) -> dict[str, bytes]:
 
 
 def distance(a: Any, b: Any) -> Pixels:
-    """How far apart the values of two pictures are."""
     assert a.shape == b.shape
     return np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).astype(np.uint8)
 

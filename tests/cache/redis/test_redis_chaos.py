@@ -5,18 +5,20 @@ import json
 import os
 import random
 import threading
+import time
 from collections import Counter
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 import pytest
 import redis
-import torch
 
 import stallfree as sf
 from children import Child
-from redis_servers import Server, needs_server
+from loader_data import Made
+from redis_servers import Server, needs_server, until
 from redis_tiers import admin, sample
 from stallfree.ipc.folders import default_root
 
@@ -24,43 +26,30 @@ NUM = 1000
 BATCH = 64
 
 
-@sf.mark_deterministic
-class Samples(torch.utils.data.Dataset[tuple[np.ndarray, int]]):
-    """One of the data sets."""
-
-    def __init__(self, salt: int) -> None:
-        self.salt = salt
-
-    def __len__(self) -> int:
-        return NUM
-
-    def __getitem__(self, id: int) -> tuple[np.ndarray, int]:
-        return sample(id, self.salt)
+def samples(salt: int) -> Made:
+    return sf.mark_deterministic(Made(NUM, partial(sample, salt=salt)))
 
 
 @needs_server
 @pytest.mark.parametrize("reads", [4_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        servers = []
-        for number in range(2):
-            (tmp_path / f"server{number}").mkdir()
-            servers.append(stack.enter_context(Server(tmp_path / f"server{number}")))
+        servers = [stack.enter_context(Server(tmp_path)) for _ in range(2)]
         hosts = [server.host for server in servers]
         readers = [Child(read, number, tmp_path, hosts, reads // 2) for number in range(2)]
-        harm = Harm(servers, tmp_path)
+        over, harmed = threading.Event(), Counter[str]()
+        harm = threading.Thread(target=maltreat, args=(servers, tmp_path, over, harmed))
+        harm.start()
         try:
             ended = [os.waitpid(reader.pid, 0)[1] for reader in readers]
         finally:
-            harm.end()
+            over.set()
+            harm.join()
     assert ended == [0, 0]
     done = sum((Counter(json.loads((tmp_path / f"done{number}").read_text())) for number in range(2)), Counter[str]())
     assert done["reads"] >= reads
     assert min(done[kind] for kind in ("tier_hits", "misses", "forked", "killed")) > 0
-    assert min(harm.done[kind] for kind in Harm.KINDS) > 0
-
-
-# -- readers ----------------------------------------------------------------------------------------------------------
+    assert min(harmed[kind] for kind in KINDS) > 0
 
 
 def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) -> None:
@@ -71,7 +60,7 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(sf.RedisStore(hosts, timeout=0.5))
         sets = [
-            stack.enter_context(sf.CachedDataset(Samples(salt), capacity=capacity, store=store, name=f"chaos{salt}"))
+            stack.enter_context(sf.CachedDataset(samples(salt), capacity=capacity, store=store, name=f"chaos{salt}"))
             for salt, capacity in enumerate((0, "600KB"))
         ]
         (folder / f"ready{number}").touch()
@@ -80,7 +69,7 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
             done["reads"] += BATCH
             step = chance.randrange(100)
             if step < 3:
-                helpers.append(Child(help_reading, sets, chance.random()))
+                helpers.append(Child(read_some, sets, random.Random(chance.random()), 20))
                 done["forked"] += 1
             elif step < 5 and helpers:
                 helpers.pop(0).kill()
@@ -97,85 +86,60 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
     (folder / f"done{number}").write_text(json.dumps(done))
 
 
-def help_reading(sets: list[sf.CachedDataset], seed: float) -> None:
-    """Be a process that a reader has forked."""
-    chance = random.Random(seed)
-    for _ in range(20):
-        read_some(sets, chance)
+def read_some(sets: list[sf.CachedDataset], chance: random.Random, times: int = 1) -> None:
+    for _ in range(times):
+        salt, ids = chance.randrange(2), [chance.randrange(NUM) for _ in range(BATCH)]
+        for id, (array, label) in zip(ids, sets[salt].__getitems__(ids), strict=True):
+            assert label == id
+            assert np.array_equal(array, sample(id, salt)[0])
+            array[:] = -1  # it is the reader's own
 
 
-def read_some(sets: list[sf.CachedDataset], chance: random.Random) -> None:
-    salt = chance.randrange(2)
-    ids = [chance.randrange(NUM) for _ in range(BATCH)]
-    for id, (array, label) in zip(ids, sets[salt].__getitems__(ids), strict=True):
-        assert label == id
-        assert np.array_equal(array, sample(id, salt)[0])
-        array[:] = -1  # it is the reader's own
+KINDS = ("kill", "freeze", "flush", "flip", "cut", "swap", "disconnect", "fill")
 
 
-# -- harm -------------------------------------------------------------------------------------------------------------
+def maltreat(servers: list[Server], folder: Path, over: threading.Event, harmed: Counter[str]) -> None:
+    """Do harm to servers, in one way after the other, and count it, until it is over."""
+    chance = random.Random(5)
+    until(lambda: over.is_set() or all((folder / f"ready{number}").exists() for number in range(2)), "readers read")
+    for kind in cycle(KINDS):
+        if over.wait(chance.uniform(0.0, 0.2)):
+            return
+        harmed[kind] += do_harm(kind, chance.choice(servers), chance)
+        if min(harmed[kind] for kind in KINDS) > 0:
+            (folder / "enough").touch()
 
 
-class Harm:
-    """A thread that maltreats servers, in one way after the other.
-
-    Attributes:
-        done: how often each was done.
-    """
-
-    KINDS = ("kill", "freeze", "flush", "flip", "cut", "swap", "disconnect", "fill")
-
-    def __init__(self, servers: list[Server], folder: Path) -> None:
-        self.done = Counter[str]()
-        self._servers, self._folder = servers, folder
-        self._chance, self._over = random.Random(5), threading.Event()
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def end(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not all((self._folder / f"ready{number}").exists() for number in range(2)):
-            if self._over.wait(0.01):
-                return
-        for kind in cycle(self.KINDS):
-            if self._over.wait(self._chance.uniform(0.0, 0.2)):
-                return
-            self.done[kind] += self._do(kind, self._chance.choice(self._servers))
-            if min(self.done[kind] for kind in self.KINDS) > 0:
-                (self._folder / "enough").touch()
-
-    def _do(self, kind: str, server: Server) -> int:
-        """Do harm to a server; how often."""
-        seconds = self._chance.uniform(0.0, 1.0)
-        if kind in ("kill", "freeze"):
-            server.kill() if kind == "kill" else server.freeze()
-            self._over.wait(seconds)
-            server.start() if kind == "kill" else server.thaw()
-            return 1
-        with admin(server) as client:
-            if kind == "flush":
-                client.flushall()
-            elif kind == "disconnect":
-                client.client_kill_filter(_type="normal", skipme=True)
-            elif kind == "fill":
-                client.config_set("maxmemory", 1)
-                self._over.wait(seconds / 2)
-                client.config_set("maxmemory", 0)
-            else:
-                return self._change(client, kind)
+def do_harm(kind: str, server: Server, chance: random.Random) -> int:
+    """Do harm to a server; how often."""
+    seconds = chance.uniform(0.0, 1.0)
+    if kind in ("kill", "freeze"):
+        server.kill() if kind == "kill" else server.freeze()
+        time.sleep(seconds)
+        server.start() if kind == "kill" else server.thaw()
         return 1
+    with admin(server) as client:
+        if kind == "flush":
+            client.flushall()
+        elif kind == "disconnect":
+            client.client_kill_filter(_type="normal", skipme=True)
+        elif kind == "fill":
+            client.config_set("maxmemory", 1)
+            time.sleep(seconds / 2)
+            client.config_set("maxmemory", 0)
+        else:
+            return change(client, kind, chance)
+    return 1
 
-    def _change(self, client: redis.Redis, kind: str) -> int:
-        """Change a quarter of the values; how many. Some get those of other samples and of the other data set."""
-        number, before = 0, b""
-        keys = client.keys("stallfree:*")
-        for key in self._chance.sample(keys, len(keys) // 4):
-            if value := client.get(key):
-                changed, bit = bytearray(value), self._chance.randrange(8 * len(value))
-                changed[bit // 8] ^= 1 << bit % 8
-                client.set(key, {"flip": bytes(changed), "cut": value[: bit // 8], "swap": before or value}[kind])
-                number, before = number + 1, value
-        return number
+
+def change(client: redis.Redis, kind: str, chance: random.Random) -> int:
+    """Change a quarter of the values; how many. Some get those of other samples and of the other data set."""
+    number, before = 0, b""
+    keys = client.keys("stallfree:*")
+    for key in chance.sample(keys, len(keys) // 4):
+        if value := client.get(key):
+            changed, bit = bytearray(value), chance.randrange(8 * len(value))
+            changed[bit // 8] ^= 1 << bit % 8
+            client.set(key, {"flip": bytes(changed), "cut": value[: bit // 8], "swap": before or value}[kind])
+            number, before = number + 1, value
+    return number

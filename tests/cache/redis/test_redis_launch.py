@@ -5,59 +5,43 @@ import os
 import signal
 import stat
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import redis
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import stallfree as sf
 from children import Child, Holder, gone, run_threads
-from redis_servers import needs_server, until
+from redis_servers import needs_server, server_in, until
 from redis_tiers import ALL, PATIENT, held, put, tier_of
-from stallfree.cache.redis.launch import find_host, find_node, find_server
-from stallfree.cache.redis.store import RedisStore
-from stallfree.errors import CapacityError, InputError, MissingServerError
+from stallfree.cache.redis.launch import NodeServer, find_host, find_node, find_server
 from stallfree.ipc.folders import default_root
-
-RANKS = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @pytest.fixture(autouse=True)
 def no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in RANKS:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
 
-def open_store(name: str = "one", **options: Any) -> RedisStore:
-    return RedisStore(**{"capacity_per_node": "64MiB", "name": name, "timeout": PATIENT, **options})
+def open_store(name: str = "one", **options: Any) -> sf.RedisStore:
+    return sf.RedisStore(**{"capacity_per_node": "64MiB", "name": name, "timeout": PATIENT, **options})
 
 
 def server_of(name: str = "one") -> psutil.Process:
-    """The process of a store's server, in whose folder it works."""
-    folder = str(default_root() / f"redis-{name}")
-
-    def find() -> psutil.Process | None:
-        for process in psutil.process_iter(["name"]):
-            with contextlib.suppress(psutil.Error):
-                if process.info["name"] in ("redis-server", "valkey-server") and process.cwd() == folder:
-                    return process
-        return None
-
-    found: psutil.Process = until(find, "the server runs")
-    return found
+    return server_in(default_root() / f"redis-{name}")
 
 
 def kill(process: psutil.Process) -> None:
-    """Kill a server, and wait until its starter can see it."""
     process.kill()
     with contextlib.suppress(ChildProcessError):  # of another process, or waited for already
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # it counts as a zombie while its threads still run
     until(lambda: gone(process.pid))
-
-
-# -- start and end ----------------------------------------------------------------------------------------------------
 
 
 @needs_server
@@ -87,7 +71,7 @@ def test_all_processes_of_a_node_share_the_server_of_the_first() -> None:
 
 @needs_server
 def test_a_server_that_has_died_is_replaced_when_an_epoch_begins() -> None:
-    stores: list[RedisStore] = []
+    stores: list[sf.RedisStore] = []
     run_threads(lambda: stores.append(open_store()))  # the thread that starts it may end
     with stores[0] as store:
         tier, before = tier_of(store), server_of()
@@ -147,9 +131,6 @@ def test_stores_of_one_process_and_of_a_forked_child() -> None:
         assert put(tier, ALL).all()
 
 
-# -- what goes wrong --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def only_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Makes a script the only server on the PATH."""
@@ -166,9 +147,9 @@ def only_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
 def test_without_a_server(only_server: Callable[[str], None]) -> None:
     for script, message in (("", "apt install redis-server"), ("echo it is broken; exit 3", "it is broken")):
         only_server(script)
-        with pytest.raises(MissingServerError, match=message):
+        with pytest.raises(sf.MissingServerError, match=message):
             open_store()
-    with pytest.raises(CapacityError, match="capacity_per_node"):
+    with pytest.raises(sf.CapacityError, match="capacity_per_node"):
         open_store(capacity_per_node=1 << 60)
     assert not (default_root() / "redis-one").exists()
 
@@ -184,44 +165,53 @@ def test_a_restart_that_fails_is_no_error(only_server: Callable[[str], None], ca
         assert held(tier) == []
 
 
-# -- nodes of a job ---------------------------------------------------------------------------------------------------
+BEATS = {"5a 6a 6a": "", "5a 6a 7a": "7a", "5a 0b": "0b", "5a 6a 0b": "0b"}  # records, and the one that is confirmed
 
 
-@pytest.mark.parametrize(
-    ("values", "node"),
-    [  # RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR
-        ((None, None, None, None), (0, 1)),
-        (("5", "8", "4", "127.0.0.1"), (1, 2)),
-        (("3", "4", "4", "a"), (0, 1)),
-        (("3", "4", None, "127.0.0.1"), (0, 1)),
-        (("3", "4", None, "10.0.0.1"), (3, 4)),
-        (("3", "5", "2", "10.0.0.1"), (3, 5)),
-        (("x", None, None, None), None),
-        (("2", "2", None, None), None),
-        (("-1", "2", None, None), None),
-    ],
-)
-def test_the_node_by_the_environment(
-    values: tuple[str | None, ...], node: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"), values, strict=True):
-        if value is not None:
+@pytest.mark.parametrize("beats", BEATS)
+def test_a_lost_server_is_used_again_after_two_beats_or_a_start(beats: str) -> None:
+    """One beat may have been under way when it died: its port may belong to a stranger by now."""
+    records = [{"beat": int(beat[0]), "password": beat[1]} for beat in beats.split()]
+    node: Any = object.__new__(NodeServer)
+    node._stop = Mock(wait=Mock(side_effect=[*[False] * len(records), True]))
+    node._launch = lambda: (Mock(poll=lambda: None), {"beat": 0})
+    node._exchange = Mock(side_effect=[{"lost": record} for record in records])
+    node.servers = Mock()
+    node._keep(Future())
+    found = [call.args[0] for call in node.servers.confirm.call_args_list]
+    assert "".join(f"{record['beat']}{record['password']}" for record in found) == BEATS[beats]
+
+
+NODES: dict[str, Any] = {  # by RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and MASTER_ADDR
+    "": (0, 1), "5 8 4 127.0.0.1": (1, 2), "3 4 4 a": (0, 1), "3 4 - 127.0.0.1": (0, 1), "3 4 - 10.0.0.1": (3, 4),
+    "3 5 2 10.0.0.1": (3, 5), "x": None, "2 2": None, "-1 2": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("values", NODES)
+def test_the_node_by_the_environment(values: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in zip(("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR"), values.split(), strict=False):
+        if value != "-":
             monkeypatch.setenv(name, value)
-    if node is None:
-        with pytest.raises(InputError):
-            find_node()
-    else:
-        assert find_node() == node
+    with pytest.raises(sf.InputError) if NODES[values] is None else contextlib.nullcontext():
+        assert find_node() == NODES[values]
 
 
-def test_a_job_without_a_store_or_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
+@needs_server
+def test_a_job_without_a_store_another_node_or_a_route(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 0.1)
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
         monkeypatch.setenv(name, value)
-    for port in ("", "1"):
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
+    for rank, port, message in (
+        ("1", "", "does not answer"),
+        ("1", "1", "does not answer"),
+        ("0", str(store.port), "number 1 did not create the store"),
+    ):
+        monkeypatch.setenv("RANK", rank)
         monkeypatch.setenv("MASTER_PORT", port)
-        with pytest.raises(TimeoutError, match="does not answer"):
+        with pytest.raises(TimeoutError, match=message):
             open_store()
     assert find_host("127.0.0.1") == "127.0.0.1"
-    with pytest.raises(InputError, match="no route to it"):
+    with pytest.raises(sf.InputError, match="no route to it"):
         find_host("no.such.host.")

@@ -21,7 +21,6 @@ import stallfree as sf
 from children import gone
 from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, open_store, reads
 from redis_servers import needs_server, until
-from stallfree.errors import WaitError
 from stallfree.ipc.folders import default_root, sweep
 
 pytestmark = needs_server
@@ -48,66 +47,48 @@ def rows(here: Here, **options: Any) -> Iterator[sf.CachedDataset]:
     here.pop("cached").close()
 
 
-# -- epochs -----------------------------------------------------------------------------------------------------------
-
-
-def train(here: Here, library: str, method: str | None, options: dict[str, Any]) -> tuple[list[list[int]], Any, Any]:
-    """The ids of three epochs, each of which ends when all that was read is stored; the counts; what was looked at."""
-    served, workers = list[list[int]](), {"num_workers": 1, "persistent_workers": library == "sf"} if method else {}
+def train(here: Here, order: str, method: str | None, options: dict[str, Any]) -> tuple[list[list[int]], Any, Any, int]:
+    """The ids of three epochs, each of which ends when all that was read is stored; the counts; what was looked at; and
+    how many samples came that other nodes store.
+    """
+    served, workers = list[list[int]](), {"num_workers": 1, "persistent_workers": order != "torch"} if method else {}
     with rows(here, **options) as cached:
         sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=1)
-        kind = (sf if library == "sf" else torch.utils.data).DataLoader
+        if order == "local":
+            sampler = sf.LocalSampler(cached, seed=1, rank=here["number"], num_ranks=here["count"])
+        kind = torch.utils.data.DataLoader if order == "torch" else sf.DataLoader
         loader = kind(cached, batch_size=8, sampler=sampler, multiprocessing_context=method, **workers)
         for epoch in range(3):
-            sampler.set_epoch(epoch)
+            if order != "local":  # whose epochs follow from the loader's
+                sampler.set_epoch(epoch)
             served.append([id for values, ids in loader for id in check_batch(values, ids)])
             cached.cache.tier.flush()
             here["meet"].wait(LIMIT)
-        if library == "sf":
+        if order != "torch":
             loader.close()
-        return served, cached.stats(), here["looked at"]
+        foreign = cached.tier.owner(np.array(served)) != cached.tier.me
+        return served, cached.stats(), here["looked at"], int(foreign.sum())
 
 
-@pytest.mark.parametrize(
-    ("library", "capacity", "method"),
-    [
-        ("sf", 0, None),
-        ("sf", "8MiB", "fork"),
-        pytest.param("sf", 0, "spawn", marks=pytest.mark.slow),
-        pytest.param("torch", 0, "fork", marks=pytest.mark.slow),
-    ],
-)
-def test_each_sample_comes_once_per_epoch_and_from_storage_once_in_all(
-    library: str, capacity: Any, method: str | None, pair: Job
-) -> None:
-    ran = pair.run(train, library, method, {"capacity": capacity, "name": f"{library}-{capacity}-{method}"})
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in (("sf", 0, "spawn"), ("torch", 0, "fork"))]
+
+
+@pytest.mark.parametrize(("order", "capacity", "method"), [("sf", "8MiB", "fork"), ("local", 0, None), *SLOW])
+def test_each_sample_comes_once_per_epoch_and_is_read_once(order: str, capacity: Any, method: Any, pair: Job) -> None:
+    """By a local sampler, from the node's own server but for what makes the numbers of samples equal."""
+    ran = pair.run(train, order, method, {"capacity": capacity, "name": f"{order}-{capacity}-{method}"})
+    for served, _, _, foreign in ran:
+        assert served[0] != served[1]
+        assert (foreign <= 3) == (order == "local")
     for epoch in range(3):
-        assert sorted(id for served, _, _ in ran for id in served[epoch]) == list(range(COUNT))
+        assert sorted(id for served, *_ in ran for id in served[epoch]) == list(range(COUNT))
     assert sorted(reads(pair.folder)) == sorted({*range(COUNT)} - {*ran[0][2]}), "once by all nodes"
-    stats = [stats for _, stats, _ in ran]
+    stats = [stats for _, stats, *_ in ran]
     assert stats[0] == stats[1], "of a node"
     for node in stats[::2]:
         assert node.tier_rejected == node.evictions == node.damaged == 0
         assert node.hits >= COUNT, "two epochs of half of all"
         assert node.tier_hits > 20, "of the other node too"
-
-
-def train_locally(here: Here) -> list[list[int]]:
-    with rows(here, name="local") as cached:
-        sampler = sf.LocalSampler(cached, seed=1, rank=here["number"], num_ranks=here["count"])
-        with sf.DataLoader(cached, 8, sampler=sampler) as loader:
-            served = [[id for values, ids in loader for id in check_batch(values, ids)] for _ in range(2)]
-        for ids in served:
-            foreign = cached.tier.owner(np.array(ids)) != cached.tier.me
-            assert foreign.sum() <= 1, "nodes whose numbers of samples differ"
-        return served
-
-
-def test_a_local_sampler_serves_what_the_node_stores(pair: Job) -> None:
-    ran = pair.run(train_locally)
-    for epoch in range(2):
-        assert sorted(id for process in ran for id in process[epoch]) == list(range(COUNT))
-    assert ran[0][0] != ran[0][1]
 
 
 def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
@@ -128,18 +109,6 @@ def open_auto(here: Here, private: bool) -> tuple[int | None, int]:
 def test_auto_is_a_store_of_all_nodes_unless_the_data_set_has_no_fingerprint(pair: Job) -> None:
     assert pair.run(open_auto, False) == [(2, 0)] * 4
     assert pair.run(open_auto, True) == [(None, 8 << 20)] * 4
-
-
-def test_a_node_that_does_not_come_is_named(pair: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in (names | {"MASTER_PORT": pair.port}).items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr("stallfree.cache.redis.launch.RENDEZVOUS_SECONDS", 0.5)
-    with pytest.raises(WaitError, match="number 1 did not create the store"):
-        sf.RedisStore(capacity_per_node="64MiB", name="alone")
-
-
-# -- importance -------------------------------------------------------------------------------------------------------
 
 
 def train_by_importance(here: Here, plan: str) -> list[tuple[list[int], list[int], list[int]]]:
@@ -178,11 +147,7 @@ def test_ranks_of_all_nodes_serve_one_plan_and_read_what_no_server_has(plan: str
     assert sorted(reads(pair.folder)) == sorted(missing)
 
 
-# -- servers that are killed, frozen, disconnected or changed in the middle of an epoch -------------------------------
-
-
-MIDDLE = 5
-"""The batch after which something happens."""
+MIDDLE = 5  # the batch after which something happens
 
 
 @pytest.fixture(scope="module")
@@ -193,17 +158,17 @@ def single() -> Iterator[Job]:
         yield made
 
 
-def train_epoch(here: Here, epoch: int, workers: int, wait: bool) -> tuple[list[int], int, float]:
+def train_epoch(here: Here, epoch: int, workers: int, wait: bool, alone: bool = False) -> tuple[list[int], int, float]:
     """An epoch: the ids, those that did not come from a server, and the longest wait for a batch in seconds.
 
     With `wait`, the node waits in the middle until the test has done something.
     """
     cached, served, longest = here["cached"], [], 0.0
-    sampler: Any = DistributedSampler(cached, here["count"], here["number"], seed=7)
+    ranks, rank = (1, 0) if alone else (here["count"], here["number"])
+    sampler: Any = DistributedSampler(cached, ranks, rank, seed=7)
     sampler.set_epoch(epoch)
     before, middle = cached.stats(), here["folder"] / f"middle{here['number']}"
-    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
-    with sf.DataLoader(cached, 8, sampler=sampler, **options) as loader:
+    with sf.DataLoader(cached, 8, sampler=sampler, num_workers=workers) as loader:
         start = time.monotonic()
         for number, batch in enumerate(loader):
             longest = max(longest, time.monotonic() - start)
@@ -241,7 +206,6 @@ class Epochs:
         return [reads for _, reads, _ in ran]
 
     def until_hits(self) -> None:
-        """Train until everything comes from the servers."""
         until(lambda: self.run() == [0, 0], "hits return")
 
 
@@ -287,14 +251,10 @@ def test_training_goes_on_and_hits_return(fault: Any, workers: int, single: Job)
 @contextlib.contextmanager
 def stranger(host: str, port: int, received: list[bytes]) -> Iterator[None]:
     """Takes the port of a server that has died, and keeps what is sent to it."""
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
-    def bind() -> bool:
+    def bind() -> Any:
         with contextlib.suppress(OSError):
-            listener.bind((host, port))
-            return True
-        return False
+            return socket.create_server((host, port))
 
     def listen() -> None:
         with contextlib.suppress(OSError):
@@ -304,8 +264,7 @@ def stranger(host: str, port: int, received: list[bytes]) -> Iterator[None]:
                     connection.settimeout(1)
                     received.append(connection.recv(4096))
 
-    until(bind, "the port is free")
-    listener.listen()
+    listener = until(bind, "the port is free")
     with listener, ThreadPoolExecutor(1) as executor:
         executor.submit(listen)
         try:
@@ -345,7 +304,13 @@ def test_a_node_that_is_killed_costs_its_samples_and_nothing_is_left_when_all_ar
         theirs = sum(made.run(count_foreign, only=0))
         made.kill(1)
         until(lambda: gone(servers[1]), "its server ends with it")
-        until(lambda: made.run(train_alone, only=0) == [theirs], "only its samples come from storage")
+
+        def reads_only_theirs() -> bool:
+            ((ids, reads, _),) = made.run(train_epoch, 1, 0, False, True, only=0)
+            assert sorted(ids) == list(range(COUNT))
+            return bool(reads == theirs)
+
+        until(reads_only_theirs, "only its samples come from storage")
         made.kill(0)
         until(lambda: gone(servers[0]), "its server ends with it")
         for root in made.roots:
@@ -358,11 +323,3 @@ def test_a_node_that_is_killed_costs_its_samples_and_nothing_is_left_when_all_ar
 def count_foreign(here: Here) -> int:
     tier = here["cached"].tier
     return int((tier.owner(range(COUNT)) != tier.me).sum())
-
-
-def train_alone(here: Here) -> int:
-    """How many of all samples come from storage."""
-    before = here["cached"].stats().storage_reads
-    with sf.DataLoader(here["cached"], 8, ranks=(0, 1)) as loader:
-        assert [id for batch in loader for id in check_batch(*batch)] == list(range(COUNT))
-    return int(here["cached"].stats().storage_reads - before)

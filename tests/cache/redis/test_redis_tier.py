@@ -2,7 +2,6 @@
 
 import contextlib
 import pickle
-import shlex
 import shutil
 import socket
 import subprocess
@@ -48,9 +47,6 @@ def tier(pair: list[Server]) -> Iterator[RedisTier]:
         yield tier_of(store)
 
 
-# -- a tier -----------------------------------------------------------------------------------------------------------
-
-
 def test_values_are_replaced_and_come_in_parts(tier: RedisTier) -> None:
     """All else that a tier does is in `testing.TierContract`."""
     tier.put_many(ALL[:1], [record((np.zeros(3), "other"))])
@@ -78,9 +74,6 @@ def test_data_sets_do_not_touch_each_other(pair: list[Server]) -> None:
         assert client.get("mine") == b"x"
 
 
-# -- values that are wrong --------------------------------------------------------------------------------------------
-
-
 def test_a_value_that_is_wrong_is_a_miss_and_is_removed(tier: RedisTier, pair: list[Server]) -> None:
     put(tier, ALL)
     with admin(pair[0]) as client:
@@ -106,9 +99,6 @@ def test_nothing_is_unpickled_unless_allowed(pair: list[Server]) -> None:
         tier.put_many(ALL[:1], [record(value, allow_pickle=True)])
         assert tier.get_many(ALL[:1]) == [MISS]
         assert tier_of(open_store).get_many(ALL[:1]) == [value]
-
-
-# -- servers that are full, lost, slow or wrong -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("limited", [False, True])
@@ -190,9 +180,6 @@ def test_a_server_that_refuses_is_an_error_for_the_caller(tier: RedisTier, pair:
             use(tier)
 
 
-# -- stores -----------------------------------------------------------------------------------------------------------
-
-
 def test_a_closed_store(pair: list[Server]) -> None:
     store = given(*pair)
     tier = tier_of(store)
@@ -251,9 +238,6 @@ def test_a_cluster_as_the_library_gives_it(tmp_path: Path, pair: list[Server]) -
             assert (held(tier), put(tier, ALL).any()) == ([], False)
 
 
-# -- servers that use TLS and ACL users -------------------------------------------------------------------------------
-
-
 RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"
 """What `RedisStore` says that a user needs."""
 
@@ -262,25 +246,21 @@ needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no opens
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with certificates that sign themselves, and their keys."""
     folder = tmp_path_factory.mktemp("certificates")
     for name, host in (("server", "localhost"), ("other", "localhost"), ("elsewhere", "elsewhere")):
-        command = shlex.split("openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2")
-        numbers = ",IP:127.0.0.1" if host == "localhost" else ""
-        command += ["-subj", f"/CN={host}", "-addext", f"subjectAltName=DNS:{host}{numbers}"]
-        command += ["-keyout", f"{folder / name}.key", "-out", f"{folder / name}.pem"]
-        subprocess.run(command, check=True, capture_output=True)
+        names = "DNS:localhost,IP:127.0.0.1" if host == "localhost" else "DNS:elsewhere"
+        command = f"openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN={host}"
+        command += f" -addext subjectAltName={names} -keyout {folder / name}.key -out {folder / name}.pem"
+        subprocess.run(command.split(), check=True, capture_output=True)
     return folder
 
 
 def started(folder: Path, files: Path, name: str = "server") -> Server:
-    """A server that speaks TLS."""
     pem = files / f"{name}.pem"
     return Server(folder, f"tls-cert-file {pem}", f"tls-key-file {files / name}.key", f"tls-ca-cert-file {pem}")
 
 
 def trusted(files: Path, server: Server, **options: Any) -> dict[str, Any]:
-    """The server as users give it."""
     mine = {"ssl_certfile": files / "server.pem", "ssl_keyfile": files / "server.key"}
     known = {"host": "localhost", "port": server.port, "ssl": True, "ssl_ca_certs": files / "server.pem"}
     return known | mine | options
@@ -315,7 +295,6 @@ def test_servers_that_are_not_who_they_should_be(files: Path, tmp_path: Path) ->
 
 
 def works(tier: RedisTier) -> bool:
-    """Use all of a tier; whether all of it worked."""
     with contextlib.suppress(StorageError):
         stored = put(tier, ALL).all() and held(tier) == ALL.tolist() and tier.status()[0].used_bytes > 0
         tier.drop(ALL[:5])

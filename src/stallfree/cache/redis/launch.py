@@ -11,7 +11,8 @@ the passwords of the servers, and can also join the training itself. Other proce
 addresses from the file `servers.json`.
 
 While its server runs, a node publishes its record again twice a second, with a number that increases (a *beat*). If
-that goes on after other nodes have lost the server, its port still belongs to it, and they may connect again.
+that goes on for two beats after other nodes have lost the server, its port still belongs to it, and they may connect
+again.
 """
 
 import contextlib
@@ -251,14 +252,15 @@ class NodeServer:
             return
         self._process = process
         started.set_result(record)
-        before: dict[str, Record] = {}  # the records of lost servers at the last look
+        first: dict[str, Record] = {}  # the records of lost servers when they were seen to be lost
         while not self._stop.wait(BEAT_SECONDS) and process.poll() is None:
             record = {**record, "beat": record["beat"] + 1}
             lost = self._exchange(record, self.servers.barred() if self.servers else [])
+            first = {id: first.get(id, other) for id, other in lost.items()}
             for id, other in lost.items():
-                if before.get(id, other) != other:
+                # The next beat may have been on its way when the server died, and a stranger may have its port by now.
+                if other["password"] != first[id]["password"] or other["beat"] > first[id]["beat"] + 1:
                     self.servers.confirm(other)
-            before = lost
         process.kill()
         process.wait()
 
