@@ -66,6 +66,14 @@ def _whole(value: Any) -> int | None:
         return None
 
 
+def parse_number(value: float, name: str, *, zero: bool = False) -> float:
+    """`value`, a finite number above 0, or with `zero` also 0. Raises `InputError` for anything else."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not (is_number and (0 < value < float("inf") or (zero and value == 0))):
+        raise InputError(f"{name}={value!r}: give a number {'of 0 or more' if zero else 'above 0'}")
+    return value
+
+
 def parse_rate(value: float | int | str, name: str = "rate") -> float:
     """Bytes per second in `value`: a number, or a string such as `"60MB/s"`. Raises `InputError` for anything else."""
     per_second = isinstance(value, str) and value.rstrip().endswith("/s")

@@ -23,7 +23,7 @@ from stallfree import errors
 from stallfree.analysis import jobs, measure, model, render
 from stallfree.analysis.auto import AutoCache, Trial
 from stallfree.analysis.report import Report, make_report
-from stallfree.cache.capacity import free_memory, free_space
+from stallfree.cache.capacity import free_memory, granted
 from stallfree.datasets.cached_dataset import CachedDataset, cached_after
 from stallfree.datasets.probe import look
 from stallfree.datasets.reader import IO_THREADS
@@ -32,16 +32,10 @@ from stallfree.ipc.process import call_in_child
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose, OnItem
 from stallfree.pytree import take_apart
-from stallfree.units import parse_room
+from stallfree.units import parse_number, parse_room
 
-_RUNS = {
-    "G": "G: batches on the device",
-    "copy": "copies to the device",
-    "samples": "P, S and C: single samples",
-    "cold": "the job, cold",
-    "warm": "the job, all in memory",
-}
-"""The runs of a round, in their order."""
+_RUNS = 5
+"""The runs of a round: G, copy, samples, cold, warm."""
 
 _SOME = 2048
 """Maximum samples that the job with all data in memory uses."""
@@ -109,15 +103,11 @@ def analyze(
     job = jobs.Job(dataset, step, batch_size, num_workers, device, loader_arguments)
     if isinstance(dataset, CachedDataset):
         if cache is not None:
-            raise errors.argument_conflict(
-                f"cache={cache!r}: the CachedDataset that was given has a cache; leave `cache` out"
-            )
+            raise errors.argument_conflict(f"cache={cache!r}: a CachedDataset has a cache; leave `cache` out")
         cache = dataset.cache.capacity
     elif cache is not None:
         parse_room(cache, "cache")
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if not is_number or not seconds > 0:
-        raise errors.InputError(f"seconds={seconds!r}: give the longest time for one run, above 0")
+    parse_number(seconds, "seconds")
     with render.progress_bar(progress) as shown, closing(Analysis(job, seconds, shown)) as analysis:
         for _ in range(analysis.rounds):
             analysis.round()
@@ -143,7 +133,7 @@ class Analysis:
     def __init__(self, job: jobs.Job, seconds: float, progress: Any) -> None:
         self._job, self.rounds = job, int(max(1, min(_MOST_ROUNDS, seconds)))
         self._seconds, self._progress = seconds / self.rounds, progress
-        self._task = progress.add_task("reading some samples", total=self.rounds * len(_RUNS))
+        self._task = progress.add_task("reading some samples", total=self.rounds * _RUNS)
         self._measured: list[dict[str, float | None]] = []
         self._notes: list[str] = []
         self._machine: list[float] = []
@@ -190,28 +180,22 @@ class Analysis:
         cold = jobs.CyclingSampler(self._known, self._files_of)
         self._time("cold", self._trained(self._cold, cold), self._warm_up)
         if not cold.resident:
-            self._note("the samples are no local files: what their storage keeps in memory could not be dropped")
+            self._notes.append("the samples are no local files: what storage keeps in memory could not be dropped")
         elif (share := sum(cold.resident) / len(cold.resident)) > _COLD_RESIDENT:
-            self._note(f"{share:.0%} of the files stayed in memory after posix_fadvise: the cold job is too fast")
-        files = [path for paths in self._files.values() for path in paths]
-        jobs.read_files(files)
+            self._notes.append(f"{share:.0%} of the files stayed in memory: the cold job is too fast")
+        jobs.read_files([path for paths in self._files.values() for path in paths])
         warm, ids = (self._cold, self._known) if self._full is None else (self._full, _resident(self._full))
         self._time("warm", self._trained(warm, jobs.CyclingSampler(ids)), self._warm_up)
-        if (share := jobs.resident_share(files) or 1.0) < 1 - _COLD_RESIDENT:
-            self._note(f"only {share:.0%} of the files stayed in memory during the warm job, which is too slow")
         if len(self._measured) == 1:
             self._placement = self._place()
-        self._machine.append(_machine_speed())
 
     def report(self, cache: int | str | None = None) -> Report:
         """The report of the rounds; with a `cache` size, of the job with that cache."""
         job, record_bytes = self._job, self._sample_bytes
         no_storage = _NO_WAIT if job.parted else _NO_FILES
-        notes = {"S": no_storage, "C": no_storage, "copy": "nothing to copy: the device is the CPU"}
+        reasons = {"S": no_storage, "C": no_storage, "copy": "nothing to copy: the device is the CPU"}
         rates = {
-            name: measure.combined(
-                [one.get(name) for one in self._measured], notes.get(name, "no batch could be timed")
-            )
+            name: measure.combined([one.get(name) for one in self._measured], reasons.get(name, "no batch was timed"))
             for name in ("G", "P", "P_miss", "P_hit", "S", "C", "copy", "cold", "warm")
         }
         if self._full is not None and (stats := self._full.cache.stats()).resident_items:
@@ -228,25 +212,22 @@ class Analysis:
         }
         drift = (max(self._machine) - min(self._machine)) / max(self._machine, default=1.0)
         remedy = None if job.cached else self._remedy(rates, cache, record_bytes)
+        notes = list(dict.fromkeys(self._notes))  # each round gives the same
         return make_report(
-            described, job.device, rates, cache, self._notes, drift=drift, remedy=remedy, placement=self._placement
+            described, job.device, rates, cache, notes, drift=drift, remedy=remedy, placement=self._placement
         )
 
     # -- runs ---------------------------------------------------------------------------------------------------------
 
     def _filled(self, source: Any, form: str, first: Any = None) -> CachedDataset[Any]:
         """A cache with some samples of a source."""
-        capacity = min(free_memory() // 4, free_space(default_root().parent) * 3 // 4, _MOST_CACHE)
+        capacity = min(granted(0.5, default_root()), _MOST_CACHE)
         name = f"analyze-{os.getpid()}-{os.urandom(4).hex()}"
         cached, end = cached_after(first, source, capacity=capacity, form=form, name=name), time.monotonic() + 5
-        try:
-            with self._loaded(cached, self._some) as batches:
-                for number, _ in enumerate(batches):
-                    if number and time.monotonic() > end:
-                        break
-        except BaseException:
-            cached.close()
-            raise
+        with self._loaded(cached, self._some) as batches:
+            for number, _ in enumerate(batches):
+                if number and time.monotonic() > end:
+                    break
         return cached
 
     def _samples(self) -> None:
@@ -297,11 +278,11 @@ class Analysis:
         try:
             verdict = AutoCache(job.dataset, capacity, max(1, job.num_workers)).judge(trial)
         except Exception as error:  # also one of the data set
-            self._note(f"cache='auto' would cache nothing: {errors.text_of(error)}")
+            self._notes.append(f"cache='auto' would cache nothing: {errors.text_of(error)}")
             return None
         finally:
             trial.close()
-        self._note("; ".join(filter(None, (verdict.line, verdict.reasons))))
+        self._notes.append("; ".join(filter(None, (verdict.line, verdict.reasons))))
         if trial.costs is None:
             return None
         costs = replace(trial.costs, storage=float(rates["S"])) if job.parted else trial.costs
@@ -316,10 +297,8 @@ class Analysis:
         on_device = any(places)
         other = jobs.PartSource(job.source, Compose([_placed(step, not on_device) for step in job.steps]))
         with self._filled(other, "fetched") as cached:
-            batches = self._trained(cached, jobs.CyclingSampler(_resident(cached)))
-            rate = measure.measure_rate(batches, self._warm_up, self._seconds)
-            batches.close()  # type: ignore[attr-defined]
-        rates = {not on_device: rate or 0.0, on_device: self._measured[0]["warm"]}
+            self._time("moved", self._trained(cached, jobs.CyclingSampler(_resident(cached))), self._warm_up)
+        rates = {not on_device: self._measured[0]["moved"] or 0.0, on_device: self._measured[0]["warm"]}
         return {"on_device": on_device, "CPUs": rates[False], "device": rates[True]}
 
     # -- tools --------------------------------------------------------------------------------------------------------
@@ -336,20 +315,17 @@ class Analysis:
 
     def _begin(self, name: str) -> None:
         """Show which run begins."""
-        self._progress.update(self._task, description=_RUNS[name], advance=1)
+        self._progress.update(self._task, description=f"measuring {name}", advance=1)
 
     @contextmanager
     def _loaded(self, dataset: Any, ids: Iterable[int]) -> Iterator[Iterator[Any]]:
         """The batches of the job's loader, whose workers stop at the end of the block."""
         loader = self._job.load(dataset, ids)
-        batches: Any = iter(loader)
         try:
-            yield batches
+            yield iter(loader)
         finally:
             if isinstance(loader, DataLoader):
                 loader.close()
-            elif hasattr(batches, "_shutdown_workers"):
-                batches._shutdown_workers()
 
     def _trained(self, dataset: Any, ids: Iterable[int]) -> Iterator[int]:
         """Batch sizes from the job's loader, with the job's steps."""
@@ -360,10 +336,6 @@ class Analysis:
 
     def _files_of(self, id: int) -> list[str]:
         return list(filter(os.path.isfile, [self._job.source.where(id)])) if self._job.parted else self._files[id]
-
-    def _note(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
 
 
 def _machine_speed() -> float:

@@ -30,7 +30,7 @@ from stallfree.analysis.measure import MOST_SAMPLES, measure_files, measure_samp
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
 from stallfree.cache.capacity import granted
 from stallfree.datasets.cached_dataset import CachedDataset, cached_after, token
-from stallfree.datasets.probe import FirstLook, Sample, look, reason_in
+from stallfree.datasets.probe import LOOKS, FirstLook, Sample, look, reason_in
 from stallfree.datasets.ranks import find_ranks
 from stallfree.datasets.reader import IO_THREADS, Reader, reader_of
 from stallfree.errors import InputError, StallfreeWarning, argument_conflict, text_of
@@ -55,9 +55,6 @@ _SECONDS, _SHARE = 0.3, 0.03
 
 _LEAST, _MOST = 0.03, 2.0
 """Seconds that a measurement gets in any case, and the most that it is worth."""
-
-_LOOKED = 8
-"""Samples of a look."""
 
 _SHORT = 0.3
 """Seconds of work in an epoch up to which no workers are started, unless the user gave their number."""
@@ -131,10 +128,8 @@ class AutoCache:
         self, dataset: Any, capacity: int | float, workers: int | None, transform: Transform | None = None
     ) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
-            raise argument_conflict(
-                f"cache='auto' with a {type(dataset).__name__}, which has a cache: give the data set without it, or "
-                "leave cache and capacity out"
-            )
+            kind = type(dataset).__name__
+            raise argument_conflict(f"cache='auto' with a {kind}, which has a cache: leave cache and capacity out")
         self.cached: CachedDataset[Any] | None = None
         self.decision = ""
         self._dataset, self._capacity, self._workers, self._transform = dataset, capacity, workers, transform
@@ -158,11 +153,8 @@ class AutoCache:
         """Keep no samples from now on if the data set has changed."""
         if self._reader is not None and (changes := self._reader.settings.changes()):
             if self.cached is not None:
-                warnings.warn(
-                    f"{changes[0]}: cache='auto' keeps no samples from now on, since the kept ones may differ",
-                    StallfreeWarning,
-                    stacklevel=users_level(),
-                )
+                words = f"{changes[0]}: cache='auto' keeps no samples from now on, since the kept ones may differ"
+                warnings.warn(words, StallfreeWarning, stacklevel=users_level())
                 self.cached = None  # closed with the last iteration that reads from it
             self._reader = self._without()
 
@@ -299,7 +291,7 @@ class AutoCache:
         cached = None
         try:
             cached = self._create(self._dataset, "files", capacity)
-            seconds = self._seconds_left(trial.began, len(cached), _LOOKED)
+            seconds = self._seconds_left(trial.began, len(cached), LOOKS)
             call = partial(measure_files, cached, seconds=seconds)
             costs = call_in_child(call, "the measurement for cache='auto'")
         except Exception as error:

@@ -20,10 +20,11 @@ from stallfree import errors
 from stallfree.analysis.model import Costs
 from stallfree.datasets.cached_dataset import CachedDataset
 from stallfree.datasets.smart_cache import SmartCacheDataset
+from stallfree.device.copies import find_device
 from stallfree.loader.arguments import check_numbers
 from stallfree.loader.dataloader import DataLoader
 from stallfree.pipeline.compose import Compose
-from stallfree.platform import OPEN, shares_memory
+from stallfree.platform import shares_memory
 from stallfree.pytree import take_apart
 from stallfree.raising import described
 from stallfree.sources.mapped import BaseSource, MapSource, as_source, samples_of
@@ -61,6 +62,8 @@ class Job:
         source: the fetch; fetch and prep if they are inseparable.
         steps: the prep; empty if they are inseparable.
         cached: whether the job has a sample cache.
+        parted: whether fetch and prep can be separated.
+        loader: library of the job's loader: "stallfree" for stallfree's sources and caches, else "torch".
     """
 
     def __init__(
@@ -79,13 +82,7 @@ class Job:
             raise errors.InputError(f"step={step!r} cannot be called: give a function that trains on a batch")
         if isinstance(dataset, SmartCacheDataset):
             raise errors.argument_conflict("a SmartCacheDataset cannot be analysed: give the data set beneath it")
-        try:
-            self.device = torch.device("cpu" if device is None else device)
-            is_here = self.device.type != "cuda" or torch.cuda.is_available()
-        except (RuntimeError, TypeError):
-            is_here = False
-        if not is_here:
-            raise errors.device_unknown(f"device={device!r} is no device of this machine: give 'cpu' or 'cuda'")
+        self.device, _ = find_device("cpu" if device is None else device)
         self.dataset, self.step, self.batch_size, self.num_workers = dataset, step, batch_size, num_workers
         self.arguments = {key: value for key, value in arguments.items() if key not in _OURS}
         self.cached = isinstance(dataset, CachedDataset)
@@ -96,21 +93,10 @@ class Job:
         else:
             self.source = dataset.source
         self.steps = dataset.steps if self.cached else self.source.pipeline
+        self.parted = not isinstance(self.source, MapSource)
+        self.loader = "stallfree" if self.parted or self.cached else "torch"
         if len(self.source) < batch_size:
-            raise errors.InputError(
-                f"the data set has {len(self.source)} samples, less than a batch of {batch_size}: give a smaller "
-                "batch_size"
-            )
-
-    @property
-    def parted(self) -> bool:
-        """Whether fetch and prep can be separated."""
-        return not isinstance(self.source, MapSource)
-
-    @property
-    def loader(self) -> str:
-        """The loader library of the job: "stallfree" for stallfree's sources and caches, else "torch"."""
-        return "stallfree" if self.parted or self.cached else "torch"
+            raise errors.InputError(f"batch_size={batch_size}: the data set has {len(self.source)} samples; give less")
 
     def load(self, dataset: Any, ids: Iterable[int]) -> Any:
         """The job's loader over `ids` of `dataset`."""
@@ -142,16 +128,12 @@ def load_job(where: str) -> tuple[Any, dict[str, Any], Callable[[Any], Any]]:
     path = Path(module)
     is_file = path.suffix == ".py" or len(path.parts) > 1
     if not name.isidentifier() or (is_file and not path.is_file()):
-        problem = f"there is no file {module}" if name.isidentifier() else f"{where!r} names no function"
-        raise errors.job_function(f"{problem}: give a file or a module and a function, such as my_job.py:build")
+        raise errors.job_function(f"no function {where!r}: give a file or a module and a function, as my_job.py:build")
     sys.path.insert(0, str(path.resolve().parent) if is_file else os.getcwd())  # worker processes import from it
     with users_code(where, "Correct it there"):
         built = getattr(importlib.import_module(path.stem if is_file else module), name)()
     if not (isinstance(built, tuple) and len(built) == 3 and isinstance(built[1], Mapping) and callable(built[2])):
-        raise errors.job_function(
-            f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step), for instance "
-            "(dataset, {'batch_size': 64, 'num_workers': 4}, step)"
-        )
+        raise errors.job_function(f"{where} returned {_shape(built)}: return (dataset, loader_arguments, step)")
     dataset, arguments, step = built
     return dataset, {"batch_size": 1, "num_workers": 0, **arguments}, step
 
@@ -289,14 +271,10 @@ def drop_pages(paths: Sequence[str]) -> None:
     cannot be opened are skipped, and so are all files on systems without this call.
     """
     for path in paths if hasattr(os, "posix_fadvise") else ():
-        with contextlib.suppress(OSError):
-            fd = os.open(path, os.O_RDONLY | OPEN)
-            try:
-                with contextlib.suppress(OSError):
-                    os.fdatasync(fd)
-                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), open(path, "rb", buffering=0) as file:
+            with contextlib.suppress(OSError):
+                os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_files(paths: Sequence[str]) -> None:

@@ -69,8 +69,7 @@ class Metrics:
             read = getattr(source, "stats", None)
             if not callable(read) or not isinstance(read(), (LoaderStats, CacheStats)):
                 raise InputError(
-                    f"{name}={type(source).__name__} has no statistics: give a stallfree.DataLoader, a data set with a "
-                    "cache, or a cache"
+                    f"{name}={type(source).__name__} has no statistics: give a loader or a cache of stallfree"
                 )
         self._sources = sources
 
@@ -204,9 +203,7 @@ class PrometheusServer(Closing):
         try:
             self._server, self._thread = client.start_http_server(port, addr=address, registry=registry)
         except (OSError, OverflowError, TypeError) as error:
-            raise port_unavailable(
-                f"nothing can listen on {address}:{port}: {error}. Give another port or address"
-            ) from error
+            raise port_unavailable(f"nothing can listen on {address}:{port}: {error}. Give others") from error
         self.port = int(self._server.server_port)
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from stallfree.analysis.model import NOTHING, WORTH, Option, Setting
+from stallfree.analysis.model import NOTHING, WORTH, Option, Rates, Setting
 from stallfree.analysis.render import plural, speed
 from stallfree.units import format_size
 
@@ -97,7 +97,7 @@ def explain(
     bound = f"{limits(after)} {'binds' if len(after.binding) == 1 else 'bind alike'}"
     change = f"{throughput / now:.2f} times as many as now ({_rate(now)})"
     result = f"{bound}: {_rate(throughput)}{ends}{each}, {change}"
-    answers = (*(f"{change.question}: {_answer(after, change)}" for change in _changes(after)), _jobs_fed(after))
+    answers = tuple(f"{change.question}: {_answer(after, change)}" for change in _changes(after))
     binds = " and ".join(after.binding)
     return Prediction(throughput, binds, fetch, prep, compute, hits, now, (result, *reasoning), answers, low, high)
 
@@ -164,13 +164,6 @@ def _answer(now: Setting, change: _Change) -> str:
     return f"gains less than 2%, {limits(now)} {'is' if len(now.binding) == 1 else 'are'} the limit"
 
 
-def _jobs_fed(setting: Setting) -> str:
-    """The number of jobs without a stall: with separate loaders, and with batches prepared once for all jobs."""
-    loader = replace(setting, rates=replace(setting.rates, compute=math.inf))
-    fed = int(loader.throughput * setting.jobs * 1.01 / setting.rates.compute) if setting.workers else 0
-    return f"jobs on this host: {fed or 'not even one'} fed without stalls; any number if batches are prepared once"
-
-
 def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[dict[str, Any]]:
     """The recommendations that gain 2%: first those without other hardware, then the others, each by gain.
 
@@ -194,29 +187,28 @@ def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[di
     if workers < (cpus := data["machine"]["cpus"]):
         do = f"Raise num_workers from {workers} to {cpus}, one for each CPU"
         changes.append(_Change("", do, now.with_workers(cpus)))
-    items = []
-    for change in changes:
-        if (gain := now.gain(change.then)) > WORTH:
-            why = _parts(change.then) + (f"; takes {format_size(change.memory)} of memory" if change.memory else "")
-            item = {"do": change.do, "why": why, "throughput": change.then.throughput, "gain": gain}
-            items.append((change.hardware, -gain, item | {"memory_bytes": round(change.memory)}))
-    placed = data["placement"]
-    if placed is not None:
-        names = ("device", "CPUs") if placed["on_device"] else ("CPUs", "device")
-        rate, other = (min(now.rates.fetch_at(now.hits), placed[name]) for name in names)
-        if other > WORTH * rate:
-            do = f"Let the {names[1]} decode: on_device={not placed['on_device']}"
-            why = f"the job gets {other:,.0f} samples/s, and {rate:,.0f} where it decodes now"
-            item = {"do": do, "why": why, "throughput": other, "gain": other / rate, "memory_bytes": 0}
-            items.append((False, -other / rate, item))
-    return [item for *_, item in sorted(items, key=lambda one: one[:2])]
+    if placed := data["placement"]:
+        place = "CPUs" if placed["on_device"] else "device"
+        rates = Rates(placed[place], math.inf, math.inf, now.rates.storage, now.rates.cache)  # of step and prep at once
+        then = replace(now, rates=rates, step_cpu=0.0, loader_cpu=0.0)
+        changes.append(_Change("", f"Let the {place} decode: on_device={not placed['on_device']}", then))
+    changes = [change for change in changes if now.gain(change.then) > WORTH]
+    return [
+        {
+            "do": change.do,
+            "why": _parts(change.then) + (f"; takes {format_size(change.memory)} of memory" if change.memory else ""),
+            "throughput": change.then.throughput,
+            "gain": now.gain(change.then),
+            "memory_bytes": round(change.memory),
+        }
+        for change in sorted(changes, key=lambda one: (one.hardware, -now.gain(one.then)))
+    ]
 
 
 def _parts(setting: Setting) -> str:
     """F, P and G of a setting as text."""
-    fetch = setting.rates.fetch_at(setting.hits)
-    shown = f"{fetch:,.0f}" if math.isfinite(fetch) else "not measured"
-    return f"F {shown}, P {setting.rates.prep_at(setting.hits):,.0f}, G {setting.rates.compute:,.0f} samples/s"
+    rates, hits = setting.rates, setting.hits
+    return f"F {_rate(rates.fetch_at(hits))}, P {_rate(rates.prep_at(hits))}, G {_rate(rates.compute)}"
 
 
 def bottleneck(now: Setting, data: dict[str, Any]) -> str:

@@ -4,7 +4,6 @@ A report and a simulation are lists of headings, texts, tables and lists. A page
 by plotly from the data that it contains. A page makes no network requests.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +102,7 @@ def as_page(name: str, kicker: str, title: str, blocks: Iterable[Block], data: M
         blocks: the content.
         data: embedded as JSON, in the element with the id "data".
 
-    Raises `MissingExtraError` if `plotly` is not installed, `InputError` for data with numbers such as infinity.
+    Raises `MissingExtraError` if `plotly` is not installed, `ValueError` for data with numbers such as infinity.
     """
     charts = plotly()
     from jinja2 import Environment, PackageLoader
@@ -114,12 +113,7 @@ def as_page(name: str, kicker: str, title: str, blocks: Iterable[Block], data: M
     files = resources.files("stallfree.analysis") / "assets"
     content = {"name": name, "kicker": kicker, "title": title, "blocks": blocks, "data": data}
     shown = {"plotly": Markup(charts), "asset": lambda file: Markup((files / file).read_text(encoding="utf-8"))}
-    try:
-        return environment.get_template(f"{name}.html").render(**content, **shown)
-    except ValueError as error:
-        raise errors.file_unreadable(
-            f"this {data['format']} holds a number that is none ({error}): give null"
-        ) from error
+    return environment.get_template(f"{name}.html").render(**content, **shown)
 
 
 def plotly() -> str:
@@ -134,22 +128,15 @@ def plotly() -> str:
 # -- figures ----------------------------------------------------------------------------------------------------------
 
 
-def number(value: float, width: float = 0.0) -> str:
-    """`value` with three digits or, from a hundred on, without decimals: `"0.85"`, `"20.1"`, `"12,300"`.
-
-    A narrow interval of this `width` gets up to two decimals more, so that its ends differ.
-    """
+def number(value: float) -> str:
+    """`value` with three digits or, from a hundred on, without decimals: `"0.85"`, `"20.1"`, `"12,300"`."""
     decimals = 0 if abs(value) >= 99.95 else 1 if abs(value) >= 9.995 else 2
-    if width > 0:
-        decimals = max(decimals, min(decimals + 2, -math.floor(math.log10(width))))
     return f"{value:,.{decimals}f}"
 
 
 def interval(low: float | None, high: float | None) -> str:
     """`"800 to 825"`; empty if there is none."""
-    if low is None or high is None:
-        return ""
-    return f"{number(low, high - low)} to {number(high, high - low)}"
+    return "" if low is None or high is None else f"{number(low)} to {number(high)}"
 
 
 def percent(share: float) -> str:
@@ -158,22 +145,17 @@ def percent(share: float) -> str:
 
 
 def speed(value: float) -> str:
-    """Bytes per second in decimal units: `"530 MB/s"`."""
-    for unit in ("B/s", "kB/s", "MB/s"):
-        if abs(value) < 999.5:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:,.0f} GB/s" if value >= 999.5 else f"{value:.3g} GB/s"
+    """Bytes per second as text: `"530 MB/s"`."""
+    return f"{number(value / 1e6)} MB/s"
 
 
 def progress_bar(wanted: bool = True) -> Any:
     """A progress bar of rich on standard error, if that is a terminal."""
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress
 
     shown = wanted and sys.stderr is not None and sys.stderr.isatty()
-    columns = TextColumn("{task.description:<34}"), BarColumn(), TimeElapsedColumn()
-    return Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown)
+    return Progress(console=Console(stderr=True), transient=True, disable=not shown)
 
 
 def plural(count: int, word: str) -> str:

@@ -125,9 +125,9 @@ def replay(
         raise errors.InputError(f"sizes has {len(bytes_of)} numbers: give one for each of the ids 0 to {most}")
     num_ids = most + 1 if bytes_of is None else len(bytes_of)
     if (needed := 64 * num_ids) > (free := free_memory()):
+        advice = "number the ids from 0 on, without gaps"
         raise errors.run_too_large(
-            f"the trace holds the id {num_ids - 1}: a replay of so many ids takes about {format_size(needed)} of "
-            f"memory, and {format_size(free)} are free. Ids are numbers from 0 on: number them without gaps"
+            f"id {num_ids - 1} needs {format_size(needed)}, {format_size(free)} are free: {advice}"
         )
     size = _limit(capacity, num_ids, bytes_of)
     importance = _importance(scores, policy, len(epochs), num_ids)
@@ -260,31 +260,25 @@ def _importance(values: Any, policy: Policy, epochs: int, num_ids: int) -> Score
         if values is None:
             return None
         raise errors.argument_conflict(
-            f"scores are for the policy 'importance' only, not for {policy.name!r}: leave them out"
+            f"scores are for the policy 'importance', not for {policy.name!r}: leave them out"
         )
     try:
         scores = np.asarray(values, np.float64)
     except (TypeError, ValueError):
         scores = np.empty(0)
     if scores.shape not in ((num_ids,), (epochs, num_ids)) or np.isnan(scores).any():
-        raise errors.InputError(
-            f"scores={values!r:.80}, policy={policy.name!r}: give a number for each of the ids 0 to {num_ids - 1}, or "
-            f"a row of them for each of {epochs} epochs, none of them NaN"
-        )
+        expected = f"a number for each of the ids 0 to {num_ids - 1}, or a row of them for each of {epochs} epochs"
+        raise errors.InputError(f"scores={values!r:.80}, policy={policy.name!r}: give {expected}, none of them NaN")
     return np.broadcast_to(scores, (epochs, num_ids))
 
 
 def _limit(capacity: int | str, num_ids: int, sizes: Ids | None) -> int:
     """The capacity in samples, or in bytes if there are sizes."""
-    total = num_ids if sizes is None else int(sizes.sum())
-    if sizes is not None or isinstance(capacity, str):
-        size = parse_room(capacity, "capacity")
-        if isinstance(size, float) and size:
-            return max(1, int(size * total))
-        if isinstance(size, int) and sizes is not None:
-            return min(size, 2 * total + 512 * num_ids + (1 << 20))  # the bytes of all records and their index
-    elif not isinstance(capacity, bool) and isinstance(capacity, (int, np.integer)) and capacity >= 1:
-        return min(int(capacity), num_ids)
-    raise errors.InputError(
-        f"capacity={capacity!r}: give a share above 0%, or without sizes a number of samples of 1 or more"
-    )
+    if sizes is None and not (isinstance(capacity, str) and capacity.strip().endswith("%")):
+        return min(parse_whole(capacity, "capacity", 1), num_ids)
+    size, total = parse_room(capacity, "capacity"), num_ids if sizes is None else int(sizes.sum())
+    if size == 0:
+        raise errors.InputError(f"capacity={capacity!r}: give more than nothing")
+    if isinstance(size, float):
+        return max(1, int(size * total))
+    return min(size, 2 * total + 512 * num_ids + (1 << 20))  # the bytes of all records and their index

@@ -14,8 +14,10 @@ import os
 import runpy
 import sys
 import time
-from dataclasses import astuple, dataclass
+from collections import defaultdict
+from dataclasses import asdict, dataclass
 from functools import wraps
+from importlib.machinery import PathFinder
 from threading import get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,61 +31,60 @@ _LOADERS = ("torch.utils.data.dataloader", "stallfree.loader.dataloader")
 clock = time.perf_counter
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Times:
     """Seconds of waits for batches, and between them.
 
     Attributes:
         passes, batches: their numbers.
-        first: seconds from the start of a pass to its first batch, over all passes.
-        waited: seconds of the other waits.
-        between: seconds between one wait and the following one.
+        first_seconds: from the start of a pass to its first batch, over all passes.
+        waited_seconds: the other waits.
+        between_seconds: between one wait and the following one.
     """
 
     passes: int = 0
     batches: int = 0
-    first: float = 0.0
-    waited: float = 0.0
-    between: float = 0.0
+    first_seconds: float = 0.0
+    waited_seconds: float = 0.0
+    between_seconds: float = 0.0
 
     def add_wait(self, seconds: float, first: bool) -> None:
         """Count a wait, for the first batch of a pass or for another one."""
         if first:
-            self.first += seconds
+            self.first_seconds += seconds
         else:
-            self.waited += seconds
+            self.waited_seconds += seconds
 
     def json(self) -> dict[str, Any]:
         """The times as written."""
-        waits = self.first + self.waited
-        times = {"first_seconds": self.first, "waited_seconds": self.waited, "between_seconds": self.between}
-        share = waits / (waits + self.between) if waits + self.between else 0.0
-        return {"passes": self.passes, "batches": self.batches, **times, "stall_share": share}
+        waits = self.first_seconds + self.waited_seconds
+        return asdict(self) | {"stall_share": waits / ((waits + self.between_seconds) or 1.0)}
 
 
+@dataclass
 class Row(Times):
     """The times of the loaders with one kind of data set that are iterated on one line.
 
     Attributes:
-        key: class of the data set, samples per batch (None with a batch sampler), workers, file and line of the loop.
+        dataset: its class.
+        batch_size: samples per batch; None with a batch sampler.
+        num_workers, persistent_workers: of the loaders.
+        where: file and line of the loop.
     """
 
-    def __init__(self, key: tuple[Any, ...], persistent: bool) -> None:
-        super().__init__()
-        self.key, self.persistent = key, persistent
-
-    def json(self) -> dict[str, Any]:
-        """The row as written."""
-        names = dict(zip(("dataset", "batch_size", "num_workers", "where"), self.key, strict=True))
-        return {**names, "persistent_workers": self.persistent, **super().json()}
+    dataset: str
+    batch_size: int | None
+    num_workers: int
+    persistent_workers: bool
+    where: str
 
 
 class Pass:
     """One iterator, from `iter` to its end."""
 
     def __init__(self, row: Row) -> None:
-        self.row, self.is_fresh = row, True
-        self.last: float | None = None  # when `next` returned a batch
+        self.row = row
+        self.last: float | None = None  # when `next` returned a batch; None before the first one
         self.thread: Any = None  # of that call
 
 
@@ -102,7 +103,7 @@ class Thread(Times):
         """Begin a wait of the pass `one`, or of one being created."""
         self.depth += 1
         if self.depth == 1 and one is not None and one.last is not None and one.thread is self:
-            self.between += now - self.last
+            self.between_seconds += now - self.last
 
     def leave(self, now: float, seconds: float, first: bool) -> None:
         """End a wait of `seconds`."""
@@ -131,15 +132,12 @@ class Watch:
         self.rows: dict[tuple[Any, ...], Row] = {}
         self._pid, self._started = os.getpid(), clock()
         self._passes: WeakKeyDictionary[Any, Pass] = WeakKeyDictionary()
-        self._threads: dict[int, Thread] = {}
+        self._threads: defaultdict[int, Thread] = defaultdict(Thread)
         sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Find nothing, but wrap the loaders of a module once it is loaded by the other finders."""
-        if name not in _LOADERS:
-            return None
-        finders = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
-        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
+        """Find a module with loaders, which are wrapped once it is loaded."""
+        spec = PathFinder.find_spec(name, path) if name in _LOADERS else None
         if spec is not None and spec.loader is not None:
             load: Any = spec.loader.exec_module
 
@@ -158,7 +156,7 @@ class Watch:
                 return original(loader)  # in a worker, or beneath a loader of stallfree
             while caller.f_back is not None and _is_beneath(caller):
                 caller = caller.f_back
-            thread, started = self._thread(), clock()
+            thread, started = self._threads[get_ident()], clock()
             thread.enter(started, None)
             try:
                 iterator = original(loader)
@@ -166,14 +164,15 @@ class Watch:
                 seconds = clock() - started
                 thread.leave(started + seconds, seconds, first=True)
             where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-            key = type(loader.dataset).__name__, loader.batch_size, loader.num_workers, where
-            row = self.rows.setdefault(key, Row(key, bool(getattr(loader, "persistent_workers", False))))
-            row.first += seconds
+            kind, persistent = type(loader.dataset).__name__, bool(loader.persistent_workers)
+            key = kind, loader.batch_size, loader.num_workers, persistent, where
+            row = self.rows.setdefault(key, Row(*key))
+            row.first_seconds += seconds
             row.passes, thread.passes = row.passes + 1, thread.passes + 1
             self._passes[iterator] = Pass(row)
-            kind: Any = type(iterator)
-            if not hasattr(kind.__next__, "is_timed"):
-                kind.__next__ = self._timed_next(kind.__next__)
+            batches: Any = type(iterator)
+            if not hasattr(batches.__next__, "is_timed"):
+                batches.__next__ = self._timed_next(batches.__next__)
             return iterator
 
         return __iter__
@@ -186,10 +185,11 @@ class Watch:
             one = passes.get(iterator)
             if one is None or os.getpid() != self._pid:
                 return original(iterator)
-            thread, started, row, ended = self._thread(), clock(), one.row, False
+            thread, started, row = self._threads[get_ident()], clock(), one.row
+            first, ended = one.last is None, False
             thread.enter(started, one)
             if one.last is not None:
-                row.between += started - one.last
+                row.between_seconds += started - one.last
             try:
                 batch = original(iterator)
                 row.batches, thread.batches = row.batches + 1, thread.batches + 1
@@ -199,21 +199,19 @@ class Watch:
                 raise
             finally:
                 now = clock()
-                row.add_wait(now - started, one.is_fresh)
-                thread.leave(now, now - started, one.is_fresh)
-                one.last, one.thread, one.is_fresh = None if ended else now, thread, False
+                row.add_wait(now - started, first)
+                thread.leave(now, now - started, first)
+                one.last, one.thread = None if ended else now, thread
 
         __next__.is_timed = True  # type: ignore[attr-defined]
         return __next__
-
-    def _thread(self) -> Thread:
-        return self._threads.get(get_ident()) or self._threads.setdefault(get_ident(), Thread())
 
     def finish(self, target: str, out: str, cache: bool) -> None:
         """Print the summary to standard error, and write it as JSON to `out` if that is not empty."""
         if os.getpid() != self._pid:
             return
-        total = Times(*map(sum, zip(*map(astuple, self._threads.values()), strict=True)))
+        threads = self._threads.values()
+        total = Times(**{name: sum(getattr(one, name) for one in threads) for name in Times.__dataclass_fields__})
         data = {"format": "stallfree-run", "version": 1, "target": target, "cache": cache}
         data |= {"seconds": clock() - self._started, "total": total.json()}
         data |= {"loaders": [row.json() for row in self.rows.values()]}
@@ -235,44 +233,40 @@ class Watch:
 
 def summary(data: dict[str, Any]) -> str:
     """The summary as text of 80 columns: the result, the advice, the loaders."""
+    from stallfree.analysis.render import Heading, Table, Text, as_text, plural  # not before the script
+
     total, loaders = data["total"], data["loaders"]
     if not loaders:
         return f"stallfree: {data['target']} iterated no DataLoader in its own process: there is nothing to time\n"
-    head = f"stallfree: {data['target']} waited for data {total['stall_share']:.1%} of the time of its loops"
-    names = ("passes", "batches", "first", "waited", "between", "stalled")
-    lines = ["", head, _advice(total, loaders, cache=data["cache"]), "", _line(names)]
+    head = Text(f"stallfree: {data['target']} waited for data {total['stall_share']:.1%} of the time of its loops")
+    advice = Text(f"Next: {_advice(total, loaders, cache=data['cache'])}")
+    rows = []
     for row in loaders:
         batch = "" if row["batch_size"] is None else f", batch {row['batch_size']}"
-        workers = f"{row['num_workers']} worker{'' if row['num_workers'] == 1 else 's'}"
-        lines += [f"  {row['dataset']}{batch}, {workers}, iterated at {row['where']}", _line(_cells(row))]
-    return "\n".join([*lines, *(["  total", _line(_cells(total))] if len(loaders) > 1 else [])]) + "\n"
+        name = f"{row['dataset']}{batch}, {plural(row['num_workers'], 'worker')}, at {row['where']}"
+        rows.append([name, *_cells(row)])
+    if len(loaders) > 1:
+        rows.append(["total", *_cells(total)])
+    table = Table("", ("", "passes", "batches", "first", "waited", "between", "stalled"), rows)
+    return "\n" + as_text([head, advice, Heading("Waits for each loader"), table])
 
 
-def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+def _cells(row: dict[str, Any]) -> list[str]:
     seconds = [f"{row[f'{name}_seconds']:.2f} s" for name in ("first", "waited", "between")]
-    return (f"{row['passes']:,}", f"{row['batches']:,}", *seconds, f"{row['stall_share']:.1%}")
-
-
-def _line(cells: tuple[str, ...]) -> str:
-    return "".join(f"{cell:>11}" for cell in cells)
+    return [f"{row['passes']:,}", f"{row['batches']:,}", *seconds, f"{row['stall_share']:.1%}"]
 
 
 def _advice(total: dict[str, Any], loaders: list[dict[str, Any]], *, cache: bool) -> str:
-    """One or two sentences of advice."""
+    """A sentence of advice."""
     if total["stall_share"] < SMALL:
-        return "Next: nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
-    loop = total["first_seconds"] + total["waited_seconds"] + total["between_seconds"]
-    advice, starting = "`stallfree analyze` shows what limits.", list[dict[str, Any]]()
-    if not cache:
-        starting = [row for row in loaders if _start_seconds(row) > SMALL * loop]
-        advice = f"`stallfree run --cache` measures the same script with cache='auto'; {advice}"
-    if not starting:
-        return f"Next: {advice}"
-    loops, seconds = ", ".join(dict.fromkeys(row["where"] for row in starting)), sum(map(_start_seconds, starting))
-    return (
-        f"Next: the workers of {loops} are started again in each pass, which took {seconds:.1f} s in all: give the "
-        f"loader persistent_workers=True.{f' Then {advice}' if total['waited_seconds'] >= SMALL * loop else ''}"
-    )
+        return "nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
+    if cache:
+        return "`stallfree analyze` shows what limits."
+    slowest = max(loaders, key=_start_seconds)
+    if _start_seconds(slowest) > SMALL * sum(total[f"{name}_seconds"] for name in ("first", "waited", "between")):
+        where, seconds = slowest["where"], _start_seconds(slowest)
+        return f"give the loader at {where} persistent_workers=True; starting its workers took {seconds:.1f} s in all."
+    return "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
 
 
 def _start_seconds(row: dict[str, Any]) -> float:
@@ -301,8 +295,7 @@ def use_cache() -> None:
 
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:
     """Run the script or module as `__main__`; the summary is printed when the interpreter exits."""
-    watch = Watch()
-    atexit.register(watch.finish, target, out, bool(cache))
+    atexit.register(Watch().finish, target, out, bool(cache))
     if cache:
         use_cache()
     sys.argv = [target, *arguments]

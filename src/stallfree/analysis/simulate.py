@@ -22,7 +22,7 @@ import numpy as np
 
 from stallfree import errors
 from stallfree.analysis import render
-from stallfree.units import format_seconds, parse_whole
+from stallfree.units import format_seconds, parse_number, parse_whole
 
 _WARM_BATCHES = 150
 _STEADY_BATCHES = 600
@@ -96,7 +96,7 @@ class Pipeline:
     def __post_init__(self) -> None:
         parse_whole(self.loaders, "loaders", 1)
         for name in ("load", "transfer", "compute", "variation"):
-            _check_number(getattr(self, name), name, zero=name != "load")
+            parse_number(getattr(self, name), name, zero=name != "load")
         if self.compute + self.transfer <= 0:
             raise errors.InputError("transfer or compute must be above 0 seconds")
 
@@ -138,7 +138,7 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
 
     Raises `InputError` for an invalid time.
     """
-    _check_number(seconds, "seconds")
+    parse_number(seconds, "seconds")
     random, variation, events = np.random.default_rng(seed), pipeline.variation, list[Event]()
 
     def work(actor: str, what: str, batch: int, start: float, mean: float) -> float:
@@ -168,48 +168,34 @@ def simulate(pipeline: Pipeline, *, seconds: float = 1.0, seed: int = 0) -> Run:
     return Run(pipeline, seconds, tuple(sorted(events, key=lambda event: (event.end, event.start, event.actor))))
 
 
-def _check_number(value: float, name: str, *, zero: bool = False) -> None:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not (is_number and (0 < value < math.inf or (zero and value == 0))):
-        raise errors.InputError(f"{name}={value!r}: give a number {'of 0 or more' if zero else 'above 0'}")
-
-
 def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
     """Simulate `pipeline` without and with a prefetcher, each with the seeds 0 to `seeds` - 1.
 
     The first `seconds` are counted as in the articles. The steady state is counted after them, and after a warm-up.
 
     Returns:
-        The comparison as a page contains it: "seeds" and "seconds" as given; "advice", the conclusion, and "caution",
-        the reliability of a single run, in a sentence; and pairs of which the first is without a prefetcher: batches in
-        the "first" seconds, and per second in the "steady" state, as mean with a 95% interval; the least and most of
-        "singles", the seeds; the rates of the "law".
+        The comparison as a page contains it: "seeds" and "seconds" as given; "advice", the conclusion in a sentence;
+        and pairs of which the first is without a prefetcher: batches in the "first" seconds, and per second in the
+        "steady" state, as mean with a 95% interval; the least and most of "singles", the seeds; the rates of the "law".
 
     Raises `InputError` for no seeds, for no time, and for a time with over 2,000,000 batches.
     """
-    _check_number(seconds, "seconds")
+    parse_number(seconds, "seconds")
     seeds, both = parse_whole(seeds, "seeds", 1), [replace(pipeline, prefetch=prefetch) for prefetch in (False, True)]
     batches = seeds * seconds * sum(one.law for one in both)
     if batches > _MOST_BATCHES:
         raise errors.run_too_large(
-            f"seconds={seconds:g} with seeds={seeds}: {batches:,.0f} batches would pass, at most {_MOST_BATCHES:,} are "
-            "simulated: give fewer seconds or seeds"
+            f"seconds={seconds:g}: {batches:,.0f} batches would pass; give fewer seconds or seeds"
         )
     first, steady = zip(*(_counts(one, seeds, seconds) for one in both), strict=True)
-    singles = [(min(counts), max(counts)) for counts in first]
-    without, prefetching = (_from_to(*ends) for ends in singles)
     return {
         "seeds": seeds,
         "seconds": seconds,
         "first": list(map(_interval, first)),
-        "singles": singles,
+        "singles": [(min(counts), max(counts)) for counts in first],
         "steady": list(map(_interval, steady)),
         "law": [one.law for one in both],
         "advice": _advice(pipeline, both[0].law, both[1].law),
-        "caution": (
-            f"One run is one draw: in the first {seconds:g} s single seeds give {without} batches without prefetch and "
-            f"{prefetching} with it. Go by the steady state."
-        ),
     }
 
 
@@ -247,6 +233,7 @@ def _advice(pipeline: Pipeline, without: float, prefetching: float) -> str:
 
 MOST_EVENTS = 20_000
 _KINDS = ("without prefetch", "with prefetch")
+_CAUTION = "One run is one draw, and seeds differ. Go by the steady state."
 _LAW = "The law: min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch: W loaders, l load, t copy, m compute."
 
 
@@ -293,21 +280,21 @@ def run_data(
     """
     ordered = sorted(events, key=lambda event: (event.start, event.end))
     if seconds is not None:
-        _check_number(seconds, "seconds")
+        parse_number(seconds, "seconds")
     if not ordered:
         raise errors.file_unreadable(f"{name}: there are no events: give a log of at least one batch")
-    first = ordered[0].start
-    ordered = [event for event in ordered if seconds is None or event.start - first < seconds]
-    kept = ordered[:MOST_EVENTS]
-    if len(ordered) > len(kept):
-        seconds = ordered[len(kept)].start - first
+    first, limit = ordered[0].start, math.inf if seconds is None else seconds
+    ordered = [event for event in ordered if event.start - first < limit]
+    kept, others = ordered[:MOST_EVENTS], ordered[MOST_EVENTS:]
+    if others:
+        seconds = others[0].start - first
     elif seconds is None:
         seconds = max(event.end for event in kept) - first
     if not seconds > 0:
         raise errors.file_unreadable(f"{name}: all events are at one instant: give a log of something that took time")
     rows = [[each.start - first, each.end - first, each.actor, each.what, each.batch, each.epoch] for each in kept]
-    left_out = len(ordered) - len(kept)
-    return {"name": name, "seconds": seconds, "queue": queue, "depth": depth, "left_out": left_out, "events": rows}
+    shown = {"seconds": seconds, "left_out": len(others), "events": rows}
+    return {"name": name, "queue": queue, "depth": depth, **shown}
 
 
 def simulation_page(data: Mapping[str, Any]) -> str:
@@ -339,24 +326,23 @@ def simulation_blocks(data: Mapping[str, Any]) -> list[render.Block]:
             render.Table("Events", ["process and step", "batches", "mean", "share of the time"], rows),
         ]
     first, advice = f"first {comparison['seconds']:g} s", comparison["advice"]
-    laws = zip(comparison["law"], comparison["steady"], strict=True)  # with the decimals of the compared value
     rows = [
         [f"{first}: mean of {render.plural(comparison['seeds'], 'seed')}", *map(_with_ends, comparison["first"])],
         [f"{first}: single seeds", *(_from_to(*ends) for ends in comparison["singles"])],
         ["steady state, per second", *map(_with_ends, comparison["steady"])],
-        ["law, per second", *(render.number(law, part["high"] - part["low"]) for law, part in laws)],
+        ["law, per second", *map(render.number, comparison["law"])],
     ]
     return [
         render.Text(f"{advice[:1].upper()}{advice[1:]}.", "verdict"),
         render.Heading("Batches trained, with intervals of 95%"),
         render.Table("Without and with prefetch", ["", *_KINDS], rows),
-        render.Text(comparison["caution"], "small"),
+        render.Text(_CAUTION, "small"),
         render.Text(_LAW, "small"),
     ]
 
 
 def _with_ends(part: Mapping[str, float]) -> str:
-    return f"{render.number(part['mean'], part['high'] - part['low'])} ({render.interval(part['low'], part['high'])})"
+    return f"{render.number(part['mean'])} ({render.interval(part['low'], part['high'])})"
 
 
 def _from_to(least: int, most: int) -> str:

@@ -4,6 +4,7 @@ A loader that cannot be replaced stays torch's, and is named on standard error.
 """
 
 import sys
+from functools import cache
 from itertools import chain
 from typing import Any, Generic
 
@@ -16,8 +17,6 @@ from stallfree.typevars import BatchT_co
 
 _Torchs: Any = torch.utils.data.DataLoader
 
-_named = set[str]()
-
 
 class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
     """stallfree's loader with a cache that it chooses itself; torch's for data sets that cannot be cached."""
@@ -28,7 +27,7 @@ class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
     def __new__(cls, *arguments: Any, **options: Any) -> Any:
         dataset = arguments[0] if arguments else options.get("dataset")
         if cls is DataLoader and dataset is not None and (reason := _reason_against(dataset)):
-            _name(dataset, reason)
+            _name(type(dataset).__name__, reason)
             return _Torchs(*arguments, **options)
         return super().__new__(cls)
 
@@ -55,7 +54,7 @@ class DataLoader(dataloader.DataLoader[BatchT_co], Generic[BatchT_co]):
         except errors.InputError as error:
             if error.page != "sampler-output":
                 raise
-        _name(self.dataset, "its sampler gives other keys than whole numbers")
+        _name(type(self.dataset).__name__, "its sampler gives other keys than whole numbers")
         arguments, options = self._given
         self._theirs = _Torchs(*arguments, **options)
         return iter(self._theirs)
@@ -70,9 +69,7 @@ def _reason_against(dataset: Any) -> str:
         return "its data set has no length"
 
 
-def _name(dataset: Any, reason: str) -> None:
+@cache
+def _name(kind: str, reason: str) -> None:
     """Print once that a loader stays torch's, and why."""
-    text = f"stallfree: the loader of {type(dataset).__name__} stays PyTorch's: {reason}"
-    if text not in _named:
-        print(text, file=sys.stderr)
-    _named.add(text)
+    print(f"stallfree: the loader of {kind} stays PyTorch's: {reason}", file=sys.stderr)

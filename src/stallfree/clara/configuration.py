@@ -32,10 +32,10 @@ def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
         content = json.loads(read_file(path))
     except StallfreeError:
         raise
-    except ValueError as error:
-        raise clara_configuration(f"{what} {path!r} is no valid JSON ({error}): correct it there") from error
     except Exception as error:
-        raise clara_configuration(f"{what} {path!r} cannot be read ({error}): give the path of a JSON file") from error
+        raise clara_configuration(
+            f"{what} {path!r} cannot be read as JSON ({error}): correct the path or file"
+        ) from error
     if not isinstance(content, dict):
         raise wrong(f"{what} {path!r}", content, "an object: {...}")
     return content
@@ -113,6 +113,10 @@ def _is_whole(least: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value >= least
 
 
+def _is_share(value: Any) -> bool:
+    return is_number(value) and 0 <= value <= 1
+
+
 def _is_size(value: Any) -> bool:
     return isinstance(value, list) and len(value) in (2, 3) and all(_is_whole(-1)(n) and n != 0 for n in value)
 
@@ -136,11 +140,7 @@ _ARGUMENTS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 _CACHE_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "num_cache_objects": (_REQUIRED, _is_whole(1), "samples kept in memory, an int of 1 or more"),
-    "replace_percent": (
-        None,
-        lambda value: is_number(value) and 0 <= value <= 1,
-        "0 to 1 of the cache: 0.1 is a tenth",
-    ),
+    "replace_percent": (None, _is_share, "0 to 1 of the cache: 0.1 is a tenth"),
 }
 _FIXED = {"output_data_format": "channels_first", "output_image_dtype": "float32", "duplicate_count": 1}
 _EMPTY = ("batched_by_transforms", "extra_inputs", "batch_transforms", "items_per_category", "category_weights")
@@ -252,7 +252,7 @@ def _class(entry: Component, name: str) -> Callable[..., Any]:
         try:
             user_class = getattr(import_module(module), class_name)
         except (ImportError, AttributeError, ValueError) as error:
-            advice = 'give "module.Class", with the module on Python\'s path'
+            advice = 'give "module.Class"'
             raise clara_configuration(
                 f"{entry.where}: {entry.path!r} cannot be imported ({error}): {advice}"
             ) from error

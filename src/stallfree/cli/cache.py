@@ -83,9 +83,7 @@ def _figures(counts: list[int | None], used: int, capacity: int) -> list[str]:
 
 def _table(title: str, *headings: str) -> table.Table:
     """A table of columns of words and of numbers, which are cut if there is no room."""
-    made = table.Table(
-        box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), title=title or None, title_justify="left"
-    )
+    made = table.Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left")
     for heading in headings:
         is_word = heading in ("name", "store", "policy", "state")
         made.add_column(heading, justify="left" if is_word else "right", no_wrap=True)
