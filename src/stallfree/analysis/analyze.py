@@ -354,8 +354,7 @@ def can_decode(device: torch.device) -> bool:
 
 def _resident(cached: CachedDataset[Any]) -> list[int]:
     """The ids of the samples in a cache."""
-    ids: list[int] = np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()
-    return ids
+    return np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()  # type: ignore[no-any-return]
 
 
 def _inner(step: Any) -> Any:

@@ -176,9 +176,8 @@ class AutoCache:
         trial = Trial()
         try:
             with tolerant() as unknown:
-                key = fingerprint(
-                    as_source(self._dataset).fingerprint(), self._transform, f"{self._capacity} {self._workers}"
-                )
+                data, options = as_source(self._dataset).fingerprint(), f"{self._capacity} {self._workers}"
+                key = fingerprint(data, self._transform, options)
             if unknown and self._workers is None:  # workers would share an open file and its position
                 self._workers = self.num_workers = 0
             self._folder = SharedFolder(f"auto-{token() if unknown else key[:20]}", initialize=lambda folder: None)

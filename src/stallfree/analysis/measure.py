@@ -166,10 +166,8 @@ def measure_files(cached: Any, *, seconds: float) -> Costs:
         if len(misses) >= _LEAST and time.monotonic() > end:
             break
     size = (cached.stats().resident_bytes - before) / len(misses)
-    miss = median(misses)
-    return Costs(
-        len(cached), math.inf, miss, {"files": miss - max(0.0, median(saved))}, {}, {"files": size or math.inf}
-    )
+    miss, hit = median(misses), median(misses) - max(0.0, median(saved))
+    return Costs(len(cached), math.inf, miss, {"files": hit}, {}, {"files": size or math.inf})
 
 
 # -- rates ------------------------------------------------------------------------------------------------------------

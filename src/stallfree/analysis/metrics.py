@@ -68,9 +68,8 @@ class Metrics:
         for name, source in sources.items():
             read = getattr(source, "stats", None)
             if not callable(read) or not isinstance(read(), (LoaderStats, CacheStats)):
-                raise InputError(
-                    f"{name}={type(source).__name__} has no statistics: give a loader or a cache of stallfree"
-                )
+                kind = type(source).__name__
+                raise InputError(f"{name}={kind} has no statistics: give loaders and caches of stallfree")
         self._sources = sources
 
     def read(self) -> Iterator[tuple[str, str, float]]:

@@ -58,14 +58,11 @@ class Prediction:
         return "\n".join((result, *self.answers, "", *derivation))
 
 
-def explain(
-    before: Setting, after: Setting, *, devices: int, storage: float | None, half: float | None, drift: float
-) -> Prediction:
+def explain(before: Setting, after: Setting, half: float | None, drift: float) -> Prediction:
     """The prediction for `after`, which results from `before` by these changes.
 
     Args:
         before, after: the job as measured and as changed.
-        devices, storage: the changes, for the derivation.
         half: half width of the interval; None if unknown.
         drift: share by which the machine's own speed changed during the measurement.
     """
@@ -76,10 +73,9 @@ def explain(
     size = "" if after.record_bytes is None else f" ({format_size(hits * after.samples * after.record_bytes)})"
     reasoning = [
         f"x = {hits:.1%} of the samples come out of the cache{size}",
-        f"F = 1 / (x/C + (1-x)/S) = {_mix(hits, rates.cache, rates.storage)} = {_rate(fetch)}{each}"
-        + ("" if storage is None else f" (storage of {speed(storage)})"),
+        f"F = 1 / (x/C + (1-x)/S) = {_mix(hits, rates.cache, rates.storage)} = {_rate(fetch)}{each}",
         f"P = {_rate(prep)}{each} ({plural(after.cpus, 'CPU')})",
-        f"G = {_rate(compute)}" + (f" ({devices} devices)" if devices > 1 else ""),
+        f"G = {_rate(compute)}",
     ]
     if after.shares:
         reasoning.append(f"prep, compute and the loader share the CPUs: together {_rate(after.limited.prep_at(hits))}")
@@ -94,17 +90,17 @@ def explain(
     elif half is not None and half <= throughput / 2:
         low, high = throughput - half, throughput + half
         ends = f" ({low:,.0f} to {high:,.0f})"
-    bound = f"{limits(after)} {'binds' if len(after.binding) == 1 else 'bind alike'}"
     change = f"{throughput / now:.2f} times as many as now ({_rate(now)})"
-    result = f"{bound}: {_rate(throughput)}{ends}{each}, {change}"
+    result = f"{limits(after)}: {_rate(throughput)}{ends}{each}, {change}"
     answers = tuple(f"{change.question}: {_answer(after, change)}" for change in _changes(after))
     binds = " and ".join(after.binding)
     return Prediction(throughput, binds, fetch, prep, compute, hits, now, (result, *reasoning), answers, low, high)
 
 
 def limits(setting: Setting) -> str:
-    """The bottleneck in words: "prep", "storage and the device"."""
-    return " and ".join(_LIMITS[part] for part in setting.binding)
+    """The bottleneck in words: "prep is the limit", "storage and the device are the limit"."""
+    verb = "is" if len(setting.binding) == 1 else "are"
+    return f"{' and '.join(_LIMITS[part] for part in setting.binding)} {verb} the limit"
 
 
 def _mix(hits: float, cache: float, storage: float) -> str:
@@ -161,7 +157,7 @@ def _answer(now: Setting, change: _Change) -> str:
     gain = now.gain(change.then)
     if gain > WORTH:
         return f"{gain:.2f}x. {change.do}"
-    return f"gains less than 2%, {limits(now)} {'is' if len(now.binding) == 1 else 'are'} the limit"
+    return f"gains less than 2%, {limits(now)}"
 
 
 def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[dict[str, Any]]:
@@ -214,9 +210,8 @@ def _parts(setting: Setting) -> str:
 def bottleneck(now: Setting, data: dict[str, Any]) -> str:
     """The bottleneck of a report in two sentences."""
     cold, what = data["shares"]["cold"], limits(now)
-    verb = "is the limit" if len(now.binding) == 1 else "are the limit, and the job gains if all of them do"
     return (
-        f"{what[0].upper()}{what[1:]} {verb} ({_parts(now)}). With cold files the device computes "
+        f"{what[0].upper()}{what[1:]} ({_parts(now)}). With cold files the device computes "
         f"{cold['compute']:.0%} of the time, {cold['fetch_stall']:.0%} is a wait for storage, {cold['prep_stall']:.0%} "
         "one for prep."
     )

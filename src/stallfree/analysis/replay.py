@@ -125,10 +125,8 @@ def replay(
         raise errors.InputError(f"sizes has {len(bytes_of)} numbers: give one for each of the ids 0 to {most}")
     num_ids = most + 1 if bytes_of is None else len(bytes_of)
     if (needed := 64 * num_ids) > (free := free_memory()):
-        advice = "number the ids from 0 on, without gaps"
-        raise errors.run_too_large(
-            f"id {num_ids - 1} needs {format_size(needed)}, {format_size(free)} are free: {advice}"
-        )
+        memory = f"{format_size(needed)} of memory, {format_size(free)} are free"
+        raise errors.run_too_large(f"the id {num_ids - 1} takes {memory}: number ids from 0 on, without gaps")
     size = _limit(capacity, num_ids, bytes_of)
     importance = _importance(scores, policy, len(epochs), num_ids)
     uses = next_uses(epochs, num_ids) if isinstance(policy, Oracle) else [None] * len(epochs)
@@ -169,9 +167,8 @@ class SimulatedCache:
             meta = plan_layout(num_ids, capacity, structure=None, typical=int(sizes.mean()), **names)
         Index.create(folder, meta)
         index = self._index = Index(folder, meta)
-        victims = None
-        if policy.evicts:  # a longer queue takes more memory and less time, with the same decisions
-            victims = Victims(_Queue(index.first), np.zeros(2, np.int64))
+        # A longer queue takes more memory and less time, with the same decisions.
+        victims = Victims(_Queue(index.first), np.zeros(2, np.int64)) if policy.evicts else None
         self._space = Space(index, policy, lambda start, count: count, victims)
         self.rejected, self._seen = 0, np.zeros(num_ids, np.int64)
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
@@ -259,9 +256,7 @@ def _importance(values: Any, policy: Policy, epochs: int, num_ids: int) -> Score
     if not policy.given or isinstance(policy, Oracle):
         if values is None:
             return None
-        raise errors.argument_conflict(
-            f"scores are for the policy 'importance', not for {policy.name!r}: leave them out"
-        )
+        raise errors.argument_conflict(f"scores are for 'importance' only, not for {policy.name!r}: leave them out")
     try:
         scores = np.asarray(values, np.float64)
     except (TypeError, ValueError):

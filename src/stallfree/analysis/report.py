@@ -139,7 +139,7 @@ class Report:
         rounds = [changed(self.setting(number)).throughput for number in range(min(complete, default=0))]
         half = next_half_width(rounds) if len(rounds) >= ROUNDS_FOR_INTERVAL else None
         drift = self.data["machine"].get("drift", 0.0)
-        return prediction.explain(before, changed(before), devices=devices, storage=bandwidth, half=half, drift=drift)
+        return prediction.explain(before, changed(before), half, drift)
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size.

@@ -30,6 +30,8 @@ _ROUNDS = 10  # minimum loads per loader in the warm-up and in the measurement
 _MOST_BATCHES = 2_000_000
 _Z95 = 1.96
 
+Json = dict[str, Any]
+
 
 @dataclass(frozen=True)
 class Event:
@@ -64,10 +66,7 @@ def read_events(path: str | Path) -> list[Event]:
             if not -math.inf < events[-1].start <= events[-1].end < math.inf:
                 raise ValueError("start and end must be numbers, start not after end")
     except (OSError, ValueError, TypeError) as error:
-        raise errors.file_unreadable(
-            f"{path} cannot be read as a log of events: {error} (after {len(events)} events). Give a log that "
-            "stallfree wrote"
-        ) from error
+        raise errors.file_unreadable(f"{path} cannot be read as a log: {error} (after {len(events)} events)") from error
     return events
 
 
@@ -184,9 +183,7 @@ def compare(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dic
     seeds, both = parse_whole(seeds, "seeds", 1), [replace(pipeline, prefetch=prefetch) for prefetch in (False, True)]
     batches = seeds * seconds * sum(one.law for one in both)
     if batches > _MOST_BATCHES:
-        raise errors.run_too_large(
-            f"seconds={seconds:g}: {batches:,.0f} batches would pass; give fewer seconds or seeds"
-        )
+        raise errors.run_too_large(f"seconds={seconds:g} are {batches:,.0f} batches: give fewer seconds or seeds")
     first, steady = zip(*(_counts(one, seeds, seconds) for one in both), strict=True)
     return {
         "seeds": seeds,
@@ -237,36 +234,29 @@ _CAUTION = "One run is one draw, and seeds differ. Go by the steady state."
 _LAW = "The law: min(W/l, 1/(t+m)) without, min(W/l, 1/max(t,m)) with prefetch: W loaders, l load, t copy, m compute."
 
 
-def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> dict[str, Any]:
+def simulation_data(pipeline: Pipeline, *, seeds: int = 30, seconds: float = 1.0) -> Json:
     """Both runs of a pipeline, of seed 0, and their comparison, in the format of `simulation_page`."""
     comparison, runs = compare(pipeline, seeds=seeds, seconds=seconds), []
     for prefetch, name in enumerate(_KINDS):
         run = simulate(replace(pipeline, prefetch=bool(prefetch)), seconds=seconds)
-        runs.append(run_data(name, run.events, seconds=seconds, queue=pipeline.queue, depth=prefetch))
+        runs.append(run_data(name, run.events, seconds, queue=pipeline.queue, depth=prefetch))
     load, transfer, compute = map(format_seconds, (pipeline.load, pipeline.transfer, pipeline.compute))
     title = (
         f"{render.plural(pipeline.loaders, 'loader')}, {load} to load a batch, {transfer} to copy it, {compute} to "
         f"compute; variation {pipeline.variation:g}"
     )
-    return page_data(title, runs, shown=int(pipeline.prefetch), pipeline=asdict(pipeline), comparison=comparison)
+    return page_data(title, runs, int(pipeline.prefetch), asdict(pipeline), comparison)
 
 
-def page_data(
-    title: str, runs: Sequence[Mapping[str, Any]], *, shown: int = 0, pipeline: Any = None, comparison: Any = None
-) -> dict[str, Any]:
+def page_data(title: str, runs: Sequence[Any], shown: int = 0, pipeline: Any = None, comparison: Any = None) -> Json:
     """Runs in the format of `simulation_page`. The log of a real loader has no pipeline and no comparison."""
     data = {"title": title, "runs": runs, "shown": shown, "pipeline": pipeline, "comparison": comparison}
     return {"format": "stallfree-simulation", "version": 1, **data}
 
 
 def run_data(
-    name: str,
-    events: Iterable[Event],
-    *,
-    seconds: float | None = None,
-    queue: int | None = None,
-    depth: int | None = None,
-) -> dict[str, Any]:
+    name: str, events: Iterable[Event], seconds: float | None = None, queue: int | None = None, depth: int | None = None
+) -> Json:
     """A run, in the format of `simulation_page`. Times are relative to the first event.
 
     Args:

@@ -15,9 +15,7 @@ from stallfree.errors import StallfreeError, clara_configuration, missing_extra
 from stallfree.pipeline.compose import Transform
 from stallfree.sources.paths import canonical, read_file
 
-_PIPELINES = [
-    f"{task}ImagePipeline{cache}" for task in ("Segmentation", "Classification") for cache in ("", "WithCache")
-]
+_PIPELINES = [f"{task}ImagePipeline{end}" for task in ("Segmentation", "Classification") for end in ("", "WithCache")]
 
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 
@@ -33,9 +31,7 @@ def read_json(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     except StallfreeError:
         raise
     except Exception as error:
-        raise clara_configuration(
-            f"{what} {path!r} cannot be read as JSON ({error}): correct the path or file"
-        ) from error
+        raise clara_configuration(f"{what} {path!r} cannot be read as JSON ({error}): correct it") from error
     if not isinstance(content, dict):
         raise wrong(f"{what} {path!r}", content, "an object: {...}")
     return content
@@ -237,9 +233,7 @@ def _make(entry: Component) -> Transform:
     except Exception as error:
         parameters = [*(["fields"] if clara else []), *map(str, inspect.signature(described).parameters.values())]
         arguments = ", ".join(parameters) or "none"
-        raise clara_configuration(
-            f"{where} cannot be made: {type(error).__name__}: {error}; its arguments are {arguments}"
-        ) from error
+        raise clara_configuration(f"{where} cannot be made: {error!r}; its arguments are {arguments}") from error
     if not callable(transform):
         raise clara_configuration(f"{where} is no transform: its instances cannot be called with a sample")
     return transform  # type: ignore[no-any-return]
@@ -252,10 +246,8 @@ def _class(entry: Component, name: str) -> Callable[..., Any]:
         try:
             user_class = getattr(import_module(module), class_name)
         except (ImportError, AttributeError, ValueError) as error:
-            advice = 'give "module.Class"'
-            raise clara_configuration(
-                f"{entry.where}: {entry.path!r} cannot be imported ({error}): {advice}"
-            ) from error
+            problem = f"{entry.where}: {entry.path!r} cannot be imported"
+            raise clara_configuration(f'{problem} ({error}): give "module.Class"') from error
         if not callable(user_class):
             raise wrong(f"{entry.where}: {entry.path!r}", user_class, "a class")
         return user_class  # type: ignore[no-any-return]

@@ -284,8 +284,6 @@ def _tensor(sample: Mapping[Any, Any], field: str, size: tuple[int, ...] | None)
     if size is not None and [n if n == -1 else have for have, n in zip(shape, size, strict=False)] != list(size):
         expected = ", ".join("any" if n == -1 else str(n) for n in size[1:])
         channels = "channels" if size[0] == -1 else size[0]
-        raise errors.clara_field(
-            f"field {field!r} comes out with shape {shape}, and output_crop_size asks for [{channels}, {expected}]: "
-            "crop, pad or resample it in pre_transforms, or change output_crop_size"
-        )
+        problem = f"field {field!r} comes out with shape {shape}, output_crop_size is [{channels}, {expected}]"
+        raise errors.clara_field(f"{problem}: crop, pad or resample it in pre_transforms")
     return tensor
