@@ -1,6 +1,5 @@
 """`DataLoader(cache="auto")`: it decides once, loses nothing, and every sample is what it is without it."""
 
-import json
 import os
 import random
 import time
@@ -8,14 +7,16 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import stallfree as sf
-from cached_data import Numbers
-from children import Child, until
+from cached_data import Given, Numbers, doubled
+from children import until
+from process_ranks import in_ranks
 from stallfree.analysis import auto
 from stallfree.cache import capacity as limits
 from stallfree.errors import StorageError
@@ -55,9 +56,7 @@ def epochs(loader: Any, count: int) -> list[dict[int, bytes]]:
 class Slow:
     """Samples of 4 KB that take 2 ms each, from storage that counts its requests in a file."""
 
-    def __init__(
-        self, log: Path | None = None, transform: Any = None, seconds: float = 0.002, count: int = COUNT
-    ) -> None:
+    def __init__(self, log: Any = None, transform: Any = None, seconds: float = 0.002, count: int = COUNT) -> None:
         self.log, self.transform, self.seconds, self.count = log, transform, seconds, count
 
     def __len__(self) -> int:
@@ -67,8 +66,7 @@ class Slow:
         if self.log is not None:
             with open(f"{self.log}{os.environ.get('RANK', '')}", "a") as log:
                 log.write(f"{id}\n")
-        if self.seconds:
-            time.sleep(self.seconds)
+        time.sleep(self.seconds)
         sample = np.full(1000, id, np.float32)
         return (sample if self.transform is None else self.transform(sample)), id
 
@@ -93,6 +91,7 @@ def noise(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     ],
 )
 def test_samples_are_those_without_a_cache(data: Any, workers: int, room: str) -> None:
+    """Also after a resume in mid-epoch."""
     options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "seed": 3}
     with sf.DataLoader(data, 8, **options) as without:
         expected = epochs(without, 3)
@@ -101,6 +100,12 @@ def test_samples_are_those_without_a_cache(data: Any, workers: int, room: str) -
         assert (loader.decision, loader.cached) == ("", None)
         assert epochs(loader, 3) == expected
         assert ("cut at transform" in loader.decision) == isinstance(data, Slow)
+        batches = iter(loader)
+        next(batches)
+        state, left = loader.state_dict(), [labels.tolist() for _, labels in batches]
+    with sf.DataLoader(data, 8, cache="auto", capacity=room, **options) as loader:
+        loader.load_state_dict(state)
+        assert [labels.tolist() for _, labels in loader] == left
 
 
 def test_what_was_fetched_to_decide_is_kept(tmp_path: Path) -> None:
@@ -138,11 +143,7 @@ def test_a_decision_leaves_no_trace_in_the_generators(data: Any) -> None:
             "prepared",
             "all 40 samples, as they are after the transforms that are not",
         ),
-        (
-            ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"),
-            "fetched",
-            "all 40 samples, as they are read",
-        ),
+        (ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"), "fetched", "as they are read"),
         (Slow(), "fetched", "all 40 samples, as they are read"),
         (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
         (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),
@@ -153,46 +154,37 @@ def test_a_decision_leaves_no_trace_in_the_generators(data: Any) -> None:
 def test_what_is_chosen_and_said(data: Any, form: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     with sf.DataLoader(data, 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
         epochs(loader, 1)
-        line = capfd.readouterr().err
+        (line,) = capfd.readouterr().err.splitlines()
         assert (loader.cached and loader.cached.form) == form
         assert line.startswith("stallfree: cache='auto' keeps ")
-        assert line.count("\n") == 1
         assert words in line
         assert "; 1 worker process" in line
-        assert line.removeprefix("stallfree: ").strip() in loader.decision
+        assert line.removeprefix("stallfree: ") in loader.decision
         epochs(loader, 2)
         assert capfd.readouterr().err == "", "it decides once"
 
 
-class Files:
+class Files(Slow):
     """Reads and augments in one."""
 
     def __init__(self, folder: Path) -> None:
+        super().__init__()
         self.folder = folder
         for id in range(COUNT):
             (folder / str(id)).write_bytes(bytes([id]) * 1000)
 
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
+    def __getitem__(self, id: int) -> Any:
         return np.frombuffer((self.folder / str(id)).read_bytes(), np.uint8)[:8] + random.random(), id
-
-
-def doubled(sample: tuple[np.ndarray[Any, Any], int]) -> tuple[np.ndarray[Any, Any], int]:
-    return 2 * sample[0], sample[1]
 
 
 def test_files_are_cached_where_samples_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a measurement by which these files lie in slow storage."""
     measure = auto.measure_files
-    slow = lambda cached, **options: replace(measure(cached, **options), miss=1.0)  # noqa: E731
-    monkeypatch.setattr(auto, "measure_files", slow)
-    data = Files(tmp_path)
-    with sf.DataLoader(data, 8, shuffle=True, seed=3, num_workers=1) as without:
+    monkeypatch.setattr(auto, "measure_files", lambda *args, **options: replace(measure(*args, **options), miss=1.0))
+    data, options = Files(tmp_path), {"shuffle": True, "seed": 3, "num_workers": 1}
+    with sf.DataLoader(data, 8, **options) as without:
         expected = epochs(without, 3)
-    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1, "cache": "auto", "transform": doubled}
-    with sf.DataLoader(data, 8, capacity=ROOM, **options) as loader:
+    with sf.DataLoader(data, 8, capacity=ROOM, cache="auto", transform=doubled, **options) as loader:
         found = epochs(loader, 2)
         for file in tmp_path.iterdir():
             file.unlink()
@@ -211,11 +203,8 @@ def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
 ) -> None:
     shares = iter([4 << 20, 512 << 10])
     monkeypatch.setattr(auto, "granted", lambda capacity, root: next(shares))
-
-    def job() -> Any:
-        return sf.DataLoader(Slow(), 8, num_workers=0, cache="auto")
-
-    with job() as one, job() as two:
+    jobs: list[Any] = [sf.DataLoader(Slow(), 8, num_workers=0, cache="auto") for _ in range(2)]
+    with jobs[0] as one, jobs[1] as two:
         epochs(one, 1)
         epochs(two, 1)
         assert two.decision == one.decision
@@ -225,35 +214,12 @@ def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
     assert not list(default_root().glob("auto-*"))
 
 
-class Scaled(Slow):
-    scale = 1
-
-    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
-        return np.full_like(super().__getitem__(id)[0], self.scale), id
-
-
-def test_after_an_attribute_of_the_data_set_is_set_nothing_is_cached() -> None:
-    data = Scaled()
-    data.scale = 1
-    with sf.DataLoader(data, 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
-        epochs(loader, 2)
-        assert loader.cached is not None
-        data.scale = 2
-        with pytest.warns(sf.StallfreeWarning, match="keeps no samples from now on"):
-            found = epochs(loader, 1)
-        data.scale = 3
-        found += epochs(loader, 1)
-        assert loader.cached is None
-    assert [{np.frombuffer(sample, np.float32)[0] for sample in epoch.values()} for epoch in found] == [{2}, {3}]
-
-
-@pytest.mark.parametrize(("workers", "epoch"), [(1, 0), (0, 1)])
-def test_the_number_of_workers_may_be_set(workers: int, epoch: int) -> None:
+def test_the_number_of_workers_may_be_set() -> None:
     with sf.DataLoader(Slow(), 8, num_workers=2, cache="auto", capacity=ROOM) as loader:
-        epochs(loader, epoch)
-        loader.num_workers = workers
-        assert epochs(loader, 1)[0].keys() == set(range(COUNT))
-        assert loader.stats().num_workers == workers
+        for workers in (1, 0):  # before the decision, and after it
+            loader.num_workers = workers
+            assert epochs(loader, 1)[0].keys() == set(range(COUNT))
+            assert loader.stats().num_workers == workers
 
 
 def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,17 +232,15 @@ def test_memory_that_caches_may_still_fill_is_not_free(monkeypatch: pytest.Monke
     assert limits.granted(1.0, default_root()) == free
 
 
-class Held:
+class Held(Slow):
     """Keeps its file open."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         path.write_bytes(b"".join(bytes([id]) * 100 for id in range(COUNT)))
         self.file = open(path, "rb", buffering=0)  # noqa: SIM115
 
-    def __len__(self) -> int:
-        return COUNT
-
-    def __getitem__(self, id: int) -> tuple[float, int]:
+    def __getitem__(self, id: int) -> Any:
         self.file.seek(100 * id)
         return self.file.read(100)[50] + random.random(), id
 
@@ -293,10 +257,7 @@ def test_workers_are_not_chosen_for_a_data_set_that_holds_an_open_file(
 
 
 def test_without_room_there_is_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise StorageError("full")
-
-    monkeypatch.setattr(auto, "cached_after", refuse)
+    monkeypatch.setattr(auto, "cached_after", Mock(side_effect=StorageError("full")))
     with sf.DataLoader(Slow(), 8, cache="auto", capacity=ROOM, num_workers=0) as loader:
         assert sorted(epochs(loader, 1)[0]) == list(range(COUNT))
         assert loader.decision == "cache='auto' keeps no samples in memory: full; no worker processes"
@@ -307,18 +268,6 @@ def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch(wor
     with sf.DataLoader(Slow(seconds=0.0), 8, num_workers=workers, cache="auto", capacity=ROOM) as loader:
         epochs(loader, 1)
         assert loader.num_workers == used
-
-
-def test_a_resume_in_mid_epoch_gives_what_was_left() -> None:
-    options: dict[str, Any] = {"shuffle": True, "num_workers": 0, "cache": "auto", "capacity": ROOM, "seed": 5}
-    data = Numbers(COUNT, [squared, shaken])
-    with sf.DataLoader(data, 8, **options) as loader:
-        batches = iter(loader)
-        next(batches)
-        state, expected = loader.state_dict(), [labels.tolist() for _, labels in batches]
-    with sf.DataLoader(data, 8, **options) as loader:
-        loader.load_state_dict(state)
-        assert [labels.tolist() for _, labels in loader] == expected
 
 
 @pytest.mark.parametrize(
@@ -346,44 +295,28 @@ def test_a_loader_that_is_not_closed_leaves_nothing_behind() -> None:
     assert not list(default_root().glob("auto-*"))
 
 
-class Failing(Slow):
-    """All samples but the first fail."""
-
-    def __getitem__(self, id: int) -> tuple[np.ndarray[Any, Any], int]:
-        if id > 0:
-            raise OSError("bad sector")
-        return super().__getitem__(id)
-
-
 def test_an_error_of_the_data_set_is_raised_by_the_loop_and_not_by_the_decision() -> None:
-    with sf.DataLoader(Failing(), 1, cache="auto", capacity=ROOM, num_workers=0) as loader:
+    """All samples but the first fail."""
+    data = Given([0, *[OSError("bad sector")] * 9])
+    with sf.DataLoader(data, 1, cache="auto", capacity=ROOM, num_workers=0) as loader:
         batches = iter(loader)
-        assert next(batches)[1].tolist() == [0]
+        assert next(batches).tolist() == [0]
         with pytest.raises(OSError, match="bad sector"):
             next(batches)
 
 
-# -- several ranks ----------------------------------------------------------------------------------------------------
-
-RANKS = 3
-
-
-def train(rank: int, folder: Path) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4733", "TORCHELASTIC_RUN_ID": "auto"}
-    data, options = Slow(folder / "log", count=600), {"shuffle": True, "seed": 1, "num_workers": 0}
-    loader = sf.DataLoader(data, 8, cache="auto", capacity="8MiB", ranks=(rank, RANKS), **options)
-    next(iter(loader))
-    fetched = (folder / f"log{rank}").read_text().count("\n")
-    (folder / f"{rank}.part").write_text(json.dumps([fetched, loader.decision.split(";")[0]]))
-    (folder / f"{rank}.part").rename(folder / f"{rank}.json")
-    until(lambda: len(list(folder.glob("*.json"))) == RANKS)  # ranks of a job live at the same time
-    loader.close()
-
-
 def test_one_rank_measures_for_all(tmp_path: Path) -> None:
-    children = [Child(train, rank, tmp_path) for rank in range(RANKS)]
-    assert [child.wait() for child in children] == [0] * RANKS
-    found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS)]
-    assert len({decision for _, decision in found}) == 1, "one decision"
-    assert sorted(before for before, _ in found)[-2] <= 4 * 8, "all but one fetch no more than their first batches"
+    def train(rank: int) -> Any:
+        os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4733", "TORCHELASTIC_RUN_ID": "auto"}
+        data, options = Slow(tmp_path / "log", count=600), {"shuffle": True, "seed": 1, "num_workers": 0}
+        with sf.DataLoader(data, 8, cache="auto", capacity="8MiB", ranks=(rank, 3), **options) as loader:
+            next(iter(loader))
+            fetched = (tmp_path / f"log{rank}").read_text().count("\n")
+            (tmp_path / f"{rank}.done").touch()
+            until(lambda: len(list(tmp_path.glob("*.done"))) == 3)  # ranks of a job live at the same time
+        return fetched, loader.decision.split(";")[0]
+
+    fetched, decisions = zip(*in_ranks(3, tmp_path, train), strict=True)
+    assert len({*decisions}) == 1
+    assert sorted(fetched)[-2] <= 4 * 8, "all but one fetch no more than their first batches"

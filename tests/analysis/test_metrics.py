@@ -13,26 +13,18 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import stallfree as sf
 
-
-def named(prefix: str, words: str) -> list[str]:
-    return [f"stallfree_{prefix}_{word}" for word in words.split()]
-
-
-LOADER_NAMES = named(
-    "loader",
-    "batches_total samples_total hits_total misses_total storage_bytes_total fetch_seconds_total prep_seconds_total "
-    "wait_seconds_total queue_depth retries_total workers_replaced_total skips_total private_copies_total "
-    "staging_bytes workers stall_fetch_seconds stall_prep_seconds",
-)
-CACHE_NAMES = named(
-    "cache",
-    "hits_total misses_total evictions_total rejected_total damaged_total storage_reads_total storage_bytes_total "
-    "resident_items resident_bytes capacity_bytes used_bytes tier_hits_total tier_rejected_total hit_ratio",
-)
-WINDOW_NAMES = named(
-    "smart_cache", "epoch window_start replace_num lag late_epochs_total wait_seconds_total skips_total"
-)
-SHARED_NAMES = named("shared_loader", "takeovers_total jobs")
+LOADER = """batches_total samples_total hits_total misses_total storage_bytes_total fetch_seconds_total
+    prep_seconds_total wait_seconds_total queue_depth retries_total workers_replaced_total skips_total
+    private_copies_total staging_bytes workers stall_fetch_seconds stall_prep_seconds"""
+CACHE = """hits_total misses_total evictions_total rejected_total damaged_total storage_reads_total storage_bytes_total
+    resident_items resident_bytes capacity_bytes used_bytes tier_hits_total tier_rejected_total hit_ratio"""
+WINDOW = "epoch window_start replace_num lag late_epochs_total wait_seconds_total skips_total"
+LOADER_NAMES, CACHE_NAMES, WINDOW_NAMES, SHARED_NAMES = (
+    [f"stallfree_{prefix}_{word}" for word in words.split()]
+    for prefix, words in {
+        "loader": LOADER, "cache": CACHE, "smart_cache": WINDOW, "shared_loader": "takeovers_total jobs"
+    }.items()
+)  # fmt: skip
 
 
 @pytest.fixture

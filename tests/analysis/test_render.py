@@ -4,7 +4,6 @@ import json
 import random
 import re
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,26 +13,18 @@ from stallfree import Report
 from stallfree.analysis.render import interval, number, percent, plural, speed
 from stallfree.analysis.report import report_page
 from stallfree.analysis.simulate import MOST_EVENTS, Event, run_data, simulation_page
-from stallfree.errors import InputError, MissingExtraError
+from stallfree.errors import MissingExtraError
 
 HARM = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&amp;"
-PAGES: list[tuple[Callable[[Any], str], Callable[[], dict[str, Any]]]] = [
-    (report_page, report),
-    (simulation_page, simulation),
-]
 
 
 def test_figures() -> None:
     figures = {0: "0.00", 0.854: "0.85", 9.996: "10.0", 99.94: "99.9", 99.96: "100", 12_345.6: "12,346"}
     assert {value: number(value) for value in figures} == figures
-    assert interval(22.185, 22.228) == "22.18 to 22.23", "a narrow interval shows its ends"
-    assert interval(None, None) == ""
+    assert (interval(22.18, 104), interval(None, None)) == ("22.2 to 104", "")
     assert [percent(share) for share in (0, 0.004, 0.01, 0.385, 1)] == ["0%", "0.4%", "1%", "38%", "100%"]
-    assert [speed(value) for value in (999, 530e6, 2e12)] == ["999 B/s", "530 MB/s", "2,000 GB/s"]
+    assert [speed(value) for value in (25e4, 530e6, 2e9)] == ["0.25 MB/s", "530 MB/s", "2,000 MB/s"]
     assert (plural(1, "sample"), plural(3670, "sample")) == ("1 sample", "3,670 samples")
-
-
-# -- pages ------------------------------------------------------------------------------------------------------------
 
 
 def everywhere(value: Any, word: str) -> Any:
@@ -45,7 +36,7 @@ def everywhere(value: Any, word: str) -> Any:
     return value + word if isinstance(value, str) else value
 
 
-@pytest.mark.parametrize(("page_of", "example"), PAGES)
+@pytest.mark.parametrize(("page_of", "example"), [(report_page, report), (simulation_page, simulation)])
 def test_a_page_holds_its_data_escaped_and_asks_for_nothing(
     page_of: Any, example: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,8 +49,6 @@ def test_a_page_holds_its_data_escaped_and_asks_for_nothing(
     assert [tag for tag, _ in page.elements] == [tag for tag, _ in Page(page_of(everywhere(example(), "x"))).elements]
     assert json.loads(page.texts["data"]) == data
     assert HARM in page.text
-    with pytest.raises(InputError, match=r"holds a number that is none .*give null"):
-        page_of(example() | {"words": [float("inf")]})
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(MissingExtraError, match=r"stallfree\[report\]"):
         page_of(example())
@@ -90,10 +79,8 @@ def test_the_tables_of_a_report_are_its_json() -> None:
         assert said in page.text
 
 
-# -- the terminal -----------------------------------------------------------------------------------------------------
-
-
 def test_everything_is_said_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the environment says, and a terminal obeys nothing in it."""
     data = report()
     text = str(Report(data))
     assert max(map(len, text.splitlines())) <= 80
@@ -107,18 +94,11 @@ def test_everything_is_said_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> No
     assert f"2. {second['do']}" in flat
     for name, value in {"FORCE_COLOR": "1", "COLUMNS": "40", "TERM": "dumb"}.items():
         monkeypatch.setenv(name, value)
-    assert str(Report(data)) == text, "the environment changes nothing"
-
-
-def test_a_terminal_obeys_nothing_in_a_report() -> None:
-    data = report()
+    assert str(Report(data)) == text
     data["job"]["dataset"] = data["notes"][0] = "a\x1b[31mb\rc\x07 [bold]d[/bold] :smile: \x1b]0;title\x07"
     text = str(Report(data))
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", text)
     assert text.count("[bold]d[/bold] :smile:") == 2
-
-
-# -- simulations ------------------------------------------------------------------------------------------------------
 
 
 def test_the_table_of_a_simulation_is_its_comparison() -> None:
@@ -128,8 +108,8 @@ def test_the_table_of_a_simulation_is_its_comparison() -> None:
             ["", "without prefetch", "with prefetch"],
             ["first 0.3 s: mean of 30 seeds", "4.00 (3.90 to 4.10)", "4.50 (4.25 to 4.75)"],
             ["first 0.3 s: single seeds", "4", "3 to 5"],
-            ["steady state, per second", "19.99 (19.97 to 20.00)", "20.0 (20.0 to 20.0)"],
-            ["law, per second", "20.00", "20.0"],
+            ["steady state, per second", "20.0 (20.0 to 20.0)", "20.0 (20.0 to 20.0)"],
+            ["law, per second", "20.0", "20.0"],
         ]
     ]
     assert "Prefetch gains nothing here: add loaders (3 would keep the device busy)." in page.text
@@ -145,16 +125,12 @@ def test_a_run_is_its_events_from_the_first_on() -> None:
     run = run_data("log", events)
     assert (run["seconds"], run["left_out"]) == (pytest.approx(0.25), 0)
     expected = sorted(recording(), key=lambda event: (event.start, event.end))
-    assert [tuple(row[2:]) for row in run["events"]] == [(e.actor, e.what, e.batch, e.epoch) for e in expected]
-    assert [row[:2] for row in run["events"]] == [
-        [pytest.approx(e.start - 5.0), pytest.approx(e.end - 5.0)] for e in expected
-    ]
+    for row, e in zip(run["events"], expected, strict=True):
+        assert row == [pytest.approx(e.start - 5.0), pytest.approx(e.end - 5.0), e.actor, e.what, e.batch, e.epoch]
     part = run_data("log", recording(), seconds=0.095)
     assert len(part["events"]) == sum(event.start < 5.095 for event in recording()) == 6
     assert max(row[1] for row in part["events"]) > 0.1, "what began is shown to its end"
-
-
-def test_a_long_log_is_cut_where_it_is_still_complete() -> None:
+    # a long log is cut where it is still complete
     events = [Event(float(n), n + 1.0, "device", "compute", n) for n in range(MOST_EVENTS + 25)]
     run = run_data("log", events)
     assert (len(run["events"]), run["left_out"], run["seconds"]) == (MOST_EVENTS, 25, float(MOST_EVENTS))

@@ -28,14 +28,13 @@ def volume(number: float, shape: Sequence[int] = SHAPE) -> np.ndarray[Any, Any]:
     return np.full(shape, number, np.float32) + np.linspace(0, 0.25, shape[-1], dtype=np.float32)
 
 
-def write(path: Path, array: np.ndarray[Any, Any], spacing: Sequence[float] = (1, 1, 1), two: bool = False) -> bytes:
-    """A NIfTI file at `path`; its bytes."""
+def write(path: Path, array: np.ndarray[Any, Any], spacing: Sequence[float] = (1, 1, 1), two: bool = False) -> None:
+    """A NIfTI file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = nibabel.Nifti2Image if two else nibabel.Nifti1Image
     image = kind(array, np.diag([*spacing, *[1] * (4 - len(spacing))]))
     image.header.set_zooms([*spacing, *[1] * (array.ndim - len(spacing))])
     nibabel.save(image, path)
-    return path.read_bytes()
 
 
 def make_data(root: Path, samples: int = 10, shape: Sequence[int] = SHAPE) -> Path:

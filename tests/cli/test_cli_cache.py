@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import pty
-import shutil
 import signal
 import sys
 from contextlib import closing
@@ -16,14 +15,10 @@ from typer.testing import CliRunner, Result
 
 import stallfree as sf
 from children import Child
+from redis_servers import needs_server
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cli import app, cache
 from stallfree.errors import InputError
-
-needs_server = pytest.mark.skipif(
-    not any(map(shutil.which, ("valkey-server", "redis-server"))),
-    reason="neither valkey-server nor redis-server is installed: apt install redis-server",
-)
 
 
 def run(*arguments: str) -> Result:

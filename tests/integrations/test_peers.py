@@ -1,4 +1,4 @@
-"""Data sets, transforms and writers of other libraries themselves, where they are installed."""
+"""Data sets, transforms, writers and `tv_tensors` of other libraries themselves, where they are installed."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,12 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import stallfree as sf
 from loader_data import same
 from optional_library import library
 from stallfree.sources.mapped import as_source
 from stallfree.sources.tar import TarDataset
+
+pytestmark = pytest.mark.libraries
+SIZE = 8
 
 
 def test_shards_of_webdataset(tmp_path: Path) -> None:
@@ -76,3 +80,106 @@ def test_streams_of_hugging_face(workers: int, monkeypatch: pytest.MonkeyPatch) 
         first = [next(batches)["x"].tolist() for batches in [iter(loader)] for _ in range(2)]
         loader.load_state_dict(loader.state_dict())
         assert first + [batch["x"].tolist() for batch in loader] == expected
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    """Eight pictures of two classes."""
+    for number in range(8):
+        path = tmp_path / "pictures" / ("ab"[number % 2]) / f"{number}.{'png' if number < 2 else 'jpg'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(np.random.default_rng(number).integers(0, 256, (20, 30, 3), np.uint8)).save(path)
+    return tmp_path / "pictures"
+
+
+def classic(v1: Any) -> Any:
+    crop = [v1.Resize((12, 12)), v1.RandomResizedCrop(SIZE, scale=(0.3, 1.0)), v1.RandomHorizontalFlip()]
+    return v1.Compose([*crop, v1.ColorJitter(0.4, 0.4, 0.4), v1.ToTensor(), v1.Normalize([0.5] * 3, [0.25] * 3)])
+
+
+def current(v2: Any) -> Any:
+    """Its first step makes a `tv_tensors.Image`, its last a plain tensor."""
+    crop = [v2.Resize((12, 12)), v2.RandomResizedCrop(SIZE, scale=(0.3, 1.0)), v2.RandomHorizontalFlip()]
+    return v2.Compose([v2.ToImage(), *crop, v2.ToDtype(torch.float32, scale=True), v2.ToPureTensor()])
+
+
+@pytest.mark.parametrize(
+    ("module", "make", "steady"),
+    [("torchvision.transforms", classic, 1), ("torchvision.transforms.v2", current, 2)],
+    ids=["v1", "v2"],
+)
+def test_an_image_folder(pictures: Path, module: str, make: Any, steady: int) -> None:
+    """Samples are its own; those of the steps before the first random one are cached; crops are fresh in each epoch."""
+    datasets = library("torchvision.datasets")
+    assert library("torchvision").get_image_backend() == "PIL"
+    dataset = datasets.ImageFolder(pictures, make(library(module)), target_transform=lambda label: label + 10)
+    source = as_source(dataset)
+    assert isinstance(source, sf.FileDataset)
+    assert source.fetch(0) == (Path(dataset.samples[0][0]).read_bytes(), 0)
+    for id in range(8):
+        torch.manual_seed(id)
+        expected = dataset[id]
+        torch.manual_seed(id)
+        assert same(source[id], expected)
+    with sf.CachedDataset(dataset, capacity="4MiB", form="prepared") as cached:
+        split = sf.split(cached.steps, probe=source.fetch(0))
+        assert len(split.deterministic) == 1 + steady  # decoding, and those of the transform
+        with sf.DataLoader(cached, batch_size=8, num_workers=2) as loader:
+            epochs = [next(iter(loader)) for _ in range(3)]
+        assert cached.stats().storage_reads == 8
+    for images, labels in epochs:
+        assert type(images) is torch.Tensor
+        assert images.shape == (8, 3, SIZE, SIZE)
+        assert labels.tolist() == [label + 10 for label in dataset.targets]
+    assert not all(torch.equal(images, epochs[0][0]) for images, _ in epochs[1:])
+
+
+class Detection(torch.utils.data.Dataset[Any]):
+    """Dark images with one bright rectangle, its box and its mask."""
+
+    def __init__(self, kinds: Any) -> None:
+        self.kinds = kinds
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, id: int) -> Any:
+        left, top = 2 * id, id
+        image = torch.zeros(3, 60, 80, dtype=torch.uint8)
+        image[:, top : top + 40, left : left + 50] = 200
+        box = torch.tensor([[left, top, left + 50, top + 40]])
+        found = {
+            "boxes": self.kinds.BoundingBoxes(box, format="XYXY", canvas_size=(60, 80)),
+            "masks": self.kinds.Mask(image[:1] > 0),
+            "labels": torch.tensor([id]),
+        }
+        return self.kinds.Image(image), found
+
+
+@pytest.mark.parametrize("form", ["fetched", "prepared"])
+def test_boxes_and_masks_are_cropped_with_their_image(form: Any) -> None:
+    """`tv_tensors` stay what they are in the cache and in workers: a transform moves them all by the same draw."""
+    kinds, v2 = library("torchvision.tv_tensors"), library("torchvision.transforms.v2")
+    crop = v2.RandomResizedCrop(32, scale=(0.3, 0.9), antialias=True)
+    steps = v2.Compose([v2.Resize((120, 160)), crop, v2.RandomHorizontalFlip(), v2.ClampBoundingBoxes()])
+    epochs = []
+    with (
+        sf.CachedDataset(Detection(kinds), capacity="8MiB", form=form, transform=steps) as cached,
+        sf.DataLoader(cached, batch_size=4, num_workers=2, collate_fn=list) as loader,
+    ):
+        for _ in range(3):
+            epochs.append([sample for batch in loader for sample in batch])
+        assert cached.stats().storage_reads == 8
+    for samples in epochs:
+        assert [found["labels"].item() for _, found in samples] == list(range(8))
+        for image, found in samples:
+            assert type(image) is kinds.Image
+            assert type(found["boxes"]) is kinds.BoundingBoxes
+            assert type(found["masks"]) is kinds.Mask
+            assert tuple(found["boxes"].canvas_size) == tuple(image.shape[-2:]) == (32, 32)
+            _, rows, columns = found["masks"].nonzero(as_tuple=True)
+            area = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert found["boxes"][0].tolist() == pytest.approx([int(edge) for edge in area], abs=1)
+            assert np.mean((image[0] > 100).numpy() != found["masks"][0].numpy()) < 0.1
+    boxes = [[found["boxes"].tolist() for _, found in samples] for samples in epochs]
+    assert boxes[0] != boxes[1] != boxes[2]

@@ -1,25 +1,24 @@
 """Two processes that train one model: each sees the samples that it sees with torch's loader, or a warning says not.
 
-Every test starts two processes, which do the same with both loaders and compare what they were given.
+The processes do the same with both loaders and compare what they were given; and the examples run under torchrun.
 """
 
 import gc
 import logging
 import os
+import re
 import socket
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DistributedSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-)
+from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler, SubsetRandomSampler
 
 import stallfree as sf
 from children import Child
@@ -75,9 +74,6 @@ def both_ranks(seen: Seen) -> list[list[int]]:
     return [sorted(id for part in everywhere for batch in part[epoch] for id in batch) for epoch in range(len(seen))]
 
 
-# -- DistributedDataParallel ------------------------------------------------------------------------------------------
-
-
 def plain(rank: int) -> None:
     torch.distributed.init_process_group("gloo")
     for shuffle in (False, True):
@@ -92,8 +88,6 @@ def plain(rank: int) -> None:
         assert ids == list(range(SAMPLES))  # as with torch's
         assert both_ranks(seen_in(own_loader(shuffle=shuffle, ranks="auto"))) == [list(range(SAMPLES))] * EPOCHS
 
-
-# -- Accelerate -------------------------------------------------------------------------------------------------------
 
 Cases = dict[str, Callable[[], dict[str, Any]]]
 CASES: Cases = {
@@ -150,9 +144,6 @@ def split(rank: int) -> None:
     assert accelerator.prepare(own) is own
 
 
-# -- Lightning --------------------------------------------------------------------------------------------------------
-
-
 def lightning(cases: list[str], rank: int) -> None:
     import lightning.pytorch as pl
 
@@ -204,9 +195,6 @@ def lightning(cases: list[str], rank: int) -> None:
         assert {name: getattr(again, name) for name in options} == options
 
 
-# -- Hugging Face's Trainer -------------------------------------------------------------------------------------------
-
-
 def trainer(rank: int) -> None:
     from transformers import Trainer, TrainingArguments
     from transformers.utils import logging as quiet
@@ -243,9 +231,6 @@ def trainer(rank: int) -> None:
         train(Bare)
 
 
-# -- the tests --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("packages", "check"),
     [
@@ -262,3 +247,39 @@ def test_each_rank_sees_what_it_sees_with_torchs_loader(packages: str, check: Ca
     for package in packages.split():  # imported here, and not in each of the processes
         pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")
     in_two_processes(check)
+
+
+def torchrun(ranks: int, example: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, str(Path(__file__).parents[2] / "examples" / example), *map(str, arguments)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"}, stdin=subprocess.DEVNULL, timeout=200, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return done
+
+
+@pytest.mark.slow
+def test_each_sample_on_one_rank(tmp_path: Path, store_root: Path) -> None:
+    done = torchrun(2, "ddp.py", tmp_path)
+    orders = set()
+    for epoch in range(3):
+        ranks = [[int(id) for id in (tmp_path / f"epoch-{epoch}-rank-{rank}").read_text().split()] for rank in range(2)]
+        assert [len(ids) for ids in ranks] == [48, 48]
+        assert sorted(ranks[0] + ranks[1]) == list(range(96))
+        orders.add(tuple(ranks[0]))
+    assert len(orders) == 3
+    reads = [int(count) for count in re.findall(r"48 of 96 samples on this rank, (\d+) read for all", done.stdout)]
+    assert 96 <= reads[0] <= 96 + 2 * 8  # each rank looks at eight samples first
+    assert reads == reads[:1] * 3  # and the cache has all for both
+    assert not list(store_root.iterdir())
+
+
+@pytest.mark.slow
+def test_an_epoch_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    """30 of 90 samples by 2 ranks, the other 60 by 3: each once."""
+    assert "30 of 90 samples used so far, 0 twice" in torchrun(2, "elastic.py", tmp_path, 3).stdout
+    assert "90 of 90 samples used so far, 0 twice" in torchrun(3, "elastic.py", tmp_path).stdout
+    used = [int(id) for file in tmp_path.glob("samples-*") for id in file.read_text().split()]
+    assert sorted(used) == list(range(90))
+    assert len(list(tmp_path.glob("samples-*"))) == 5

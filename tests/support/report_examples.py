@@ -91,7 +91,6 @@ def simulation(title: str = "two loaders") -> dict[str, Any]:
             "first": [{"mean": 4.0, "low": 3.9, "high": 4.1}, {"mean": 4.5, "low": 4.25, "high": 4.75}],
             "steady": [{"mean": 19.987, "low": 19.97, "high": 20.004}, {"mean": 20.0, "low": 20.0, "high": 20.0}],
             "advice": "prefetch gains nothing here: add loaders (3 would keep the device busy)",
-            "caution": "One run is one draw. Go by the steady state.",
         },
     }  # fmt: skip
 

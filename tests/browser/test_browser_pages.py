@@ -1,20 +1,106 @@
-"""The animated page in a real browser. What it shows is compared with a model of its own, instant by instant."""
+"""The pages of a report and of a simulation in a headless Chromium, compared with their JSON, instant by instant.
+
+Without a Chromium, or without playwright, they are skipped.
+"""
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import pytest
 
-from report_examples import recording, simulation, worked_out
+from report_examples import recording, report, simulation, worked_out
+from stallfree.analysis.report import report_page
 from stallfree.analysis.simulate import Event, run_data, simulation_page
 
 if TYPE_CHECKING:
-    from conftest import Open, Opened
+    from playwright.sync_api import Browser, Page
 
 pytest.importorskip("plotly", reason="needs plotly: pip install 'stallfree[report]'")
 
-TWO_FRAMES = "new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))"
+PATIENCE = 120_000  # milliseconds that playwright waits for what must come, however busy the machine is
+ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
+ARGUMENTS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+
+@pytest.fixture(autouse=True)
+def no_leaks() -> None:
+    """In place of the check after each test: a browser keeps and starts processes as it likes. `browser` checks."""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    """One browser for the tests of a file. When it is closed, none of its processes is left."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: make test-browser")
+    path = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if path is None:
+        pytest.skip("needs a Chromium: make test-browser, or apt install chromium")
+    before = set(psutil.Process().children(recursive=True))
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=path, args=ARGUMENTS, timeout=PATIENCE)
+        yield browser
+        browser.close()
+    left = [process for process in psutil.Process().children(recursive=True) if process not in before]
+    assert not psutil.wait_procs(left, timeout=30)[1]
+
+
+@dataclass
+class Opened:
+    """A page of playwright, its address, and what it did that it should not do: errors, warnings, and requests."""
+
+    page: Page
+    address: str
+    complaints: list[str] = field(default_factory=list)
+    requests: list[str] = field(default_factory=list)
+
+    def text(self, selector: str) -> str:
+        """The text of the one element that is meant."""
+        return self.page.locator(selector).inner_text()
+
+    def box(self, selector: str) -> Any:
+        """The box of the one element that is meant: x, y, width, height."""
+        box = self.page.locator(selector).bounding_box()
+        assert box is not None
+        return box
+
+    def until(self, condition: str) -> None:
+        """Return as soon as the page is drawn and this JavaScript is true."""
+        look = f"() => ({condition}) ? done() : requestAnimationFrame(look)"
+        self.page.evaluate(f"new Promise((done) => {{ const look = {look}; look(); }})")
+
+
+Open = Callable[..., Opened]
+
+
+@pytest.fixture
+def open_page(browser: Browser, tmp_path: Path) -> Iterator[Open]:
+    """Opens pages from files. At the end of the test they have had no error and asked for nothing but the file."""
+    opened: list[Opened] = []
+
+    def open_(html: str, width: int = 1280, scheme: str = "light") -> Opened:
+        path = tmp_path / f"page-{len(opened)}.html"
+        path.write_text(html, encoding="utf-8")
+        page = browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)  # type: ignore[arg-type]
+        page.set_default_timeout(PATIENCE)
+        made = Opened(page, path.as_uri())
+        opened.append(made)
+        page.on("console", lambda message: made.complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: made.complaints.append(str(error)))
+        page.on("requestfailed", lambda request: made.complaints.append(f"failed: {request.url}"))
+        page.on("dialog", lambda dialog: (made.complaints.append(f"dialog: {dialog.message}"), dialog.dismiss()))
+        page.on("request", lambda request: made.requests.append(request.url))
+        page.goto(made.address)
+        return made
+
+    yield open_
+    for made in opened:
+        made.page.close()
+        assert (made.complaints, made.requests) == ([], [made.address])
 
 
 def now(opened: Opened) -> float:
@@ -76,7 +162,7 @@ def test_play_and_pause(page: Opened) -> None:
     page.page.locator("#pause").click()
     stopped = now(page)
     assert 0 < stopped < 0.3
-    page.page.evaluate(TWO_FRAMES)
+    page.page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(() => done())))")
     assert now(page) == stopped
     assert page.page.locator("#slider").input_value() == str(round(1000 * stopped / 0.3))
     page.page.locator("#play").click()
@@ -184,3 +270,61 @@ def test_a_long_run_is_shown_page_by_page(open_page: Open) -> None:
         left, right = opened.page.evaluate("document.getElementById('gantt').layout.xaxis.range")
         assert left - 1e-9 <= now(opened) <= right + 1e-9
     assert shown == set(range(400))
+
+
+def traces(opened: Opened, chart: str) -> dict[str, Any]:
+    """What a chart has drawn, by the name of the line."""
+    drawn = opened.page.evaluate(f"document.getElementById('{chart}').data.map(({{name, x, y}}) => ({{name, x, y}}))")
+    return {trace["name"]: trace for trace in drawn}
+
+
+@pytest.mark.parametrize(("width", "scheme", "word"), [(1280, "light", "x"), (375, "dark", "x" * 300)])
+def test_a_report_fits(open_page: Open, width: int, scheme: str, word: str) -> None:
+    """Nothing is wider than the window, and all charts can be seen."""
+    data = report()
+    data["job"]["dataset"] = data["notes"][0] = data["bottleneck"] = data["advice"][0]["do"] = word
+    opened = open_page(report_page(data), width, scheme)
+    assert opened.page.locator(".main-svg").count() >= 2, "all charts are drawn"
+    assert opened.page.evaluate("document.documentElement.scrollWidth - window.innerWidth") <= 0
+    for chart in ("#chart-epoch", "#chart-cache"):
+        box = opened.box(chart)
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= width
+        assert box["width"] > 250
+
+
+def test_the_charts_are_the_json(open_page: Open) -> None:
+    data = report()
+    opened = open_page(report_page(data))
+    epoch = traces(opened, "chart-epoch")
+    for part in ("compute", "copy", "prep_stall", "fetch_stall"):
+        bar = epoch[part.replace("_", " ")]
+        drawn = dict(zip(bar["y"], bar["x"], strict=True))
+        assert drawn == {run: data["shares"][run][part] for run in ("cold", "warm")}
+    drawn_lines = traces(opened, "chart-cache")
+    assert set(drawn_lines) == {"throughput", "F", "P", "G"}
+    for line, values in drawn_lines.items():
+        assert values["x"] == data["curve"]["x"]
+        assert values["y"] == data["curve"][line]
+    shapes = opened.page.evaluate("document.getElementById('chart-cache').layout.shapes.map((shape) => shape.x0)")
+    best = data["curve"]["best"]
+    assert shapes == [best]
+    assert f"best: {best:.0%}" in opened.text("#chart-cache")
+
+
+def test_words_stand_out(page: Opened) -> None:
+    """The ratio of luminances that accessibility guidelines ask for, between words, bars and ground."""
+    bars = ("compute", "copy", "prep", "fetch", "load", "gather")
+    for scheme in ("dark", "light"):
+        page.page.emulate_media(color_scheme=scheme)  # type: ignore[arg-type]
+        names = ("ground", "card", "ink", "soft", "accent", "on", *bars)
+        light = {name: luminance(page.page.evaluate(f"colour('{name}')")) for name in names}
+        pairs = [(word, ground, 4.5) for word in ("ink", "soft", "accent") for ground in ("ground", "card")]
+        for one, other, least in [*pairs, *(("on", bar, 4.5) for bar in bars), *(("card", bar, 3) for bar in bars)]:
+            darker, lighter = sorted((light[one], light[other]))
+            assert (lighter + 0.05) / (darker + 0.05) >= least, (one, other)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
