@@ -152,7 +152,7 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: sf.ProcessPrefetcher(lambda: [1], "cpu"), r"cannot be sent.*Define it at the top level of a module"),
     (lambda: sf.vision.DecodeResizeCenterCrop(8, 7), r"resize=.*give at least the longer side of size"),
     (lambda: sf.TensorBoardHook(""), r"TensorBoardHook\(''\): give the path of a folder"),
-    (lambda: sf.Report.load(5), r"path=5: give the path of a report"),  # type: ignore[arg-type]
+    (lambda: sf.Report.load(5), r"5 cannot be read as a report"),  # type: ignore[arg-type]
     (lambda: sf.clara.load(None), r"config=None: give the path of a configuration"),  # type: ignore[arg-type]
     (lambda: sf.ImageFolder(".", extensions=5), r"extensions=5: give endings"),  # type: ignore[arg-type]
     (lambda: sf.TarDataset("a.tar", index=5), r"index=5: give the path of a folder"),  # type: ignore[arg-type]

@@ -124,9 +124,7 @@ class AutoCache:
         num_workers: worker processes.
     """
 
-    def __init__(
-        self, dataset: Any, capacity: int | float, workers: int | None, transform: Transform | None = None
-    ) -> None:
+    def __init__(self, dataset: Any, capacity: float, workers: int | None, transform: Transform | None = None) -> None:
         if isinstance(getattr(dataset, "reader", None), Reader):
             kind = type(dataset).__name__
             raise argument_conflict(f"cache='auto' with a {kind}, which has a cache: leave cache and capacity out")

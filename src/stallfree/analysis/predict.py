@@ -204,7 +204,9 @@ def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[di
 def _parts(setting: Setting) -> str:
     """F, P and G of a setting as text."""
     rates, hits = setting.rates, setting.hits
-    return f"F {_rate(rates.fetch_at(hits))}, P {_rate(rates.prep_at(hits))}, G {_rate(rates.compute)}"
+    parts = rates.fetch_at(hits), rates.prep_at(hits), rates.compute
+    shown = (f"{rate:,.0f}" if math.isfinite(rate) else "no limit" for rate in parts)
+    return "F {}, P {}, G {} samples/s".format(*shown)
 
 
 def bottleneck(now: Setting, data: dict[str, Any]) -> str:

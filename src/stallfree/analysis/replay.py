@@ -172,7 +172,7 @@ class SimulatedCache:
         self._space = Space(index, policy, lambda start, count: count, victims)
         self.rejected, self._seen = 0, np.zeros(num_ids, np.int64)
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
-        self.drop, self.set_scores = self._space.drop, self._space.set_scores
+        self.set_scores = self._space.set_scores
 
     def use(self, ids: Ids) -> Ids:
         """Look `ids` up as one batch, and store the missing ones; return these, with repetitions."""

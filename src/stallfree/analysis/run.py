@@ -263,8 +263,8 @@ def _advice(total: dict[str, Any], loaders: list[dict[str, Any]], *, cache: bool
     if cache:
         return "`stallfree analyze` shows what limits."
     slowest = max(loaders, key=_start_seconds)
-    if _start_seconds(slowest) > SMALL * sum(total[f"{name}_seconds"] for name in ("first", "waited", "between")):
-        where, seconds = slowest["where"], _start_seconds(slowest)
+    where, seconds = slowest["where"], _start_seconds(slowest)
+    if seconds > SMALL * sum(total[f"{name}_seconds"] for name in ("first", "waited", "between")):
         return f"give the loader at {where} persistent_workers=True; starting its workers took {seconds:.1f} s in all."
     return "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
 
