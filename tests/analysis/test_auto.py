@@ -138,11 +138,7 @@ def test_a_decision_leaves_no_trace_in_the_generators(data: Any) -> None:
 @pytest.mark.parametrize(
     ("data", "form", "words"),
     [
-        (
-            Numbers(COUNT, [squared, shaken]),
-            "prepared",
-            "all 40 samples, as they are after the transforms that are not",
-        ),
+        (Numbers(COUNT, [squared, shaken]), "prepared", "all 40 samples, as they are after the transforms that"),
         (ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"), "fetched", "as they are read"),
         (Slow(), "fetched", "all 40 samples, as they are read"),
         (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
@@ -181,7 +177,8 @@ def test_files_are_cached_where_samples_are_random(tmp_path: Path, monkeypatch: 
     """With a measurement by which these files lie in slow storage."""
     measure = auto.measure_files
     monkeypatch.setattr(auto, "measure_files", lambda *args, **options: replace(measure(*args, **options), miss=1.0))
-    data, options = Files(tmp_path), {"shuffle": True, "seed": 3, "num_workers": 1}
+    data = Files(tmp_path)
+    options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1}
     with sf.DataLoader(data, 8, **options) as without:
         expected = epochs(without, 3)
     with sf.DataLoader(data, 8, capacity=ROOM, cache="auto", transform=doubled, **options) as loader:

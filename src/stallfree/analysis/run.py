@@ -13,12 +13,12 @@ import atexit
 import os
 import runpy
 import sys
-import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass
 from functools import wraps
 from importlib.machinery import PathFinder
 from threading import get_ident
+from time import perf_counter as clock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -27,8 +27,6 @@ SMALL = 0.05
 
 _LOADERS = ("torch.utils.data.dataloader", "stallfree.loader.dataloader")
 """Modules with a class `DataLoader`."""
-
-clock = time.perf_counter
 
 
 @dataclass(kw_only=True)
