@@ -264,7 +264,7 @@ def test_configurations_of_the_published_kind(data: Path, tmp_path: Path) -> Non
     path = write_config(tmp_path, DATA_ROOT=str(data), DATASET_JSON=str(data / "list.json"), **parts)
     with load(path, seed=0) as opened:
         pipelines: Any = opened
-        for batch in itertools.chain(*[pipelines.train] * 3, *[pipelines.validate] * 3):
+        for batch in itertools.chain(*[pipelines.train] * 2, *[pipelines.validate] * 2):
             assert batch["image"].shape == batch["label"].shape == (2, 1, 3, 3, 3)
             del batch
 

@@ -99,7 +99,7 @@ def test_an_interrupt_ends_a_command_at_once(tmp_path: Path) -> None:
     os.close(theirs)
     try:
         shown = ""
-        while "the job, cold" not in shown:  # with its worker
+        while "measuring cold" not in shown:  # with its worker
             shown += os.read(ours, 4096).decode(errors="replace")
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does
         with contextlib.suppress(OSError):  # raised when the last process closes it

@@ -61,6 +61,8 @@ class Rates:
 
     def slowed(self, seconds: float) -> Rates:
         """With a prep that takes so many seconds more per sample."""
+        if not seconds:
+            return self
         return replace(self, prep=1 / (1 / self.prep + seconds), prep_hit=1 / (1 / self.prep_hit + seconds))
 
     def fetch_at(self, hits: float) -> float:

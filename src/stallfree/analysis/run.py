@@ -22,6 +22,8 @@ from time import perf_counter as clock
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from stallfree.analysis.render import Heading, Table, Text, as_text, plural  # at exit, it would change the exit code
+
 SMALL = 0.05
 """Share of the time below which waits count as small."""
 
@@ -231,8 +233,6 @@ class Watch:
 
 def summary(data: dict[str, Any]) -> str:
     """The summary as text of 80 columns: the result, the advice, the loaders."""
-    from stallfree.analysis.render import Heading, Table, Text, as_text, plural  # not before the script
-
     total, loaders = data["total"], data["loaders"]
     if not loaders:
         return f"stallfree: {data['target']} iterated no DataLoader in its own process: there is nothing to time\n"
@@ -282,20 +282,15 @@ def _start_seconds(row: dict[str, Any]) -> float:
 # -- the script -------------------------------------------------------------------------------------------------------
 
 
-def use_cache() -> None:
-    """Replace torch's loader by one with `cache="auto"` in what is imported from now on."""
-    import torch.utils.data
-
-    from stallfree.analysis.unchanged import DataLoader
-
-    torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
-
-
 def main(out: str, cache: str, kind: str, target: str, *arguments: str) -> None:
     """Run the script or module as `__main__`; the summary is printed when the interpreter exits."""
     atexit.register(Watch().finish, target, out, bool(cache))
-    if cache:
-        use_cache()
+    if cache:  # what is imported from now on has a loader with cache="auto" in place of torch's
+        import torch.utils.data
+
+        from stallfree.analysis.unchanged import DataLoader
+
+        torch.utils.data.DataLoader = torch.utils.data.dataloader.DataLoader = DataLoader  # type: ignore[misc]
     sys.argv = [target, *arguments]
     try:
         if kind == "script":
