@@ -173,11 +173,21 @@ class Files(Slow):
         return np.frombuffer((self.folder / str(id)).read_bytes(), np.uint8)[:8] + random.random(), id
 
 
-def test_files_are_cached_where_samples_are_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class Large(Files):
+    """Makes more of a file than there is room for."""
+
+    def __getitem__(self, id: int) -> Any:
+        return np.full(50_000, float((self.folder / str(id)).read_bytes()[0])), id
+
+
+@pytest.mark.parametrize("kind", [Files, Large])
+def test_files_are_cached_where_samples_are_random_or_too_large(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With a measurement by which these files lie in slow storage."""
-    measure = auto.measure_files
-    monkeypatch.setattr(auto, "measure_files", lambda *args, **options: replace(measure(*args, **options), miss=1.0))
-    data = Files(tmp_path)
+    measure, slow = auto.measure_files, {"miss": 1.0, "hit": {"files": 1e-6}}
+    monkeypatch.setattr(auto, "measure_files", lambda *args, **options: replace(measure(*args, **options), **slow))
+    data = kind(tmp_path)
     options: dict[str, Any] = {"shuffle": True, "seed": 3, "num_workers": 1}
     with sf.DataLoader(data, 8, **options) as without:
         expected = epochs(without, 3)
@@ -188,19 +198,20 @@ def test_files_are_cached_where_samples_are_random(tmp_path: Path, monkeypatch: 
         found += epochs(loader, 1)
         assert loader.cached is not None
         assert "the files of all 40 samples" in loader.decision
-        assert "it drew random numbers" in loader.decision
+        assert ("it drew random numbers" in loader.decision) == (kind is Files)
     for epoch, wanted in zip(found, expected, strict=True):
         assert epoch.keys() == wanted.keys()
         for id, sample in wanted.items():
             np.testing.assert_array_equal(np.frombuffer(epoch[id]), 2 * np.frombuffer(sample))
 
 
+@pytest.mark.parametrize("data", [Slow(), Slow(transform=noise)], ids=["whole", "cut"])
 def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    data: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     shares = iter([4 << 20, 512 << 10])
     monkeypatch.setattr(auto, "granted", lambda capacity, root: next(shares))
-    jobs: list[Any] = [sf.DataLoader(Slow(), 8, num_workers=0, cache="auto") for _ in range(2)]
+    jobs: list[Any] = [sf.DataLoader(data, 8, num_workers=0, cache="auto") for _ in range(2)]
     with jobs[0] as one, jobs[1] as two:
         epochs(one, 1)
         epochs(two, 1)

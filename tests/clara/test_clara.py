@@ -124,7 +124,6 @@ def test_the_window_moves_and_augmentation_is_fresh(data: Path, tmp_path: Path) 
     part = section(CACHED, [*LOAD, CROP, FLIP, NOISE], output_crop_size=[3, 3, 3], replace_percent=None)
     with open_(tmp_path, data, train=part) as pipelines:
         train = pipelines.train
-        assert train.dataset.replace_num == 1, "a tenth of four, by default"
         seen: dict[int, list[bytes]] = {}
         for epoch in range(8):
             batches = (zip(batch["image"], batch["label"], strict=True) for batch in train)
@@ -167,14 +166,15 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
         data_list_file_path="{DATA_ROOT}/{file}.json",
         num_cache_objects="{objects}",
         output_batch_size="{objects}",
+        replace_percent=None,
     )
     variables = {"noise_name": "AddGaussianNoise", "objects": 5, "file": "{stem}", "stem": "list", "field": "image"}
     model = {"name": "SegAhnet", "args": {"weights": "{NOBODY_ASKS_FOR_THIS}"}}
     config = write_config(tmp_path, variance=2.25, **variables, train={**part, "model": model})
-    with load(config, DATA_ROOT=data, objects=3, unused="taken, as an environment may hold more") as opened:
+    with load(config, DATA_ROOT=data, objects=6, unused="taken, as an environment may hold more") as opened:
         pipelines: Any = opened
         dataset = pipelines.train.dataset
-        assert (dataset.cache_num, pipelines.train.loader.batch_size) == (3, 3)
+        assert (dataset.cache_num, dataset.replace_num, pipelines.train.loader.batch_size) == (6, 1, 6)
         assert sf.split(dataset.source.pipeline).random.transforms[0].rand_gaussian_noise.std == 1.5
 
 

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from itertools import cycle
 from typing import Any
@@ -148,8 +147,7 @@ class Analysis:
             if job.parted:
                 self._first = look(self._source, job.steps)
             else:
-                call = partial(jobs.find_files, job.source, self._some, self._seconds)
-                self._files = call_in_child(call, "the reading of samples")
+                self._files = call_in_child(lambda: jobs.find_files(job.source, self._some, self._seconds), "reading")
                 self._known = np.array(list(self._files))
         ids, advice = np.resize(self._known, 4 * job.batch_size).tolist(), "Iterate the loader to see where"
         with jobs.users_code("making a batch", advice), self._loaded(self._cold, ids) as batches:
@@ -352,7 +350,7 @@ def can_decode(device: torch.device) -> bool:
 
 def _resident(cached: CachedDataset[Any]) -> list[int]:
     """The ids of the samples in a cache."""
-    return np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()  # type: ignore[no-any-return]
+    return np.flatnonzero(cached.cache.resident(np.arange(len(cached)))).tolist()
 
 
 def _inner(step: Any) -> Any:

@@ -8,7 +8,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -233,8 +232,8 @@ def measure_reads(source: Any, files: Mapping[int, list[str]], *, seconds: float
     for id, paths in files.items():
         drop_pages(paths)
         clock = [time.perf_counter()]
-        for part in (partial(read_files, paths), partial(read_files, paths), partial(source.fetch, id)):
-            part()
+        for part, argument in ((read_files, paths), (read_files, paths), (source.fetch, id)):
+            part(argument)
             clock.append(time.perf_counter())
         times.append(np.diff(clock).tolist())
         if len(times) > 5 and time.monotonic() > end:

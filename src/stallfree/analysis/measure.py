@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from statistics import StatisticsError, fmean, median
 from typing import Any, TypeVar
 
@@ -46,7 +45,7 @@ def at_once(call: Callable[[int], T], processes: int, what: str) -> list[T]:
 
     def calls() -> list[T]:
         with ThreadPoolExecutor(processes) as pool:
-            return list(pool.map(lambda number: call_in_child(partial(call, number), what), range(processes)))
+            return list(pool.map(lambda number: call_in_child(lambda: call(number), what), range(processes)))
 
     return call_in_child(calls, what)  # a process of one thread, so that no other one is copied by the forks
 
