@@ -160,14 +160,9 @@ def test_augmentation_is_a_function_of_the_seed(data: Path, tmp_path: Path) -> N
 
 
 def test_placeholders(data: Path, tmp_path: Path) -> None:
-    part = section(
-        CACHED,
-        [*LOAD, {"name": "{noise_name}", "args": {"fields": ["{field}"], "variance": "{variance}"}}],
-        data_list_file_path="{DATA_ROOT}/{file}.json",
-        num_cache_objects="{objects}",
-        output_batch_size="{objects}",
-        replace_percent=None,
-    )
+    steps = [*LOAD, {"name": "{noise_name}", "args": {"fields": ["{field}"], "variance": "{variance}"}}]
+    sizes = {"num_cache_objects": "{objects}", "output_batch_size": "{objects}", "replace_percent": None}
+    part = section(CACHED, steps, data_list_file_path="{DATA_ROOT}/{file}.json", **sizes)
     variables = {"noise_name": "AddGaussianNoise", "objects": 5, "file": "{stem}", "stem": "list", "field": "image"}
     model = {"name": "SegAhnet", "args": {"weights": "{NOBODY_ASKS_FOR_THIS}"}}
     config = write_config(tmp_path, variance=2.25, **variables, train={**part, "model": model})
