@@ -40,11 +40,7 @@ class Files(torch.utils.data.Dataset[Any]):
         return torch.frombuffer(bytearray(self.paths[id].read_bytes()), dtype=torch.uint8), id
 
 
-def nothing(batch: Any) -> None:
-    """A step that takes no time."""
-
-
-def quick(dataset: Any, step: Any = nothing, **arguments: Any) -> sf.Report:
+def quick(dataset: Any, step: Any = len, **arguments: Any) -> sf.Report:
     given = {"batch_size": 4, "num_workers": 1, "seconds": 0.1, "progress": False, **arguments}
     return sf.analyze(dataset, step, **given)
 
@@ -155,13 +151,13 @@ def test_a_plain_data_set_without_files_says_what_it_cannot_know() -> None:
 UNREADABLE = Given([OSError("the disk is gone")] * 9)
 NAMED = r"fetching sample \d+.* failed: OSError: the disk is gone"
 BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
-    (range(3), nothing, {}, "batch_size=4: the data set has 3 samples"),
+    (range(3), len, {}, "batch_size=4: the data set has 3 samples"),
     (range(9), torch.inverse, {}, r"step\(batch\) failed: RuntimeError: .* with tensors of \(4,\) int64"),
-    (range(9), nothing, {"batch_size": None}, "batch_size=None"),
-    (range(9), nothing, {"workers": 3}, "making the loader failed: .*'workers'"),
-    ([[1] * (1 + id) for id in range(9)], nothing, {}, "making a batch failed: RuntimeError: "),
-    (UNREADABLE, nothing, {}, NAMED),
-    (torch.utils.data.ConcatDataset([UNREADABLE]), nothing, {}, NAMED),
+    (range(9), len, {"batch_size": None}, "batch_size=None"),
+    (range(9), len, {"workers": 3}, "making the loader failed: .*'workers'"),
+    ([[1] * (1 + id) for id in range(9)], len, {}, "making a batch failed: RuntimeError: "),
+    (UNREADABLE, len, {}, NAMED),
+    (torch.utils.data.ConcatDataset([UNREADABLE]), len, {}, NAMED),
 ]
 
 
@@ -234,7 +230,7 @@ class Timed(Analysis):
 def test_a_job_bound_by_prep_is_advised_the_automatic_cache_first(parted: bool) -> None:
     source = Numbers(64, [sf.mark_deterministic(busy_for(0.002))], size=50)
     data = source if parted else torch.utils.data.Subset(source, range(64))
-    with closing(Timed(Job(data, nothing, 4, 1, None, {}), 1.0, progress_bar(False))) as analysis:
+    with closing(Timed(Job(data, len, 4, 1, None, {}), 1.0, progress_bar(False))) as analysis:
         analysis.round()
         report = analysis.report()
     first, *_, last = report.data["advice"]
