@@ -232,7 +232,8 @@ def measure_reads(source: Any, files: Mapping[int, list[str]], *, seconds: float
     for id, paths in files.items():
         drop_pages(paths)
         clock = [time.perf_counter()]
-        for part, argument in ((read_files, paths), (read_files, paths), (source.fetch, id)):
+        parts: list[tuple[Callable[[Any], Any], Any]] = [(read_files, paths), (read_files, paths), (source.fetch, id)]
+        for part, argument in parts:
             part(argument)
             clock.append(time.perf_counter())
         times.append(np.diff(clock).tolist())
