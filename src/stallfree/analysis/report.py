@@ -73,7 +73,7 @@ class Report:
                 raise ValueError(f"it has {known}, expected {_FORMAT}")
         except (OSError, TypeError, ValueError, AttributeError) as error:
             advice = "give what `stallfree analyze --json` wrote"
-            raise errors.file_unreadable(f"{path} cannot be read as a report: {error}; {advice}") from error
+            raise errors.file_unreadable(f"{path} cannot be read as a report: {error}; {advice}") from None
         return cls(data)
 
     def save(self, path: str | Path) -> None:
