@@ -4,11 +4,10 @@
 """
 
 import ast
-from importlib import import_module
-from importlib.metadata import version
+import importlib.metadata
 from pathlib import Path
 
-__version__ = version("stallfree")
+__version__ = importlib.metadata.version("stallfree")
 
 _STUB = ast.parse(Path(__file__).with_suffix(".pyi").read_text())
 _MODULES = {node.names[0].name: node.module for node in _STUB.body if isinstance(node, ast.ImportFrom)}
@@ -20,7 +19,8 @@ def __getattr__(name: str) -> object:
     if name not in _MODULES and name != "cache":  # a package, for those who write their own policy or tier
         raise AttributeError(f"module 'stallfree' has no attribute {name!r}")
     module = _MODULES.get(name, "stallfree")
-    value = import_module(f"stallfree.{name}") if module == "stallfree" else getattr(import_module(module), name)
+    value: object = importlib.import_module(f"stallfree.{name}" if module == "stallfree" else module)
+    value = value if module == "stallfree" else getattr(value, name)
     globals()[name] = value
     return value
 

@@ -75,9 +75,6 @@ def test_it_survives_a_restart_and_only_the_first_to_attach_checks(disk: Path, t
         usable(cache, kind)
 
 
-# -- damage -----------------------------------------------------------------------------------------------------------
-
-
 @both
 def test_every_damaged_record_is_a_miss_is_counted_and_dropped(disk: Path, tmp_path: Path, kind: str) -> None:
     (disk / "data").write_bytes(b"\x5a" * (disk / "data").stat().st_size)
@@ -189,8 +186,6 @@ def test_one_that_others_use_or_of_another_version_is_an_error(
             open_cache(tmp_path, kind)
         assert len(hits(cache)) == 28
 
-
-# -- a slow disk ------------------------------------------------------------------------------------------------------
 
 SECONDS = 60
 

@@ -136,9 +136,6 @@ def test_forked_children_hold_no_end(ends: Ends) -> None:
     child.end()
 
 
-# -- several processes ------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A socket address has room for 107 bytes; the path of a folder may be longer."""
@@ -190,9 +187,6 @@ def test_a_process_that_is_dropped_is_not_served_any_more(folder: Path) -> None:
         connection.next_message(time.monotonic() + PATIENCE)
     connection.close()
     server.close()
-
-
-# -- errors -----------------------------------------------------------------------------------------------------------
 
 
 WHY = "(an error of a class that cannot be sent from one process to another)"

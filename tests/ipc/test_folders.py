@@ -152,8 +152,6 @@ def test_names_and_places_that_cannot_be_used(tmp_path: Path, root: Path) -> Non
         assert not is_root(tmp_path / name)
 
 
-# -- the root ---------------------------------------------------------------------------------------------------------
-
 STRANGER, OVERFLOW = 12345, 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user")
 

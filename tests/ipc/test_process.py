@@ -33,9 +33,6 @@ PATIENCE = 60.0
 slow = pytest.mark.slow
 
 
-# -- what runs in the processes ---------------------------------------------------------------------------------------
-
-
 def echo(parent: Parent) -> None:
     """Report in, and return all messages until the end."""
     ended = threading.Event()
@@ -75,9 +72,6 @@ def fail(parent: Parent, code: int = 0) -> None:
     if code:
         os._exit(code)
     parent.send(b"cannot begin")
-
-
-# -- starting and ending ----------------------------------------------------------------------------------------------
 
 
 def start(main: Callable[..., None], *arguments: Any, method: str = "fork", **options: Any) -> Child:
@@ -172,9 +166,6 @@ def test_a_script_without_a_main_guard(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Forked(start, hang, method="spawn").wait() == 1, "a child of stallfree's ends without a word"
 
 
-# -- the end of the parent --------------------------------------------------------------------------------------------
-
-
 def test_a_parent_that_is_not_the_direct_one() -> None:
     """The parent of a process that a fork server has started, of which another process has a copy of the connection."""
     forked = Forked(signal.pause)
@@ -216,9 +207,6 @@ def test_a_forked_child_leaves_it_alone() -> None:
     child.send(b"x")
     assert received(child) == b"<x>"
     child.end(soon())
-
-
-# -- calls in a forked process, and what a fork leaves to the parent ---------------------------------------------------
 
 
 def test_the_result_and_what_the_call_changed(capfd: pytest.CaptureFixture[str]) -> None:
@@ -319,9 +307,6 @@ def test_what_a_child_leaves_to_its_parent() -> None:
 
     assert Forked(child).wait() == 0
     assert (owner.is_here, owner.pid, lender.forks) == (True, os.getpid(), 1)
-
-
-# -- scripts without a main guard, each run as a program: one message, soon, and no hang ------------------------------
 
 
 both = pytest.mark.parametrize("method", [pytest.param(method, marks=slow) for method in ("forkserver", "spawn")])

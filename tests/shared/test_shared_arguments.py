@@ -104,8 +104,6 @@ def test_a_group_that_is_damaged_or_of_another_release(store_root: Path) -> None
                 loader()
 
 
-# -- states: a job that resumes gets each remaining sample of that epoch once, wherever the group is -------------------
-
 SAMPLES, BATCHES = 40, 10
 
 

@@ -31,9 +31,6 @@ MOST_JOBS = 4
 SET_CHILD_SUBREAPER = 36
 
 
-# --- a job ------------------------------------------------------------------------------------------------------------
-
-
 def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
     """Iterate until the file `stop` exists; sometimes break out of an epoch, or leave permanently."""
     chance = random.Random(number)
@@ -55,9 +52,6 @@ def run(folder: Path, number: int, arguments: dict[str, Any]) -> None:
             turn += 1
             if last >= 0 and chance.random() < 0.3:
                 break
-
-
-# --- the ledgers ------------------------------------------------------------------------------------------------------
 
 
 def check(text: str) -> Counter[str]:
@@ -105,9 +99,6 @@ def test_the_check_finds_what_is_wrong() -> None:
     ):
         with pytest.raises((AssertionError, ValueError)):
             check(wrong)
-
-
-# --- chaos ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

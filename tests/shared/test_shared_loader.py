@@ -38,8 +38,6 @@ def flat(batches: Any) -> list[int]:
 
 WHOLE = [DATA[:4], DATA[4:8], DATA[8:]]
 
-# -- several iterations ------------------------------------------------------------------------------------------------
-
 
 def test_a_later_iteration_ends_the_last_one_with_an_error() -> None:
     with shared() as loader:
@@ -76,9 +74,6 @@ def test_the_state_is_that_of_the_last_iteration_begun() -> None:
         with pickle.loads(pickle.dumps(resumed)) as other:  # another job of the group
             assert ids(other) == WHOLE[1:]
             assert other.group == resumed.group
-
-
-# -- temporary loaders -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("wrap", [lambda loader: loader, lambda loader: sf.DevicePrefetcher(loader, "cpu")])
@@ -125,8 +120,6 @@ def test_a_batch_may_be_none() -> None:
         assert loader.stats().batches == 3
 
 
-# -- forks inside the loop: an asynchronous saver, a plot --------------------------------------------------------------
-
 ROWS = Made(24, lambda id: torch.full((20_000,), id, dtype=torch.int32))  # samples of several pages
 
 
@@ -164,8 +157,6 @@ def test_many_forks_cost_no_memory() -> None:
         del batch
         assert max(staging) <= 2 * staging[8]
 
-
-# -- jobs that take no more batches ------------------------------------------------------------------------------------
 
 MANY = list(range(100))
 

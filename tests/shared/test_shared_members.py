@@ -76,9 +76,6 @@ def epochs(jobs: list[Job]) -> set[int]:
     return set(map(right, run_threads(*(job.epoch for job in jobs))))
 
 
-# --- coming and going -------------------------------------------------------------------------------------------------
-
-
 def test_batches_that_are_held_when_a_job_leaves_stay_as_they_are(group: Group) -> None:
     first, second = Job(group), Job(group)
 
@@ -104,9 +101,6 @@ def test_the_last_one_out_leaves_nothing(group: Group, store_root: Path) -> None
     assert not children_of(psutil.Process())
     assert not list(store_root.iterdir())
     assert right(Job(group).take()) == 0  # of a new group
-
-
-# --- deaths -----------------------------------------------------------------------------------------------------------
 
 
 def test_a_job_is_killed_that_holds_batches(group: Group) -> None:
@@ -205,9 +199,6 @@ def test_workers_are_killed(group: Group) -> None:
     assert rests(jobs, batches) == {0}
     assert coordinator() == before
     assert [job.loader.stats().takeovers for job in jobs] == [0, 0]
-
-
-# --- a slow job -------------------------------------------------------------------------------------------------------
 
 
 def test_a_slow_job_holds_the_others_up_by_the_ring_only(group: Group) -> None:

@@ -108,9 +108,6 @@ class RowServer:
         self._server.server_close()
 
 
-# -- data sets --------------------------------------------------------------------------------------------------------
-
-
 def same(row: Any) -> Any:
     return row
 

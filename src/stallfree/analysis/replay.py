@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree import errors
 from stallfree.cache.capacity import free_memory
@@ -21,8 +20,8 @@ from stallfree.cache.space import Space
 from stallfree.datasets.epoch_source import Plan
 from stallfree.units import format_size, parse_room, parse_whole
 
-Ids = npt.NDArray[np.int64]
-Scores = npt.NDArray[np.float64]
+Ids = np.ndarray[Any, np.dtype[np.int64]]
+Scores = np.ndarray[Any, np.dtype[np.float64]]
 
 
 @dataclass(frozen=True)
@@ -86,7 +85,7 @@ def replay(
     *,
     policy: str | Policy,
     capacity: int | str,
-    sizes: Sequence[int] | npt.NDArray[Any] | None = None,
+    sizes: Sequence[int] | np.ndarray[Any, np.dtype[Any]] | None = None,
     scores: Any = None,
     batch_size: int = 256,
     on_epoch: Callable[[EpochReplay], object] | None = None,
@@ -210,7 +209,7 @@ class SimulatedCache:
         counts = self.evictions - evictions, self.rejected - rejected
         return EpochReplay(len(ids), len(ids) - misses, misses, size, *counts)
 
-    def holds(self, ids: Ids) -> npt.NDArray[np.bool_]:
+    def holds(self, ids: Ids) -> np.ndarray[Any, np.dtype[np.bool_]]:
         """Return which of `ids` are resident."""
         return self._index.first[ids] != 0  # type: ignore[no-any-return]
 
@@ -222,7 +221,7 @@ class SimulatedCache:
 class _Queue:
     """The state of `Victims`, in private memory."""
 
-    def __init__(self, first: npt.NDArray[Any]) -> None:
+    def __init__(self, first: np.ndarray[Any, np.dtype[Any]]) -> None:
         self.first = first
         self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
         self.victims_limit = np.zeros(1, np.complex128)

@@ -7,11 +7,10 @@ import weakref
 from collections import deque
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.platform import at_fork
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 SMALLEST = 64 << 10
 """Size of the smallest piece in bytes."""

@@ -16,7 +16,6 @@ from concurrent.futures import CancelledError, Future
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
@@ -27,8 +26,8 @@ from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.platform import at_fork
 
-Array = npt.NDArray[Any]
-Record = npt.NDArray[np.uint8]
+Array = np.ndarray[Any, np.dtype[Any]]
+Record = np.ndarray[Any, np.dtype[np.uint8]]
 """An encoded sample (`stallfree.pipeline.codec`): contiguous bytes, valid only during the call that passes them."""
 
 

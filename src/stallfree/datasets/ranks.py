@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -175,7 +174,7 @@ def part_of_host(hosts: Any) -> tuple[int, int]:
 def _pair(name: str, value: Any, parts: str) -> tuple[int, int]:
     """`value` as two whole numbers, the first below the second. Raises `InputError` for anything else."""
     number, count = value if isinstance(value, (tuple, list)) and len(value) == 2 else (0, 0)
-    if not (all(isinstance(part, Integral) for part in (number, count)) and 0 <= number < count):
+    if not (all(isinstance(part, (int, np.integer)) for part in (number, count)) and 0 <= number < count):
         raise InputError(f"{name}={value!r:.80}: give {parts}, counted from 0, such as (0, 2)")
     return int(number), int(count)
 

@@ -8,7 +8,6 @@ import operator
 import time
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Executor, Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -57,7 +56,7 @@ class Pending:
             return future.result()
         try:
             return future.result(max(0.0, self.deadline - time.monotonic()))
-        except FutureTimeout:
+        except TimeoutError:
             if future.done():  # the error is the data set's own
                 raise
             raise batch_timeout(

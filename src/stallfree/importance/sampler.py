@@ -4,7 +4,6 @@ The training loop passes losses to `update`. `plan` draws an epoch from the loss
 samples, and a loader serves it through the `ActiveEpoch` that `begin` returns.
 """
 
-import math
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ from stallfree.importance.losses import Losses, pack, unpack
 from stallfree.importance.plans import PLANS, Draw, Known, Rule, check_cache, check_share, draw_plan, last_eighth
 from stallfree.pipeline.randomness import draw_seed
 from stallfree.raising import short_traceback
-from stallfree.units import parse_size, parse_whole
+from stallfree.units import parse_number, parse_size, parse_whole
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -422,6 +421,5 @@ def _check_serving(plan: str, on_miss: Any, packages: Any, benefit: Any, *, scor
             f"packages={str(packages)!r} needs the cache of a CachedDataset(..., policy='importance'), and "
             "on_miss='swap' or 'substitute'"
         )
-    number = isinstance(benefit, (int, float)) and not isinstance(benefit, bool)
-    if benefit is not None and not (number and 0 < benefit < math.inf):
-        raise InputError(f"benefit={benefit!r}: give a number above 0, how many times faster with the cache")
+    if benefit is not None:
+        parse_number(benefit, "benefit")

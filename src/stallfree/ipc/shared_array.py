@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.platform import OPEN, allocate, need_linux
 
 
-def shared_array(file: Path, dtype: Any, count: int, *, required: bool = False) -> npt.NDArray[Any]:
+def shared_array(file: Path, dtype: Any, count: int, *, required: bool = False) -> np.ndarray[Any, np.dtype[Any]]:
     """Map `file` as an array of `count` items of `dtype`, initially 0, shared by all processes that map it.
 
     Without room for the file, this process shares them only with its forked children; with `required`, it raises
@@ -52,7 +51,7 @@ class SharedCounts:
 
     def _use(self, fd: int) -> None:
         self._fd, self._close = fd, weakref.finalize(self, os.close, fd)
-        self.array: npt.NDArray[np.int32] = np.frombuffer(mmap.mmap(fd, 0), np.int32)
+        self.array: np.ndarray[Any, np.dtype[np.int32]] = np.frombuffer(mmap.mmap(fd, 0), np.int32)
 
     def close(self) -> None:
         """Release the memory; a single private 0 remains."""

@@ -11,7 +11,7 @@ from stallfree.datasets.epoch_source import plans_epochs
 from stallfree.datasets.ranks import check_ranks
 from stallfree.datasets.reader import Reader
 from stallfree.errors import InputError, argument_conflict, iterable_unsupported, ranks_conflict
-from stallfree.units import parse_room, parse_whole
+from stallfree.units import parse_number, parse_room, parse_whole
 
 WAIT_SECONDS = 300.0
 """Default maximum wait for a batch."""
@@ -66,8 +66,7 @@ def check_numbers(
     for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
         if value is not None:
             parse_whole(value, name, 1)
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 <= timeout < float("inf"):
-        raise InputError(f"timeout={timeout!r}: give seconds, or 0 for {WAIT_SECONDS:.0f} s")
+    parse_number(timeout, "timeout", zero=True)
     if persistent_workers and num_workers == 0:
         raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 

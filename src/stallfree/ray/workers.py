@@ -7,6 +7,7 @@ is lost before, another actor gets the task, so each batch arrives once. One thr
 """
 
 import contextlib
+import importlib.util
 import io
 import pickle
 import queue
@@ -14,8 +15,6 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from stallfree.loader.batch import failure
 from stallfree.loader.messages import PRIVATE, READY, UNDONE, Result, Task, unpack_result, unpack_task
 from stallfree.loader.ring import Slots
 from stallfree.platform import need_linux
+from stallfree.units import parse_number, parse_whole
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -68,22 +68,14 @@ class RayWorkers:
     resources: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        number, resources = self.num_workers, self.resources
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise InputError(f"num_workers={number!r} of RayWorkers: give an int of 1 or more")
-        if resources is not None and (
-            not isinstance(resources, Mapping)
-            or not all(
-                isinstance(name, str)
-                and isinstance(amount, (int, float))
-                and not isinstance(amount, bool)
-                and amount >= 0
-                for name, amount in resources.items()
-            )
-        ):
+        parse_whole(self.num_workers, "num_workers", 1)
+        resources = {} if self.resources is None else self.resources
+        if not isinstance(resources, Mapping) or not all(isinstance(name, str) for name in resources):
             raise InputError(f"resources={resources!r} of RayWorkers: give amounts by name, such as {{'CPU': 2}}")
+        for name, amount in resources.items():
+            parse_number(amount, f"resources[{name!r}]", zero=True)
         need_linux("RayWorkers", "use num_workers=0")
-        if find_spec("ray") is None:
+        if importlib.util.find_spec("ray") is None:
             raise missing_extra("ray", "ray", "RayWorkers")
 
     @property
@@ -123,7 +115,7 @@ class RayExecutor(executors.ThreadExecutor):
     """
 
     def __init__(self, count: int, resources: Mapping[str, float], setup: executors.WorkerSetup, slots: Slots) -> None:
-        self._ray, self.replaced = import_module("ray"), 0
+        self._ray, self.replaced = importlib.import_module("ray"), 0
         packed = pack_setup(setup)
         self._packed = self._ray.put(packed)
         named = {"CPU": 1.0, **resources}
@@ -253,7 +245,7 @@ def pack_setup(setup: executors.WorkerSetup) -> bytes:
 
 
 def _dumps(value: object) -> bytes:
-    cloudpickle: Any = import_module("ray.cloudpickle")
+    cloudpickle: Any = importlib.import_module("ray.cloudpickle")
 
     class Pickler(cloudpickle.Pickler):  # type: ignore[misc,name-defined,unused-ignore]
         def reducer_override(self, obj: Any) -> Any:

@@ -17,16 +17,15 @@ import time
 import weakref
 from collections import deque
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from stallfree.ipc.channel import Connection, Message, pack
 from stallfree.ipc.process import prepare_for_forks
 from stallfree.loader.ring import Slots
 
-Bytes = npt.NDArray[np.uint8]
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _RELEASE_SECONDS = 0.002
 """Seconds of waiting for a batch after which pending releases are sent; until then they wait for the next request."""

@@ -1,7 +1,6 @@
 """Rebatching: splits and joins a group's batches (*chunks*) into the batches of one job, partitioned by rank."""
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -108,7 +107,9 @@ def join(batches: list[Any]) -> Any:
     joined: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in trees), strict=True):
         kind = type(_checked(leaves[0], "joined"))
-        joined.append(torch.cat(leaves) if issubclass(kind, torch.Tensor) else kind(chain(*leaves)))
+        joined.append(
+            torch.cat(leaves) if issubclass(kind, torch.Tensor) else kind(item for leaf in leaves for item in leaf)
+        )
     return tree_unflatten(joined, trees[0][1])
 
 

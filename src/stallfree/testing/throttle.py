@@ -1,7 +1,6 @@
 """Slow storage to order, for tests and benchmarks."""
 
 import contextlib
-import math
 import mmap
 import os
 import struct
@@ -11,13 +10,13 @@ import weakref
 from pathlib import Path
 from typing import Any, Protocol
 
-from stallfree.errors import InputError, object_closed
+from stallfree.errors import object_closed
 from stallfree.ipc.folders import SharedFolder
 from stallfree.ipc.locks import FileLock
 from stallfree.pipeline.compose import Source
 from stallfree.pipeline.values import payload_bytes
 from stallfree.sources.mapped import BaseSource, as_source
-from stallfree.units import parse_rate
+from stallfree.units import parse_number, parse_rate
 
 LOCK_SECONDS = 30.0
 """Longest wait for the lock on the state, which is held for microseconds."""
@@ -84,12 +83,8 @@ class ThrottledSource(BaseSource):
         self.source: Source = as_source(source)
         self.pipeline = self.source.pipeline
         self._bandwidth = None if bandwidth is None else parse_rate(bandwidth, "bandwidth")
-        if not (latency is None or (_is_number(latency) and 0 <= latency < math.inf)):
-            raise InputError(f"latency={latency!r} is no time: give seconds per request, 0 or more")
-        if not (iops is None or (_is_number(iops) and 0 < iops < math.inf)):
-            raise InputError(f"iops={iops!r} is no rate: give requests per second, above 0")
-        self._latency = 0.0 if latency is None else float(latency)
-        self._iops = iops
+        self._latency = 0.0 if latency is None else parse_number(latency, "latency", zero=True)
+        self._iops = None if iops is None else parse_number(iops, "iops")
         self._monotonic, self._sleep = clock.monotonic, clock.sleep
         self._attach(f"throttle-{os.urandom(8).hex()}")
 
@@ -190,10 +185,6 @@ class ThrottledSource(BaseSource):
         return f"ThrottledSource({self.source!r}, {limits})"
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
 class _State:
     """The state that all processes share: when the next request may start, when the line is free, and two counters.
 
@@ -225,7 +216,7 @@ class _State:
 
 
 def _make_state(folder: Path) -> None:
-    (folder / "state").write_bytes(_STATE.pack(-math.inf, -math.inf, 0, 0))
+    (folder / "state").write_bytes(_STATE.pack(-float("inf"), -float("inf"), 0, 0))
 
 
 def _leave(memory: mmap.mmap, lock: FileLock, folder: SharedFolder) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -25,7 +24,7 @@ KINDS: list[Any] = [
 ]
 """Samples of all kinds that are stored without pickle."""
 
-Array = npt.NDArray[Any]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 def sample(id: int) -> Any:
@@ -38,7 +37,7 @@ def ids_of(*ids: int) -> Array:
     return np.array(ids, np.int64)
 
 
-def record_of(value: Any) -> npt.NDArray[np.uint8]:
+def record_of(value: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """The encoded `value`."""
     structure, arrays = encode(value)
     record = np.zeros(record_size(structure, arrays), np.uint8)

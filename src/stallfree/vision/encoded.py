@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
@@ -41,7 +40,7 @@ class EncodedPicture(NamedTuple):
     """A sample: a JPEG, or finished pixels (3, rows, columns) with an empty crop, and the values of its `Task`."""
 
     data: bytes
-    task: npt.NDArray[np.int32]
+    task: np.ndarray[Any, np.dtype[np.int32]]
 
     def to(self, device: torch.device | str | int, *_: Any, **__: Any) -> torch.Tensor:
         """Return the finished pixels on `device`, without a dimension for the batch."""

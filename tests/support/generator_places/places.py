@@ -18,8 +18,6 @@ from generator_places import P
 from generator_places.held import IMPORTED
 from generator_places.tools import flipped, made, method_of
 
-# -- modules and functions --------------------------------------------------------------------------------------------
-
 GLOBAL, LOOKED_UP, OF_MODULES, _lazy = made(), made(), made(), None
 
 
@@ -90,8 +88,6 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "python_generator": lambda x: -x if next(stream) < P else x,
     "partial": functools.partial(_flip_by, made()),
 }
-
-# -- classes and objects ----------------------------------------------------------------------------------------------
 
 
 class Config:
@@ -185,8 +181,6 @@ STEPS |= {
     "metaclass": WithMeta(),
     "nn_module": Module(),
 }
-
-# -- containers -------------------------------------------------------------------------------------------------------
 
 
 class Sources(enum.Enum):

@@ -12,7 +12,6 @@ dead process may leave a wrong number, which the next ping or confirmation corre
 """
 
 import contextlib
-import functools
 import json
 import logging
 import os
@@ -20,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -125,7 +124,7 @@ def open_client(address: Address, timeout: float, check: Callable[[Any], None] =
     return Redis.from_pool(ConnectionPool(connection_class=kind, redis_connect_func=connect, **options))
 
 
-@functools.cache
+@cache
 def load_client() -> None:
     """Import redis-py and its lazy imports.
 

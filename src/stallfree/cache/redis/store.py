@@ -26,7 +26,6 @@ surplus ids of a server are assigned to servers with less than their share.
 """
 
 import contextlib
-import math
 import re
 import secrets
 import struct
@@ -51,7 +50,7 @@ from stallfree.pipeline.codec import read_record
 from stallfree.platform import need_linux
 from stallfree.raising import short_traceback
 from stallfree.typevars import Closing
-from stallfree.units import parse_size, parse_whole
+from stallfree.units import parse_number, parse_size, parse_whole
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -132,8 +131,7 @@ class RedisStore(Closing):
         if capacity_per_node is None and hosts is None:
             raise errors.argument_conflict("RedisStore() without capacity_per_node: give the bytes of a node's server")
         self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not 0 < timeout < math.inf:
-            raise errors.InputError(f"timeout={timeout!r}: give seconds above 0")
+        parse_number(timeout, "timeout")
         port = parse_whole(port, "port", 0)
         self.name, self.allow_pickle = check_name(name), allow_pickle
         sweep(default_root())
