@@ -48,12 +48,27 @@ def test_a_data_set_that_grows_or_shrinks_is_served_as_torch_serves_it(by_sample
     assert found[0] == found[1]
 
 
-def test_a_cache_keeps_the_length_that_it_has_and_says_so() -> None:
-    data = [np.array(id) for id in range(3)]
+class Listed(torch.utils.data.Dataset[Any]):
+    """Its length is found out anew each time, as by listing a folder."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.find = lambda: items
+
+    def __len__(self) -> int:
+        return len(self.find())
+
+    def __getitem__(self, id: int) -> Any:
+        return self.find()[id]
+
+
+@pytest.mark.parametrize("kind", [list, Listed])
+def test_a_cache_keeps_the_length_that_it_has_and_says_so(kind: Any) -> None:
+    items = [np.array(id) for id in range(3)]
+    data = items if kind is list else Listed(items)
     with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
         assert sum(map(len, loader)) == 3
-        data.append(np.array(9))
-        with pytest.warns(StallfreeWarning, match="the dataset of type list is not what it was when samples were"):
+        items.append(np.array(9))
+        with pytest.warns(StallfreeWarning, match="has 4 samples now and had 3"):
             assert [len(loader), sum(map(len, loader))] == [2, 3]
         assert sum(map(len, loader)) == 3
 

@@ -1,6 +1,5 @@
 """`load`: builds the data pipelines of a configuration."""
 
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -155,7 +154,7 @@ def _build(args: dict[str, Any], source: BaseSource, seed: int | None) -> Pipeli
     if args["cached"]:
         size, rate = args["num_cache_objects"], args["replace_percent"]
         dataset = SmartCacheDataset(source, cache_num=size, replace_rate=rate, seed=seed, shuffle=shuffle)
-    ahead = math.ceil(args["prefetch_size"] / max(1, workers)) or None  # batches in flight per worker
+    ahead = -(-args["prefetch_size"] // max(1, workers)) or None  # batches in flight per worker
     batch_size = args["output_batch_size"]
     loader = DataLoader(dataset, batch_size, shuffle, num_workers=workers, prefetch_factor=ahead, seed=seed)
     return Pipeline(args["name"], dataset, loader)

@@ -1,6 +1,5 @@
 """`stallfree predict`: predicts the effect of another cache, more CPUs, faster storage, more devices or more jobs."""
 
-import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -33,6 +32,6 @@ def predict(
 
     prediction = Report.load(report).predict(cache=cache, cpus=cpus, storage=storage, devices=devices, jobs=jobs)
     if json:
-        print_json({key: None if value == math.inf else value for key, value in asdict(prediction).items()})
+        print_json({key: None if value == float("inf") else value for key, value in asdict(prediction).items()})
     else:
         typer.echo(str(prediction))

@@ -1,5 +1,6 @@
 """Orders of samples: the loader's own, a function of (seed, epoch), and that of a sampler or batch sampler."""
 
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +14,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, make_plan
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
-from stallfree.errors import IdError, sampler_output
+from stallfree.errors import IdError, StallfreeWarning, sampler_output
+from stallfree.raising import users_level
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
 """The last epoch that a loader set in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
@@ -36,14 +38,22 @@ class _Counted(EpochSource):
 
     def _follow_length(self) -> None:
         """Use the present length of the data set, as torch's samplers do. A cache keeps the length that it has."""
-        setup, reader = self._setup, self._setup.reader
-        if reader is None or reader.cache is not None or getattr(setup.auto, "cached", None) is not None:
+        setup, reader, before = self._setup, self._setup.reader, self._length
+        if reader is None or (length := len(reader.source)) == before:
             return
-        if (length := len(reader.source)) not in (0, self._length):
-            self._length, self._setup = length, replace(setup, samples=length)
+        self._length = length
+        if length and reader.cache is None and getattr(setup.auto, "cached", None) is None:
+            self._setup = replace(setup, samples=length)
+            return
+        warnings.warn(
+            f"the data set has {length} samples now and had {before}, to which the loader keeps: make a new "
+            "CachedDataset and DataLoader",
+            StallfreeWarning,
+            stacklevel=users_level(),
+        )
 
     def check_ranks(self) -> None:
-        if not self.knows_ranks:
+        if not (self.knows_ranks or self._next):  # in the first epoch: this takes 30 µs
             warn_of_ranks(sampler=not self.planned)
 
     def _count(self, epoch: int) -> None:
