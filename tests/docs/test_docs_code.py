@@ -44,7 +44,7 @@ def of_notebook(path: Path) -> list[Part]:
 
 
 def of_example(name: str) -> list[Part]:
-    before = EXAMPLES + EXAMPLES_BEFORE.get(f"stallfree.{name}", "")
+    before = EXAMPLES + EXAMPLES_BEFORE.get(name, "")
     return [Part("setup", 1, "", before), Part(name, 1, "", EXAMPLE[name].replace("seconds=10", "seconds=0.1"))]
 
 
