@@ -290,12 +290,10 @@ class World(Cuda):
         return next((piece for begin, piece in pieces if 0 <= at - begin < piece.block.numel()), None)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        piece = self.find(tensor)
-        return piece is not None and piece.kind == "device"
+        return getattr(self.find(tensor), "kind", None) == "device"
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        piece = self.find(tensor)
-        return piece is not None and piece.kind != "device"
+        return getattr(self.find(tensor), "kind", None) not in (None, "device")
 
     def keep(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):

@@ -50,9 +50,8 @@ def of_example(name: str) -> list[Part]:
 
 def example(value: Any) -> str:
     """The code of the example of a class or function; empty if its docstring has none."""
-    shown = re.search(
-        r"^Example:\n    ```python\n((?:    .*\n|\n)+?)    ```\Z", inspect.getdoc(value) or "", re.MULTILINE
-    )
+    text = inspect.getdoc(value) or ""
+    shown = re.search(r"^Example:\n    ```python\n((?:    .*\n|\n)+?)    ```\Z", text, re.MULTILINE)
     return textwrap.dedent(shown[1]) if shown else ""
 
 
