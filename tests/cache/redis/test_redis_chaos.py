@@ -58,9 +58,8 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
         sets = list[sf.CachedDataset]()
         for salt, capacity in enumerate((0, "600KB")):
             data = sf.mark_deterministic(Made(NUM, partial(sample, salt=salt)))
-            sets.append(
-                stack.enter_context(sf.CachedDataset(data, capacity=capacity, store=store, name=f"chaos{salt}"))
-            )
+            cached = sf.CachedDataset(data, capacity=capacity, store=store, name=f"chaos{salt}")
+            sets.append(stack.enter_context(cached))
         (folder / f"ready{number}").touch()
         while done["reads"] < reads or not (folder / "enough").exists() or min(done["forked"], done["killed"]) == 0:
             read_some(sets, chance)

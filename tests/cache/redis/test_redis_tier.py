@@ -235,9 +235,7 @@ def test_a_cluster_as_the_library_gives_it(tmp_path: Path, pair: list[Server]) -
             assert (held(tier), put(tier, ALL).any()) == ([], False)
 
 
-RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"
-"""What `RedisStore` says that a user needs."""
-
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"  # what `RedisStore` says that a user needs
 needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl: apt install openssl")
 
 
