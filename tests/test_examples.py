@@ -25,8 +25,7 @@ PEERS = SEARCHES | {
 """What an example needs beyond stallfree."""
 ARGUMENTS = {"demo": ("--pictures", "64", "--epochs", "2", "--batch-size", "16", "--bandwidth", "1GB/s")}
 """What makes an example small."""
-PRINTED = {"own_tier": "64 reads of the data set; 51 of 72 hits came from the files\n"}
-"""What an example prints, where that is always the same."""
+PRINTED = {"own_tier": "64 reads of the data set; 51 of 72 hits came from the files\n"}  # the same each time
 LONG = {*PEERS, "analyze", "clara_config", "ddp", "demo", "elastic", "importance", "process_prefetcher"}
 """Examples that take a while."""
 

@@ -21,9 +21,13 @@ DATA = """
 import json, os, sys, warnings
 import torch
 
+def picture(id):
+    return torch.full((3, 5), id, dtype=torch.uint8)
+
 class Data:
+    def __init__(self, make=picture): self.make = make
     def __len__(self): return 24
-    def __getitem__(self, id): return torch.full((3, 5), id, dtype=torch.uint8), id
+    def __getitem__(self, id): return self.make(id), id
 
 def ids(loader):
     found = [(picture[:, 0, 0].tolist(), labels.tolist()) for picture, labels in loader]
@@ -127,27 +131,18 @@ def test_nothing_but_read_only_folders_is_one_error() -> None:
     assert "set STALLFREE_ROOT" in found["error"]
 
 
-SCRIPT = """
-import torch
+CHECK = """
 import stallfree as sf
-
-class Data:
-    def __init__(self, make): self.make = make
-    def __len__(self): return 24
-    def __getitem__(self, id): return self.make(id), id
-
-def picture(id):
-    return torch.full((3, 5), id, dtype=torch.uint8)
 
 def check(loader):
     for _ in range(2):
-        assert sorted(id for _, labels in loader for id in labels.tolist()) == list(range(24)), loader
+        assert sorted(ids(loader)) == list(range(24)), loader
     loader.close()
 """
 UNGUARDED = 'check(sf.DataLoader(Data(lambda id: picture(id)), batch_size=4, cache="auto", capacity="1MiB"))'
 GUARDED = """
 if __name__ == "__main__":
-    data = Data(picture)
+    data = Data()
     check(sf.DataLoader(data, batch_size=4, num_workers=2))
     check(sf.DataLoader(sf.CachedDataset(data, capacity="1MiB"), batch_size=4, num_workers=2))
     check(sf.DataLoader(data, batch_size=4, num_workers=2, cache="auto", capacity="1MiB"))
@@ -161,7 +156,7 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("rest", [UNGUARDED, GUARDED], ids=["as it is", "guarded"])
 def test_a_script_with_the_start_method_of_this_python(rest: str, tmp_path: Path) -> None:
     """With `cache="auto"` and no `num_workers`, a script needs no guard, and its data set need not be picklable."""
-    (tmp_path / "train.py").write_text(SCRIPT + rest)
+    (tmp_path / "train.py").write_text(DATA + CHECK + rest)
     done = subprocess.run([sys.executable, tmp_path / "train.py"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 

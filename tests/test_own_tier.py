@@ -12,22 +12,17 @@ import pytest
 import stallfree as sf
 from redis_servers import needs_server
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_tier.py"
-
-
-@pytest.fixture
-def own_tier(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module of the example, which spawned processes can import too."""
-    monkeypatch.syspath_prepend(str(EXAMPLE.parent))
-    monkeypatch.setenv("PYTHONPATH", str(EXAMPLE.parent))
-    yield importlib.import_module("own_tier")
-    sys.modules.pop("own_tier")
+EXAMPLES = str(Path(__file__).parents[1] / "examples")
 
 
 class TestOwnTier(sf.testing.TierContract):
     @pytest.fixture
-    def store(self, tmp_path: Path, own_tier: Any) -> Any:
-        return own_tier.CompressedFiles(tmp_path / "files")
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+        """Of the module of the example, which spawned processes can import too."""
+        monkeypatch.syspath_prepend(EXAMPLES)
+        monkeypatch.setenv("PYTHONPATH", EXAMPLES)
+        yield importlib.import_module("own_tier").CompressedFiles(tmp_path / "files")
+        sys.modules.pop("own_tier")
 
 
 class TestDiskTier(sf.testing.TierContract):

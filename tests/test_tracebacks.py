@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import stallfree as sf
+from loader_data import Made
 
 LOADERS: dict[str, Callable[[Any, int], Any]] = {
     "plain": lambda data, workers: sf.DataLoader(data, 4, num_workers=workers),
@@ -19,24 +20,17 @@ LOADERS: dict[str, Callable[[Any, int], Any]] = {
 OURS = f'File "{Path(sf.__file__).parent}'
 
 
-class Files:
-    def __len__(self) -> int:
-        return 8
-
-    def __getitem__(self, id: int) -> int:
-        return self._read(id)
-
-    def _read(self, id: int) -> int:
-        try:
-            return {"id": id}["name" if id == 5 else "id"]
-        except KeyError as error:
-            raise FileNotFoundError(2, "no such file", f"{id}.jpg") from error
+def _read(id: int) -> int:
+    try:
+        return {"id": id}["name" if id == 5 else "id"]
+    except KeyError as error:
+        raise FileNotFoundError(2, "no such file", f"{id}.jpg") from error
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("loader", LOADERS)
 def test_an_error_of_the_data_set_shows_its_code_and_its_cause(loader: str, workers: int) -> None:
-    with LOADERS[loader](Files(), workers) as made, pytest.raises(FileNotFoundError, match=r"5\.jpg") as caught:
+    with LOADERS[loader](Made(8, _read), workers) as made, pytest.raises(FileNotFoundError, match=r"5\.jpg") as caught:
         list(made)
     assert isinstance(caught.value.__cause__, KeyError)
     text = "".join(traceback.format_exception(caught.value))

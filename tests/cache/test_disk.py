@@ -129,7 +129,6 @@ garbage = st.lists(st.tuples(st.integers(0, 1 << 20), numbers), min_size=1, max_
 @example(where="next", garbage=[(4, (1 << 32) - 1)])
 @both
 def test_garbage_in_the_files(disk: Path, tmp_path: Path, kind: str, where: str, garbage: list) -> None:
-    """Changes bytes of a file, or numbers in an array of the index."""
     store = Path(tempfile.mkdtemp(dir=tmp_path))
     path = store / disk.parent.name / disk.name
     path.parent.mkdir(mode=0o700)

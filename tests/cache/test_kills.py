@@ -180,18 +180,16 @@ def test_a_stopped_writer_costs_puts_and_one_warning(monkeypatch: pytest.MonkeyP
         assert cache.put_many([20], [signed(20, 0)]).all(), "samples are stored again at once"
 
 
-PICTURE = (torch.zeros(3, 50, dtype=torch.uint8), 0)
 LONG = "of another form" * 200
-long = pytest.mark.parametrize("long", [False, True])
 
 
 def picture(id: int) -> tuple[torch.Tensor, int]:
     return torch.full((3, 50), id, dtype=torch.uint8), id
 
 
-@long
+@pytest.mark.parametrize("long", [False, True])
 def test_a_record_that_is_changed_while_it_is_lent(long: bool) -> None:
-    with make(20, 60, example=PICTURE) as cache:
+    with make(20, 60, example=picture(0)) as cache:
         cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
         lent = cache.borrow([1, 2, 1, 9])
         assert lent is not None
@@ -210,7 +208,7 @@ def test_a_record_that_is_changed_while_it_is_lent(long: bool) -> None:
 )
 def test_a_record_that_goes_between_two_looks_is_none(method: str, long: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its place is given to others after it was read in the index, and before its chain or its bytes are."""
-    with make(20, 60, example=PICTURE) as cache:
+    with make(20, 60, example=picture(0)) as cache:
         cache.put_many([1, 2], [LONG if long else picture(1), picture(2)])
         part, name = (cache._arena, "read") if method == "find" else (cache._records, "locate")
         unpatched = getattr(part, name)
@@ -234,7 +232,7 @@ def test_a_record_that_goes_between_two_looks_is_none(method: str, long: bool, m
 
 
 def test_a_length_that_cannot_be_is_none() -> None:
-    with make(20, 60, example=PICTURE) as cache:
+    with make(20, 60, example=picture(0)) as cache:
         cache.put_many([1, 2], [LONG, picture(2)])
         cache._index.length[1] = (1 << 32) - 1  # a writer may be changing it just now
         assert cache.get_many([1]) == [MISS]
@@ -242,7 +240,7 @@ def test_a_length_that_cannot_be_is_none() -> None:
 
 
 def test_what_is_lent_is_not_copied_and_outlives_the_cache() -> None:
-    cache = make(20, 60, example=PICTURE)
+    cache = make(20, 60, example=picture(0))
     cache.put_many([1], [picture(1)])
     lent: list[Any] = [cache.borrow([1]) for _ in range(2)]
     assert len({one.values[0][0].data_ptr() for one in lent}) == 1

@@ -51,9 +51,7 @@ class Doubled:
 def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], dict[str, Any]]]:
     """Makes the arguments of a cache, the same for each process and for a later job."""
     kind, _, persist = request.param.partition(" ")
-    server = None
-    if kind == "redis":
-        server = Server(tmp_path)
+    server = Server(tmp_path) if kind == "redis" else None
 
     def make() -> dict[str, Any]:
         if kind == "tier":

@@ -178,8 +178,6 @@ class World(Cuda):
         self.main = self.new_stream()
         self.bind()
 
-    # -- agents -------------------------------------------------------------------------------------------------------
-
     def new_stream(self) -> Stream:
         with self.lock:
             self.streams.append(Stream(self, self._next_number()))
@@ -232,8 +230,6 @@ class World(Cuda):
 
     def new_event(self) -> Event:
         return Event(self)
-
-    # -- memory -------------------------------------------------------------------------------------------------------
 
     def empty(self, size: int) -> torch.Tensor:
         return self._allocate("device", size, self.current_stream())
@@ -294,12 +290,10 @@ class World(Cuda):
         return next((piece for begin, piece in pieces if 0 <= at - begin < piece.block.numel()), None)
 
     def on_device(self, tensor: torch.Tensor) -> bool:
-        piece = self.find(tensor)
-        return piece is not None and piece.kind == "device"
+        return getattr(self.find(tensor), "kind", None) == "device"
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        piece = self.find(tensor)
-        return piece is not None and piece.kind != "device"
+        return getattr(self.find(tensor), "kind", None) not in (None, "device")
 
     def keep(self, tensor: Any) -> None:
         if not isinstance(tensor, torch.Tensor):
@@ -337,8 +331,6 @@ class World(Cuda):
         if piece is None or not tensor.numel():
             return tensor.clone()
         return as_type_of(tensor, piece.block, tensor.data_ptr() - piece.block.data_ptr(), tensor.stride())
-
-    # -- work ---------------------------------------------------------------------------------------------------------
 
     def touch(self, tensor: torch.Tensor, agent: Agent, write: bool, what: str) -> None:
         """Record that `agent` reads or writes the bytes of `tensor` as its next action."""
@@ -400,8 +392,6 @@ class World(Cuda):
         self.copies.append(self.current_stream())
         work = partial(self._raw(target).copy_, self._raw(source))
         self.submit("a copy", self.copy_seconds, work, reads=[source], writes=[target])
-
-    # -- what a training loop does ------------------------------------------------------------------------------------
 
     def use(self, tensor: torch.Tensor, expected: torch.Tensor | None = None, seconds: float = 0.0) -> None:
         """Run a training step: reads a tensor in the current stream; unexpected values are a fault."""

@@ -260,35 +260,24 @@ def without(name: str, caller: str, owner: Any = None) -> Callable[[pytest.Monke
     return change
 
 
-def hold_nothing(patch: pytest.MonkeyPatch, world: World) -> None:
-    """Release the leaves of the loader as soon as their copies are submitted."""
-    patch.setattr(BatchBuffer, "held", property(lambda buffer: None, lambda buffer, leaves: None))
-
-
-def forget_copies_of_failures(patch: pytest.MonkeyPatch, world: World) -> None:
-    """Do not record `copied` if an error occurred."""
-    plain = Event.record
-    patch.setattr(Event, "record", lambda event, stream: None if sys.exc_info()[0] else plain(event, stream))
+def replaced(owner: Any, name: str, value: Any) -> Callable[[pytest.MonkeyPatch, World], None]:
+    return lambda patch, world: patch.setattr(owner, name, value)
 
 
 def transform_after_the_record(patch: pytest.MonkeyPatch, world: World) -> None:
     """Record `copied` when the copies are submitted, not after the transform."""
-    plain, record = Copier._send, Event.record
+    plain = Copier._send
 
     def send(copier: Copier, buffer: BatchBuffer, *parts: Any) -> Sent:
         sent = plain(copier, buffer, *parts)
-        record(buffer.copied, world.current_stream())
+        RECORD(buffer.copied, world.current_stream())
         return sent
 
     patch.setattr(Copier, "_send", send)
     without("record", "send", Event)(patch, world)
 
 
-def forget_what_was_transformed(patch: pytest.MonkeyPatch, world: World) -> None:
-    """Keep only the copies for the consumer's stream, not the outputs of the transform."""
-    patch.setattr(copies, "memory_of", lambda leaf: [])
-
-
+RECORD = Event.record
 STAGED_TWICE = r"nothing orders the read .* \(a copy\) and the write .* \(staging\)"
 READ_TOO_SOON = r"nothing orders the write .* \(a copy\) and the read .* \(a step\)"
 DEVICE_FREED = r"^device memory .* is freed too early: nothing orders the read .* \(a step\)"
@@ -301,13 +290,14 @@ GUARDS: dict[str, tuple[Scene, Callable[[pytest.MonkeyPatch, World], None], str]
     "a batch is kept for the training":
         (Scene(PLAIN), without("keep", "deliver"), DEVICE_FREED),
     "what the loader gave stays until it is copied":
-        (Scene(LENT), hold_nothing, LENT_FREED),
+        (Scene(LENT), replaced(BatchBuffer, "held", property(lambda buffer: None, lambda *_: None)), LENT_FREED),
     "copies are marked when the rest has failed":
-        (Scene(FAILING, transform=True, step=0.0), forget_copies_of_failures, STAGED_TWICE),
+        (Scene(FAILING, transform=True, step=0.0),
+         replaced(Event, "record", lambda *given: None if sys.exc_info()[0] else RECORD(*given)), STAGED_TWICE),
     "a transform is part of what the training waits for":
         (Scene(PLAIN, transform=True), transform_after_the_record, r"nothing orders the write .* \(a transform\)"),
     "what a transform made is kept for the training":
-        (Scene(PLAIN, transform=True), forget_what_was_transformed, DEVICE_FREED),
+        (Scene(PLAIN, transform=True), replaced(copies, "memory_of", lambda leaf: []), DEVICE_FREED),
     "the thread is bound to the device":
         (Scene(PLAIN), without("bind", "_run"), "is not bound"),
 }  # fmt: skip

@@ -184,7 +184,6 @@ def test_an_error_that_is_let_go_of_holds_nothing(device: World, where: str) -> 
 
 
 def test_ctrl_c_at_any_point_of_the_wait(world: World | None) -> None:
-    """The loop may continue, and ends."""
     main, interrupts = threading.get_ident(), [0]
 
     def interrupt(_: int, frame: FrameType | None) -> None:

@@ -214,13 +214,9 @@ def test_a_batch_that_cannot_be_sent_is_an_error_in_its_place() -> None:
         assert [batch.shape for batch in iteration] == [(2,)]
 
 
-def shuffled() -> Any:
-    return sf.DataLoader(list(range(30)), 5, shuffle=True)
-
-
 def test_its_loader_draws_a_seed_that_follows_from_torchs_generator_here() -> None:
     def order() -> list[int]:
-        iteration = iter(prefetch(shuffled))
+        iteration = iter(prefetch(partial(sf.DataLoader, list(range(30)), 5, shuffle=True)))
         gc.collect()  # it lives as long as it is iterated: the fixture of all tests sees what is left
         return [id for batch in iteration for id in batch.tolist()]
 
@@ -262,7 +258,6 @@ def train() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 def test_the_process_dies_at_random_moments(seed: int) -> None:
-    """The batches are complete and in order, and an error follows."""
     chance = random.Random(seed)
     with stamped(chance.choice([1, 2, 5]), batches=100_000) as prefetcher:
         killer = threading.Timer(chance.random(), os.kill, (prefetcher.pid, signal.SIGKILL))
@@ -277,7 +272,6 @@ def test_the_process_dies_at_random_moments(seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_who_made_it_dies_at_random_moments(seed: int) -> None:
-    """Killed before, during and after the start of the process: it ends."""
     before = started()
     maker = Child(train)
     time.sleep(random.Random(seed).random() * 4)

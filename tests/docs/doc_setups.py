@@ -126,11 +126,10 @@ make({{"G": 900, "P": 500, "P_hit": 800, "S": 100, "C": 9000, "cold": 100, "warm
 """.format(folder=str(ROOT / "tests" / "support"))
 
 EXAMPLES_BEFORE = {
-    **dict.fromkeys(["stallfree.Report", "stallfree.Report.load", "stallfree.Report.predict"], _REPORT),
-    **dict.fromkeys(["stallfree.Prediction"], _REPORT),
-    **dict.fromkeys(["stallfree.clara.load", "stallfree.clara.Pipeline", "stallfree.clara.Pipelines"], _CLARA),
-    "stallfree.TarDataset": _SHARDS,
-    "stallfree.cut": """
+    **dict.fromkeys(["Report", "Report.load", "Report.predict", "Prediction"], _REPORT),
+    **dict.fromkeys(["clara.load", "clara.Pipeline", "clara.Pipelines"], _CLARA),
+    "TarDataset": _SHARDS,
+    "cut": """
 class Images:
     def __init__(self):
         self.files, self.transform = sorted(Path("pictures").glob("*/*.jpg")), dataset.pipeline.transforms[1].transform

@@ -44,15 +44,14 @@ def of_notebook(path: Path) -> list[Part]:
 
 
 def of_example(name: str) -> list[Part]:
-    before = EXAMPLES + EXAMPLES_BEFORE.get(f"stallfree.{name}", "")
+    before = EXAMPLES + EXAMPLES_BEFORE.get(name, "")
     return [Part("setup", 1, "", before), Part(name, 1, "", EXAMPLE[name].replace("seconds=10", "seconds=0.1"))]
 
 
 def example(value: Any) -> str:
     """The code of the example of a class or function; empty if its docstring has none."""
-    shown = re.search(
-        r"^Example:\n    ```python\n((?:    .*\n|\n)+?)    ```\Z", inspect.getdoc(value) or "", re.MULTILINE
-    )
+    text = inspect.getdoc(value) or ""
+    shown = re.search(r"^Example:\n    ```python\n((?:    .*\n|\n)+?)    ```\Z", text, re.MULTILINE)
     return textwrap.dedent(shown[1]) if shown else ""
 
 

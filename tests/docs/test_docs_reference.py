@@ -101,8 +101,7 @@ def test_the_site(tmp_path: Path) -> None:
             assert (tmp_path / (name.parent if name.name == "index" else name) / "index.html").is_file(), name
     text = "".join(page.read_text() for page in tmp_path.rglob("*.html"))
     assert re.findall(TAKEN, text) == []
-    assert {f"stallfree.{name}" for name in sf.__all__ if not hasattr(getattr(sf, name), "__path__")} <= {
-        *re.findall(r' id="(stallfree\.\w+)"', text)
-    }
+    names = {f"stallfree.{name}" for name in sf.__all__ if not hasattr(getattr(sf, name), "__path__")}
+    assert names <= set(re.findall(r' id="(stallfree\.\w+)"', text))
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", sheet.read_text()), sheet

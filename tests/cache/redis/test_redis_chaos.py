@@ -26,10 +26,6 @@ NUM = 1000
 BATCH = 64
 
 
-def samples(salt: int) -> Made:
-    return sf.mark_deterministic(Made(NUM, partial(sample, salt=salt)))
-
-
 @needs_server
 @pytest.mark.parametrize("reads", [4_000, pytest.param(1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3000)])])
 def test_no_sample_is_ever_wrong(reads: int, tmp_path: Path) -> None:
@@ -59,10 +55,11 @@ def read(number: int, folder: Path, hosts: list[dict[str, object]], reads: int) 
     default_root().mkdir(0o700, parents=True)
     with contextlib.ExitStack() as stack:
         store = stack.enter_context(sf.RedisStore(hosts, timeout=0.5))
-        sets = [
-            stack.enter_context(sf.CachedDataset(samples(salt), capacity=capacity, store=store, name=f"chaos{salt}"))
-            for salt, capacity in enumerate((0, "600KB"))
-        ]
+        sets = list[sf.CachedDataset]()
+        for salt, capacity in enumerate((0, "600KB")):
+            data = sf.mark_deterministic(Made(NUM, partial(sample, salt=salt)))
+            cached = sf.CachedDataset(data, capacity=capacity, store=store, name=f"chaos{salt}")
+            sets.append(stack.enter_context(cached))
         (folder / f"ready{number}").touch()
         while done["reads"] < reads or not (folder / "enough").exists() or min(done["forked"], done["killed"]) == 0:
             read_some(sets, chance)

@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -35,7 +34,7 @@ def pair() -> Iterator[Job]:
         yield made
 
 
-@contextmanager
+@contextlib.contextmanager
 def rows(here: Here, **options: Any) -> Iterator[sf.CachedDataset]:
     """The data set in one of the processes, until all have ended."""
     open_rows(here, COUNT, options)

@@ -103,11 +103,8 @@ def test_nothing_is_unpickled_unless_allowed(pair: list[Server]) -> None:
 
 @pytest.mark.parametrize("limited", [False, True])
 def test_a_full_server_stores_nothing_and_keeps_what_it_has(limited: bool, pair: list[Server]) -> None:
-    with (
-        given(*pair[:1], capacity_per_node=1 if limited else None) as store,
-        given(*pair[:1]) as other,
-        admin(pair[0]) as client,
-    ):
+    full, room = pair[0], 1 if limited else None
+    with given(full, capacity_per_node=room) as store, given(full) as other, admin(full) as client:
         put(tier_of(other), ALL[:50])
         tier = tier_of(store)
         client.config_set("maxmemory", 0 if limited else 1)
@@ -238,9 +235,7 @@ def test_a_cluster_as_the_library_gives_it(tmp_path: Path, pair: list[Server]) -
             assert (held(tier), put(tier, ALL).any()) == ([], False)
 
 
-RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"
-"""What `RedisStore` says that a user needs."""
-
+RIGHTS = "~stallfree:* +ping +info +get +mget +set +unlink"  # what `RedisStore` says that a user needs
 needs_openssl = pytest.mark.skipif(not shutil.which("openssl"), reason="no openssl: apt install openssl")
 
 
