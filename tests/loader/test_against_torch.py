@@ -14,28 +14,19 @@ import stallfree as sf
 from loader_data import same
 from torch_cases import ERRORS, Case, case_of
 
-BLOCK = 50
 
-
-@pytest.mark.parametrize("seed", range(1, 25))
-def test_a_random_configuration(seed: int) -> None:
-    compare(seed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("first", range(0, 2000, BLOCK))
-def test_many_random_configurations(first: int) -> None:
-    for seed in range(first, first + BLOCK):
-        compare(seed)
-
-
-def compare(seed: int) -> None:
-    case = case_of(seed)
-    theirs, ours = (outcomes(kind, case) for kind in (torch.utils.data.DataLoader, sf.DataLoader))
-    label = f"seed {seed}: {case.text}"
-    assert len(ours) == len(theirs), label
-    for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
-        assert equal(our, their, case), f"{label}\noutcome {number}: {our!r:.500}\nof torch: {their!r:.500}"
+@pytest.mark.parametrize(
+    ("first", "count"),
+    [*((seed, 1) for seed in range(1, 25)), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in range(0, 2000, 50))],
+)
+def test_random_configurations(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        case = case_of(seed)
+        theirs, ours = (outcomes(kind, case) for kind in (torch.utils.data.DataLoader, sf.DataLoader))
+        label = f"seed {seed}: {case.text}"
+        assert len(ours) == len(theirs), label
+        for number, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+            assert equal(our, their, case), f"{label}\noutcome {number}: {our!r:.500}\nof torch: {their!r:.500}"
 
 
 def outcomes(kind: Any, case: Case) -> list[Any]:
@@ -85,13 +76,8 @@ def samples_of(taken: list[Any], most: int | None) -> Any:
     """What an epoch of the loader's own order has in common with one of torch's."""
     batches = [found for found in taken if isinstance(found, tuple)]
     sizes = [(number, len(batch) if isinstance(batch, list) else batch == "end") for number, batch in batches]
-    whole = [
-        sorted(
-            repr(sample) for which, batch in batches if which == number and isinstance(batch, list) for sample in batch
-        )
-        for number in (0, 1)
-    ]
-    return [sizes, whole if most is None else None]
+    samples = [(number, repr(sample)) for number, batch in batches if isinstance(batch, list) for sample in batch]
+    return [sizes, sorted(samples) if most is None else None]
 
 
 def equal(our: Any, their: Any, case: Case) -> bool:

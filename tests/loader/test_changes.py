@@ -19,17 +19,9 @@ from torch.utils.data import Dataset, SequentialSampler, Subset
 import stallfree as sf
 from cached_data import Given
 from cases import half
-from loader_data import Made
+from loader_data import Made, lists_of, values_of
 from stallfree.errors import InputError, StallfreeWarning
 from stream_data import Sized
-
-
-def batches(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
-
-
-def values(batches: Any) -> list[int]:
-    return [int(value) for batch in batches for value in batch]
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -40,10 +32,10 @@ def test_a_data_set_that_grows_or_shrinks_is_served_as_torch_serves_it(by_sample
         data = [1, 2, 3]
         sampler = SequentialSampler(data) if by_sampler else None
         loader = kind(data, batch_size=2, sampler=sampler, num_workers=workers)
-        seen: list[Any] = [batches(loader)]
+        seen: list[Any] = [lists_of(loader)]
         for change in (lambda data: data.extend([4, 5]), lambda data: data.pop(), lambda data: data.clear()):
             change(data)
-            seen += [len(loader), batches(loader)] if data else []
+            seen += [len(loader), lists_of(loader)] if data else []
         found.append(seen)
     assert found[0] == found[1]
 
@@ -102,14 +94,13 @@ def test_what_torch_lets_others_set(name: str, workers: int) -> None:
     """It applies from the next iteration on, before the first one or between two."""
     if name in ("multiprocessing_context", "timeout") and not workers:
         pytest.skip("torch's loader needs workers for it")
-    found, before = [], workers > 0
+    found = []
     for kind in (torch.utils.data.DataLoader, sf.DataLoader):
         loader = kind(Made(4, told), 2, num_workers=workers)
-        seen = [] if before else [repr(list(loader))]
+        seen = [] if workers else [repr(list(loader))]
         setattr(loader, name, SET[name])
         value = getattr(loader, name)
-        shown = type(value) if name == "multiprocessing_context" else value
-        found.append([*seen, repr(list(loader)), shown])
+        found.append([*seen, repr(list(loader)), type(value) if name == "multiprocessing_context" else value])
     assert found[0] == found[1]
 
 
@@ -119,14 +110,14 @@ def test_a_wrong_value_is_named_at_the_next_iteration() -> None:
     with pytest.raises(InputError, match="num_workers=-1"):
         list(loader)
     loader.num_workers = 0
-    assert batches(loader) == [[0, 1], [2, 3]]
+    assert lists_of(loader) == [[0, 1], [2, 3]]
 
 
 def test_a_setting_moves_no_epoch() -> None:
     one, other = (sf.DataLoader(list(range(20)), 20, shuffle=True, seed=2) for _ in range(2))
     for seconds in range(3):
         one.timeout = seconds
-        assert batches(one) == batches(other)
+        assert lists_of(one) == lists_of(other)
 
 
 @dataclass
@@ -186,7 +177,7 @@ def test_no_other_argument_may_be_set(name: str) -> None:
     with pytest.raises(InputError, match=f"{name} of a loader that exists cannot be set"):
         setattr(loader, name, getattr(loader, name))
     loader.note_of_the_user = 1
-    assert batches(loader) == [[0, 1], [2, 3]]
+    assert lists_of(loader) == [[0, 1], [2, 3]]
 
 
 def open_inner(worker: int) -> None:
@@ -205,7 +196,7 @@ def test_worker_init_fn_reaches_the_data_set_within_a_cache(method: str) -> None
         assert cached.dataset is subset
         cached.cache.clear()
         with sf.DataLoader(cached, num_workers=1, **given) as loader:
-            assert batches(loader) == [[0], [1], [0]]  # the last one is the number of the worker
+            assert lists_of(loader) == [[0], [1], [0]]  # the last one is the number of the worker
 
 
 DATA = list(range(20))
@@ -223,27 +214,22 @@ MAKE: dict[str, Callable[[], Any]] = {
 COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda loader: pickle.loads(pickle.dumps(loader))}
 
 
-def close(loader: Any) -> None:
-    for opened in (loader, loader.dataset):
-        if hasattr(opened, "close"):
-            opened.close()
-
-
 @pytest.mark.parametrize(("kind", "copied", "taken"), half(MAKE, COPIES, [1, 5]))
 def test_a_copy_goes_on_by_itself(kind: str, copied: str, taken: int) -> None:
     loader = MAKE[kind]()
     iterator = iter(loader)
-    before = values(next(iterator) for _ in range(taken))
+    before = values_of(next(iterator) for _ in range(taken))
     if taken == 5:
         assert next(iterator, None) is None
     other = COPIES[copied](loader)
     assert (len(other), other.batch_size, other.num_workers) == (len(loader), 4, loader.num_workers)
     for _ in range(2):
-        assert sorted(values(other)) == DATA
-    assert sorted(before + values(iterator)) == DATA
-    assert sorted(values(loader)) == DATA
-    close(loader)
-    close(other)
+        assert sorted(values_of(other)) == DATA
+    assert sorted(before + values_of(iterator)) == DATA
+    assert sorted(values_of(loader)) == DATA
+    for opened in (loader, loader.dataset, other, other.dataset):
+        if hasattr(opened, "close"):
+            opened.close()
 
 
 COUNT = 12
@@ -318,13 +304,13 @@ def test_a_cache_notices_each_change_once(monkeypatch: pytest.MonkeyPatch) -> No
     with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, 2) as loader:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", StallfreeWarning)
-            first = values(loader)
+            first = values_of(loader)
             data.note = "not read, so that it may change"
-            assert values(loader) == first
+            assert values_of(loader) == first
             for number, make in enumerate(CHANGES.values()):
                 assert len(caught) == number
                 make(data)
-                assert values(loader) == values(loader) == first
+                assert values_of([*loader]) == values_of([*loader]) == first
         for kind, warning in zip(CHANGES, caught, strict=True):
             assert "when samples were cached" in str(warning.message), kind
             assert warning.filename == __file__
@@ -334,10 +320,9 @@ def test_a_cache_notices_each_change_once(monkeypatch: pytest.MonkeyPatch) -> No
 def test_without_a_cache_it_is_followed(options: dict[str, Any]) -> None:
     data = Settings()
     with sf.DataLoader(data, 2, num_workers=0, **options) as loader:
-        assert values(loader) == [data[id] for id in range(COUNT)]
-        assert loader.cached is None
-        data.step.add = 100
-        assert values(loader) == [data[id] for id in range(COUNT)]
+        for data.step.add in (0, 100):
+            assert values_of(loader) == [data[id] for id in range(COUNT)]
+            assert loader.cached is None
 
 
 @pytest.mark.parametrize(("indices", "workers"), [([8, 9, 10, 11], 0), (np.arange(5), 1)], ids=str)
@@ -345,22 +330,22 @@ def test_other_indices_of_a_subset(indices: Any, workers: int) -> None:
     source: Any = Given(range(12))
     subset: Any = Subset(source, [0, 1, 2, 3])
     with sf.DataLoader(subset, 2, num_workers=workers) as loader:
-        assert values(loader) == [0, 1, 2, 3]
+        assert values_of(loader) == [0, 1, 2, 3]
         subset.indices = indices
-        assert (len(loader), values(loader)) == (-(-len(indices) // 2), [*indices])
+        assert (len(loader), values_of(loader)) == (-(-len(indices) // 2), [*indices])
         subset.indices = [1, 2, 3]
         subset.indices[1] = 5
-        assert values(loader) == [1, 5, 3]
+        assert values_of(loader) == [1, 5, 3]
         subset.dataset = Subset(source, [3, 2, 1, 0, 4, 5])
-        assert values(loader) == [2, 5, 0]
+        assert values_of(loader) == [2, 5, 0]
 
 
 def test_another_pipeline_of_a_source() -> None:
     source = Given(range(4))
     with sf.DataLoader(source, 2) as loader:
-        assert values(loader) == [0, 1, 2, 3]
+        assert values_of(loader) == [0, 1, 2, 3]
         source.pipeline = sf.Compose([lambda record: 10 * record])
-        assert values(loader) == [0, 10, 20, 30]
+        assert values_of(loader) == [0, 10, 20, 30]
 
 
 @pytest.mark.parametrize("capacity", ["1KiB", "4MiB"], ids=["no cache", "cache"])

@@ -95,16 +95,12 @@ def test_samplers_that_give_something_else(id: Any) -> None:
     assert isinstance(caught.value, IndexError) == is_id
 
 
-def order(loader: sf.DataLoader) -> list[int]:
-    return labels_of(list(loader))
-
-
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     dataset = Made(30, picture)
 
     def orders(data: Any = dataset, **arguments: Any) -> list[list[int]]:
         loader = sf.DataLoader(data, batch_size=8, shuffle=True, **arguments)
-        return [order(loader) for _ in range(2)]
+        return [labels_of(loader) for _ in range(2)]
 
     first = orders(seed=1)
     torch.manual_seed(99)
@@ -116,7 +112,7 @@ def test_the_order_is_a_function_of_seed_and_epoch() -> None:
     loader = sf.DataLoader(dataset, batch_size=8, shuffle=True, seed=1)
     for epoch in (1, 0):
         loader.set_epoch(epoch)
-        assert order(loader) == first[epoch]
+        assert labels_of(loader) == first[epoch]
 
 
 def test_what_collate_fn_draws() -> None:
@@ -175,7 +171,7 @@ def test_no_worker_is_started_when_all_can_be_gathered() -> None:
     with sf.CachedDataset(Made(20, picture), capacity="32MiB") as cached:
         list(sf.DataLoader(cached, batch_size=4))
         loader = sf.DataLoader(cached, batch_size=4, num_workers=2, worker_init_fn=pytest.fail)
-        assert order(loader) == list(range(20))
+        assert labels_of(loader) == list(range(20))
 
 
 def test_statistics_add_up() -> None:

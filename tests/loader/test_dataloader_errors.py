@@ -6,7 +6,6 @@ Waits end with an error, and interrupts end an iteration.
 import multiprocessing
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 import stallfree as sf
-from loader_data import Gate, Made, as_list, loading, zero_dim
+from loader_data import Failing, Gate, Made, as_list, loading, zero_dim
 from stallfree.loader.pool import WorkerPool
 from warm import Interpreter
 
@@ -61,16 +60,20 @@ def failing(id: int) -> torch.Tensor:
 FAILING = Made(FIRST + LOCAL + 3, failing)
 
 
-def outcomes(loader: Any) -> list[Any]:
-    """The batches of a loader, and its errors in their place."""
-    found, iterator = list[Any](), iter(loader)
-    for _ in range(len(FAILING)):
+def outcomes(iterator: Any) -> Iterator[Any]:
+    """The batches of an iterator, and its errors in their place."""
+    while True:
         try:
-            found.append(next(iterator))
+            yield next(iterator)
+        except StopIteration:
+            return
         except Exception as error:
-            found.append(error)
-    assert next(iterator, "end") == "end"
-    return found
+            yield error
+
+
+def patient(iterator: Any) -> Iterator[Any]:
+    """Goes on after a wait that was too long."""
+    return (found for found in outcomes(iterator) if not isinstance(found, sf.WaitError))
 
 
 def is_as_raised(error: Any, expected: Exception) -> bool:
@@ -96,7 +99,8 @@ def shared(data: Any, **options: Any) -> sf.SharedLoader:
 def test_errors_are_raised_as_they_are(make: Callable[..., Any], workers: int, method: str) -> None:
     """The loop goes on with the batches that follow."""
     with make(FAILING, num_workers=workers, **({"multiprocessing_context": method} if workers else {})) as loader:
-        found = outcomes(loader)
+        found = [*islice(outcomes(iter(loader)), len(FAILING) + 1)]
+        assert len(found) == len(FAILING)
         for id, (raised, fields) in enumerate(TABLE, FIRST):
             error = found[id]
             assert is_as_raised(error, raised()), repr(error)
@@ -110,26 +114,12 @@ def test_errors_are_raised_as_they_are(make: Callable[..., Any], workers: int, m
         del error, hidden, found
 
 
-@dataclass
-class Raises:
-    """One sample raises an error of a kind."""
-
-    kind: Any
-
-    def __call__(self, id: int) -> torch.Tensor:
-        if id == 5:
-            raise self.kind
-        return torch.tensor(id)
-
-
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_to_end_the_program(workers: int, kind: type[BaseException]) -> None:
     """In a worker it ends that process, as with torch's loader; its batch is repeated, and then an error."""
-    with (
-        pytest.raises((RuntimeError, kind)) as caught,
-        sf.DataLoader(Made(8, Raises(kind)), num_workers=workers) as loader,
-    ):
+    loader = sf.DataLoader(Made(8, Failing(lambda id: kind())), num_workers=workers)
+    with pytest.raises((RuntimeError, kind)) as caught, loader:
         list(loader)
     assert type(caught.value) is (sf.WorkerError if workers else kind)
 
@@ -165,10 +155,8 @@ OTHERS: dict[str, tuple[dict[str, Any], str | None]] = {
 def test_errors_of_other_functions(case: str, workers: int) -> None:
     arguments, note = OTHERS[case]
     stopped = "stops" in case
-    with (
-        pytest.raises(sf.BatchError if stopped else FileNotFoundError) as caught,
-        sf.DataLoader(**{"dataset": [1, 2, 3], "num_workers": workers, **arguments}) as loader,
-    ):
+    loader = sf.DataLoader(**{"dataset": [1, 2, 3], "num_workers": workers, **arguments})
+    with pytest.raises(sf.BatchError if stopped else FileNotFoundError) as caught, loader:
         list(loader)
     error = caught.value
     if stopped:
@@ -192,31 +180,24 @@ FORMS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_no_loop_ends_in_silence(form: str, kind: type[Exception], expected: type[Exception]) -> None:
     """In this process: of our loader, of torch's, over the data set itself, all of them in a generator."""
-    with FORMS[form](Made(8, Raises(kind))) as made:
+    with FORMS[form](Made(8, Failing(lambda id: kind()))) as made:
         loops = [made] if form == "loader" else [sf.DataLoader(made), torch.utils.data.DataLoader(made), made]
         for loop in loops:
             with pytest.raises(expected, match="fetching sample 5"):
                 sum(int(batch) for batch in loop)
 
 
-LEFT_OUT = (3, 4, 5, 9)
-
-
-def broken(id: int) -> Any:
-    if id in LEFT_OUT:
-        raise OSError(f"bad\nsector {id}")
-    return torch.tensor(id)
-
-
 @pytest.mark.parametrize(("workers", "cached"), [(0, False), (2, True)])
 def test_skip(workers: int, cached: bool, caplog: pytest.LogCaptureFixture) -> None:
+    left_out = 3, 4, 5, 9
     expected = [[0, 1], [2], [6, 7], [8], [10, 11]]  # 4 and 5 were a whole batch
     place = r", in worker \d \(process \d+\)" if workers else ""
     options: dict[str, Any] = {"num_workers": workers, "on_error": "skip", "with_ids": True}
-    with loading(Made(12, broken), 2, cached=cached, **options) as loader:
+    data = Made(12, Failing(lambda id: OSError(f"bad\nsector {id}"), left_out))
+    with loading(data, 2, cached=cached, **options) as loader:
         batches = list(loader)
         assert [batch.ids.tolist() for batch in batches] == [batch.data.tolist() for batch in batches] == expected
-        for id, record in zip(LEFT_OUT, caplog.records, strict=True):  # a line for each
+        for id, record in zip(left_out, caplog.records, strict=True):  # a line for each
             text = f"left out a sample: fetching sample {id}{place} failed: OSError: bad sector {id}"
             assert re.match(text, record.message)
         list(loader)
@@ -268,20 +249,8 @@ def test_a_permanent_error_of_gathers_is_logged_once(
         assert re.match("a batch could not be gathered .*(?s:.*)ZeroDivisionError: div", record.getMessage())
 
 
-def patient(iterator: Any) -> Any:
-    """Goes on after a wait that was too long."""
-    while True:
-        try:
-            yield next(iterator)
-        except sf.WaitError:
-            continue
-        except StopIteration:
-            return
-
-
 def test_a_wait_has_a_limit_and_says_for_what() -> None:
-    options: dict[str, Any] = {"num_workers": 1, "timeout": 0.3, "multiprocessing_context": "fork"}
-    with Gate() as gate, sf.DataLoader(Made(8, gate), batch_size=2, **options) as loader:
+    with Gate() as gate, sf.DataLoader(Made(8, gate), batch_size=2, num_workers=1, timeout=0.3) as loader:
         iterator = iter(loader)
         got = [batch.tolist() for batch in islice(patient(iterator), 2)]
         expected = r"batch 2 of epoch 0 .* 0\.3 s.*samples are \[4, 5\].*timeout"
@@ -301,8 +270,7 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, monkeypatch: pytest.
         gate.open()
         raise KeyboardInterrupt
 
-    options: dict[str, Any] = {"persistent_workers": persistent, "multiprocessing_context": "fork"}
-    with Gate() as gate, sf.DataLoader(Made(8, gate), 2, num_workers=1, **options) as loader:
+    with Gate() as gate, loading(Made(8, gate), 2, num_workers=1, persistent_workers=persistent) as loader:
         iterator = iter(loader)
         assert [next(iterator).tolist(), next(iterator).tolist()] == [[0, 1], [2, 3]]
         with monkeypatch.context() as patched:

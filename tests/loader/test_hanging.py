@@ -12,7 +12,7 @@ import torch
 
 import stallfree as sf
 from cached_data import Given
-from loader_data import Made, loading
+from loader_data import Made, loading, values_of
 from stallfree import platform
 from stallfree.ipc import fetch_threads, process
 from stallfree.loader import executors
@@ -72,10 +72,8 @@ def test_close_waits_no_longer_than_some_seconds(
 
 def test_a_fetch_again_after_an_eviction_has_the_limit_too(source: Hanging) -> None:
     source.answer.set()
-    with (
-        sf.CachedDataset(source, capacity="1MiB", transform=sf.mark_random(lambda id: id)) as data,
-        sf.DataLoader(data, 2, sampler=[4, 5], timeout=0.05) as loader,
-    ):
+    data = sf.CachedDataset(source, capacity="1MiB", transform=sf.mark_random(lambda id: id))
+    with data, sf.DataLoader(data, 2, sampler=[4, 5], timeout=0.05) as loader:
         assert len(list(loader)) == 1
         source.answer.clear()
         batches = iter(loader)  # both are resident, so that no fetch is started
@@ -163,15 +161,11 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callab
     return install
 
 
-def served(loader: Any) -> list[int]:
-    return sorted(id for batch in loader for id in batch.tolist())
-
-
 def test_a_worker_that_does_not_report_in_is_replaced(hanging: Any) -> None:
     """More often than a batch may kill workers, for it is not the batch's fault."""
     hangs = hanging(lambda call: call < executors.LIVES)
     with sf.DataLoader(DATA, **FORKED) as loader:
-        assert served(loader) == list(range(12))
+        assert sorted(values_of(loader)) == list(range(12))
         assert loader.stats().workers_replaced == executors.LIVES == len(hangs.calls) - 1
 
 
@@ -187,6 +181,6 @@ def test_a_coordinator_that_hangs_is_replaced(whose: str, hanging: Any) -> None:
     ways = {"its start": lambda call: call < 2, "its workers": lambda call: hangs.calls[call][1] == hangs.calls[0][0]}
     hangs = hanging(ways[whose])
     with sf.SharedLoader(DATA, group="hangs", **FORKED) as loader:
-        assert served(loader) == list(range(12))
+        assert sorted(values_of(loader)) == list(range(12))
         assert loader.stats().takeovers == 1 or whose == "its start"
     assert whose == "its workers" or len(hangs.calls) == 4  # the last two: a coordinator and its worker

@@ -162,10 +162,8 @@ class Named:
         what = self.odd.get(id, "")
         if what == "fails":
             raise ValueError("cannot be seen")
-        first = empty(out, (3, 4))
-        first[...] = id
-        second = empty(out, (3, 4))
-        second[...] = 100 + id
+        first, second = (empty(out, (3, 4)) for _ in range(2))
+        first[...], second[...] = id, 100 + id
         if what == "swapped":
             return second, first, id
         return (first, second, float(id)) if what == "other" else (first, second, id)
@@ -223,6 +221,7 @@ values = st.recursive(
     ),
     max_leaves=5,
 )
+alike = st.integers(1, 4).flatmap(lambda n: values.map(lambda v: [v] * n))
 
 
 def outcome(call: Any) -> Any:
@@ -233,11 +232,7 @@ def outcome(call: Any) -> Any:
 
 
 @settings(max_examples=25)
-@given(
-    st.one_of(
-        st.lists(values, min_size=1, max_size=4), st.integers(1, 4).flatmap(lambda n: values.map(lambda v: [v] * n))
-    )
-)
+@given(st.one_of(st.lists(values, min_size=1, max_size=4), alike))
 def test_stacking_gives_what_torch_gives(samples: list[Any]) -> None:
     memory = np.full(1 << 20, 0xAB, np.uint8)
     used, _ = stack(samples, lambda size: memory)
@@ -249,11 +244,8 @@ def test_stacking_gives_what_torch_gives(samples: list[Any]) -> None:
 
 
 def test_a_collation_that_does_not_stack_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(
-        torch.utils.data._utils.collate.default_collate_fn_map,
-        torch.Tensor,
-        lambda batch, **_: torch.stack(list(reversed(batch))),
-    )
+    kinds = torch.utils.data._utils.collate.default_collate_fn_map
+    monkeypatch.setitem(kinds, torch.Tensor, lambda batch, **_: torch.stack(list(reversed(batch))))
     sample, _ = encode(torch.zeros(4, 1, 5))
     assert batch_structure(sample, 3) is None
 

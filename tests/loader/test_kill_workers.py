@@ -22,14 +22,12 @@ import torch
 
 import stallfree as sf
 import train_job
-from children import Child, Holder
+from children import PATIENCE, Child, Holder, until
 from loader_data import Made, checksum, loading, picture, pixels
 from stallfree.ipc.folders import sweep
 from stallfree.loader import executors as worker_processes
 from train_job import SAMPLES, KeepAsIs, cached
 from warm import Interpreter
-
-PATIENCE = 60.0  # seconds until a process that does not end is taken for hung
 
 Ledger = list[tuple[int, int, int, int]]
 
@@ -69,17 +67,18 @@ def a_killer(chance: random.Random) -> Iterator[threading.Event]:
     killer.join()
 
 
-def train_among_kills(kills: int, method: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("method", "kills", "seed"),
+    [("fork", 8, 0), *(pytest.param(*way, 17, marks=pytest.mark.slow) for way in (("fork", 300), ("forkserver", 100)))],
+)
+def test_workers_killed_at_random(method: str, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit a batch more than three times
     chance = random.Random(seed)
     ledger: Ledger = []
     epoch = killed = 0
     options: dict[str, Any] = {"multiprocessing_context": method, "with_ids": True, "seed": seed}
-    with (
-        cached(transform=sf.mark_random(KeepAsIs())) as dataset,
-        a_killer(chance) as kill,
-        loading(dataset, 4, shuffle=True, num_workers=2, **options) as loader,
-    ):
+    dataset = cached(transform=sf.mark_random(KeepAsIs()))
+    with dataset, a_killer(chance) as kill, loading(dataset, 4, shuffle=True, num_workers=2, **options) as loader:
         while killed < kills:
             for batch in loader:
                 book(ledger, epoch, batch)
@@ -92,22 +91,11 @@ def train_among_kills(kills: int, method: str, seed: int, monkeypatch: pytest.Mo
         stats = loader.stats()
         assert stats.samples == stats.hits + stats.misses == epoch * SAMPLES
         assert stats.workers_replaced > 0
-        values = dataset.cache.get_many(range(SAMPLES))
-        for id, value in enumerate(values):
+        for id, value in enumerate(dataset.cache.get_many(range(SAMPLES))):
             if isinstance(value, tuple):
                 assert value[1] == id
                 assert checksum(value[0]) == checksum(pixels(id))
     assert sorted(ledger) == expected(epoch)
-
-
-def test_workers_killed_at_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    train_among_kills(8, "fork", 0, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("method", "kills"), [("fork", 300), ("forkserver", 100)])
-def test_many_workers_killed_at_random(method: str, kills: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    train_among_kills(kills, method, 17, monkeypatch)
 
 
 def deadly(id: int) -> torch.Tensor:
@@ -193,11 +181,11 @@ def forked_job() -> Iterator[Child]:
 
 
 @contextlib.contextmanager
-def job(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+def job(method: str) -> Iterator[subprocess.Popen[str]]:
     """A running job of another interpreter, which has said "ready"."""
-    script = Path(__file__).parents[1] / "support" / "train_job.py"
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, str(script), *arguments], start_new_session=True, **pipes)
+    command = [sys.executable, train_job.__file__, method, "1000"]
+    process = subprocess.Popen(command, start_new_session=True, **pipes)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -213,26 +201,19 @@ def wait_until_gone(processes: list[psutil.Process]) -> None:
     assert not alive
 
 
-def test_the_trainer_is_killed(store_root: Path) -> None:
-    with forked_job() as process:
-        check_kill(process, store_root)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_the_trainer_of_another_interpreter_is_killed(method: str, store_root: Path) -> None:
-    with job(method, "1000") as process:
-        check_kill(process, store_root)
-
-
-def check_kill(process: Child | subprocess.Popen[str], store_root: Path) -> None:
-    family = psutil.Process(process.pid).children(recursive=True)
-    assert len(family) >= 2
-    assert len(list(store_root.iterdir())) == 2  # the cache and the ring
-    process.kill()
-    if isinstance(process, subprocess.Popen):
-        process.wait()
-    wait_until_gone(family)
+@pytest.mark.parametrize(
+    "method", [None, *(pytest.param(way, marks=pytest.mark.slow) for way in ("fork", "forkserver", "spawn"))]
+)
+def test_the_trainer_is_killed(method: str | None, store_root: Path) -> None:
+    """A forked one, or one of another interpreter."""
+    with forked_job() if method is None else job(method) as process:
+        family = psutil.Process(process.pid).children(recursive=True)
+        assert len(family) >= 2
+        assert len(list(store_root.iterdir())) == 2  # the cache and the ring
+        process.kill()
+        if isinstance(process, subprocess.Popen):
+            process.wait()
+        wait_until_gone(family)
     with cached() as dataset, sf.DataLoader(dataset, 4, num_workers=1) as loader:
         assert len(list(loader)) == SAMPLES // 4
     sweep(store_root)
@@ -258,7 +239,7 @@ def test_a_loader_sweeps_what_killed_ones_left(store_root: Path) -> None:
 
 
 def test_leaving_in_the_midst_of_an_epoch(store_root: Path, interpreter: Interpreter) -> None:
-    done = interpreter.run(Path(__file__).parents[1] / "support" / "train_job.py", "fork", "1000", "exit")
+    done = interpreter.run(Path(train_job.__file__), "fork", "1000", "exit")
     assert (done.code, done.out, done.err) == (0, "ready\n", "")
     assert [path.name for path in store_root.iterdir() if path.name.startswith("ring-")] == []
     sweep(store_root)
@@ -271,10 +252,8 @@ def test_leaving_in_the_midst_of_an_epoch(store_root: Path, interpreter: Interpr
 def test_a_second_job_on_the_same_cache_is_killed(seed: int, kills: int, store_root: Path) -> None:
     chance = random.Random(seed)
     ledger: Ledger = []
-    with (
-        cached(transform=sf.mark_random(KeepAsIs())) as dataset,
-        loading(dataset, 4, shuffle=True, num_workers=2, with_ids=True) as loader,
-    ):
+    dataset = cached(transform=sf.mark_random(KeepAsIs()))
+    with dataset, loading(dataset, 4, shuffle=True, num_workers=2, with_ids=True) as loader:
         for epoch in range(2 + 2 * kills):
             if epoch in (1, 3):
                 last = chance.randrange(3, 20)
@@ -290,7 +269,4 @@ def test_a_second_job_on_the_same_cache_is_killed(seed: int, kills: int, store_r
         assert sorted(ledger) == expected(2 + 2 * kills)
         stats = loader.stats()
         assert stats.hits + stats.misses == (2 + 2 * kills) * SAMPLES
-    deadline = time.monotonic() + PATIENCE
-    while list(store_root.iterdir()) and time.monotonic() < deadline:  # the killed job's workers still end
-        sweep(store_root)
-    assert not list(store_root.iterdir())
+    until(lambda: not sweep(store_root) and not list(store_root.iterdir()))  # the killed job's workers still end

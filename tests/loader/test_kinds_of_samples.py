@@ -33,10 +33,6 @@ class Thing:
         self.image = image
 
 
-def tensor(id: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.tensor([id, 1, 0], dtype=torch.float32).to(dtype)
-
-
 def strided(id: int) -> torch.Tensor:
     return torch.arange(24.0).reshape(2, 3, 4).add(id)
 
@@ -53,7 +49,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "jagged": lambda id: torch.nested.nested_tensor([torch.ones(id % 3 + 1), torch.ones(2)], layout=torch.jagged),
     "sparse": lambda id: torch.sparse_coo_tensor([[0, 1]], [float(id), 2.0], (3,), check_invariants=True),
     "compressed sparse": lambda id: torch.eye(3).mul(id + 1).to_sparse_csr(),
-    **{f"object of {dtype}": lambda id, dtype=dtype: Thing(tensor(id, dtype)) for dtype in DTYPES},  # type: ignore[misc]
+    **{f"object of {dtype}": lambda id, dtype=dtype: Thing(torch.tensor([id, 1.0, 0]).to(dtype)) for dtype in DTYPES},  # type: ignore[misc]
 }
 
 STRIDED: dict[str, Callable[[int], Any]] = {
@@ -143,10 +139,8 @@ def test_a_gradient_is_not_cut(name: str) -> None:
     assert grad_fn(next(iter(sf.DataLoader(data, None, collate_fn=unchanged)))) is not None
     leaves = Made(COUNT, KINDS["leaf with a gradient"])  # collated, they have a history
     for given, collate in ((data, only), (leaves, None)):
-        with (
-            pytest.raises(sf.CodecError, match=r"gradient.*detach\(\)"),
-            sf.DataLoader(given, 2, num_workers=1, collate_fn=collate) as loader,
-        ):
+        loader = sf.DataLoader(given, 2, num_workers=1, collate_fn=collate)
+        with pytest.raises(sf.CodecError, match=r"gradient.*detach\(\)"), loader:
             list(loader)
     with sf.CachedDataset(list(range(COUNT)), capacity="4MiB", transform=WITH_HISTORY[name]) as cached:
         assert all(grad_fn(cached[id]) is not None for _ in range(2) for id in range(COUNT))  # made anew each time

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 import stallfree as sf
+from loader_data import lists_of, values_of
 from process_ranks import in_ranks, join
 from stallfree import StallfreeWarning
 from stallfree.datasets import ranks as module
@@ -31,14 +32,6 @@ def loader_of(rank: int, count: int, **options: Any) -> sf.DataLoader:
     return sf.DataLoader(range(SAMPLES), **{"batch_size": 3, "ranks": (rank, count), "seed": 5, **options})
 
 
-def batches(loader: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in loader]
-
-
-def flat(lists: list[list[int]]) -> list[int]:
-    return [id for ids in lists for id in ids]
-
-
 @pytest.mark.parametrize(("count", "drop_last"), [(1, False), (2, True), (3, False), (4, True), (30, False)])
 def test_in_order_the_samples_are_those_of_a_distributed_sampler(count: int, drop_last: bool) -> None:
     data: Any = range(SAMPLES)
@@ -46,7 +39,7 @@ def test_in_order_the_samples_are_those_of_a_distributed_sampler(count: int, dro
         sampler = DistributedSampler(data, count, rank, shuffle=False, drop_last=drop_last)
         other = torch.utils.data.DataLoader(data, batch_size=3, sampler=sampler, drop_last=drop_last)
         mine = loader_of(rank, count, drop_last=drop_last)
-        assert (batches(mine), len(mine)) == (batches(other), len(other))
+        assert (lists_of(mine), len(mine)) == (lists_of(other), len(other))
         assert (list(mine.sampler), len(mine.sampler)) == (list(sampler), len(sampler))
         assert (mine.sampler.rank, mine.sampler.num_replicas) == (rank, count)
 
@@ -56,7 +49,7 @@ def test_shuffled_each_sample_is_on_one_rank() -> None:
     loaders = [loader_of(rank, 4, shuffle=True) for rank in range(4)]
     whole = sf.DataLoader(range(SAMPLES), shuffle=True, seed=5)
     for _ in range(2):
-        parts, order = [flat(batches(loader)) for loader in loaders], flat(batches(whole))
+        parts, order = [values_of(loader) for loader in loaders], values_of(whole)
         assert parts == [(order + order[:2])[rank::4] for rank in range(4)]
 
 
@@ -64,19 +57,19 @@ def test_shuffled_each_sample_is_on_one_rank() -> None:
 def test_resumed_from_any_number_of_ranks_with_any_other_at_every_step(size: int, drop_last: bool) -> None:
     """From 1 to 8 ranks each. The model: all ranks take their batches from one order, which goes on where it was."""
     options: dict[str, Any] = {"shuffle": True, "batch_size": size, "drop_last": drop_last}
-    order = flat(batches(loader_of(0, 1, shuffle=True, batch_size=1)))
+    order = values_of(loader_of(0, 1, shuffle=True, batch_size=1))
     for count in range(1, 9):
         loader = loader_of(0, count, **options)
         states, served = [], []
         for step, _ in enumerate(loader, 1):
             states.append(loader.state_dict())
             served.append(min(SAMPLES, step * size * count))
-        whole = [batches(loader_of(rank, count, **options)) for rank in range(count)]
+        whole = [lists_of(loader_of(rank, count, **options)) for rank in range(count)]
         for step, (state, done) in enumerate(zip(states, served, strict=True), 1):
             for after in range(1, 9):
                 rest = [resumed(state, rank, after, **options) for rank in range(after)]
                 assert len({len(each) for each in rest}) == 1  # steps of all ranks
-                got, left = flat(flat(rest)), order[done:]  # type: ignore[arg-type]
+                got, left = [id for each in rest for id in values_of(each)], order[done:]
                 if after == count:
                     assert rest == [each[step:] for each in whole]
                 elif drop_last:
@@ -91,14 +84,14 @@ def test_resumed_from_any_number_of_ranks_with_any_other_at_every_step(size: int
 def resumed(state: dict[str, Any], rank: int, count: int, **options: Any) -> list[list[int]]:
     loader = loader_of(rank, count, **options)
     loader.load_state_dict(state)
-    return batches(loader)
+    return lists_of(loader)
 
 
 def test_auto_takes_the_ranks_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     loader = sf.DataLoader(range(8), batch_size=2, ranks="auto", seed=1)
-    assert batches(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert lists_of(loader) == [[0, 1], [2, 3], [4, 5], [6, 7]]
     monkeypatch.setenv("RANK", "1"), monkeypatch.setenv("WORLD_SIZE", "2")
-    assert (batches(loader), len(loader)) == ([[1, 3], [5, 7]], 2)
+    assert (lists_of(loader), len(loader)) == ([[1, 3], [5, 7]], 2)
 
 
 def around_importance() -> Any:
@@ -125,18 +118,16 @@ def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
 
 
 def test_a_window_is_split_by_its_own_sampler() -> None:
-    with (
-        windowed() as data,
-        pytest.raises(InputError, match=r"ranks=\(0, 2\) with a SmartCacheDataset.*rank_sampler\(\)"),
-    ):
+    said = r"ranks=\(0, 2\) with a SmartCacheDataset.*rank_sampler\(\)"
+    with windowed() as data, pytest.raises(InputError, match=said):
         sf.DataLoader(data, ranks=(0, 2))
 
 
 def test_without_a_process_group_the_seed_has_to_be_given() -> None:
     with pytest.raises(InputError, match=r"no process group.*give seed=, the same in all ranks, or call torch\.distr"):
-        batches(loader_of(0, 2, seed=None))
-    assert len(batches(loader_of(0, 2, seed=7))) == 4
-    assert len(batches(loader_of(0, 1, seed=None))) == 8
+        lists_of(loader_of(0, 2, seed=None))
+    assert len(lists_of(loader_of(0, 2, seed=7))) == 4
+    assert len(lists_of(loader_of(0, 1, seed=None))) == 8
 
 
 def test_all_ranks_use_the_seed_of_rank_0(tmp_path: Path) -> None:
@@ -153,21 +144,21 @@ def test_all_ranks_use_the_seed_of_rank_0(tmp_path: Path) -> None:
         first = loader(10 * rank)
         if rank == 0:  # the order of iterating may differ
             first.state_dict()
-        orders = flat(batches(drawn)), flat(batches(first))
+        orders = values_of(drawn), values_of(first)
         assert first.seed == 0
         iterator = iter(first)
         next(iterator)
-        state, rest = first.state_dict(), batches(iterator)
+        state, rest = first.state_dict(), lists_of(iterator)
         for seed in (10 * rank, None):
             same = loader(seed)
             for _ in range(2):  # also after its first iteration
                 same.load_state_dict(state)
-                assert batches(same) == rest
+                assert lists_of(same) == rest
         other = loader(5 * (1 - rank))  # on rank 1 the seed of the state, on rank 0 another one
         other.load_state_dict(state)
         for _ in range(2):
             with pytest.raises(InputError, match=r"taken with seed=0, this loader has seed=5: give the same, or none"):
-                batches(other)
+                lists_of(other)
         module.AGREE_SECONDS = 0.05
         if rank == 1:
             with pytest.raises(WaitError, match=r"rank 1 has waited 0\.05 s .* to set stallfree/some/1.*same order"):
@@ -186,7 +177,7 @@ def test_a_state_of_another_seed_is_refused(rank: int, count: int) -> None:
         loader_of(rank, count, shuffle=True, seed=2).load_state_dict(state)
     taken = loader_of(rank, count, shuffle=True, seed=None)
     taken.load_state_dict(state)
-    assert batches(taken) == batches(loader_of(rank, count, shuffle=True, seed=1))
+    assert lists_of(taken) == lists_of(loader_of(rank, count, shuffle=True, seed=1))
 
 
 ALL = r"ranks='auto'.*ranks=\(0, 1\)"

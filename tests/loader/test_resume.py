@@ -204,8 +204,7 @@ def pairs(batches: Any) -> list[Any]:
     """(id, number drawn for it) of each sample."""
     found = []
     for ids, numbers in batches:
-        made = zip(ids.tolist(), numbers.tolist(), strict=True) if torch.is_tensor(ids) else [(ids, numbers)]
-        found += sorted(made)
+        found += sorted(zip(ids.tolist(), numbers.tolist(), strict=True)) if torch.is_tensor(ids) else [(ids, numbers)]
     return found
 
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import stallfree as sf
 from cases import half
 from children import Child, Holder
-from loader_data import Made, loading, picture, pixels, same, zero_dim
+from loader_data import Made, loading, picture, pixels, same, values_of, zero_dim
 from stallfree.loader.messages import NO_SLOT
 from stallfree.loader.pool import KEPT
 from stallfree.loader.ring import Ring
@@ -312,7 +312,7 @@ EACH = 120
 
 
 def whole(loader: Any) -> bool:
-    return sorted(id for batch in loader for id in batch.tolist()) == list(range(EACH))
+    return sorted(values_of(loader)) == list(range(EACH))
 
 
 def in_child(loader: Any) -> None:

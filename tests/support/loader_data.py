@@ -5,7 +5,7 @@ import os
 import random
 import zlib
 from collections import namedtuple
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,6 +37,19 @@ def loading(data: Any, *arguments: Any, cached: bool = False, **options: Any) ->
             data = stack.enter_context(sf.CachedDataset(data, capacity="32MiB"))
         options = {"persistent_workers": options.get("num_workers", 0) > 0} | options
         yield stack.enter_context(sf.DataLoader(data, *arguments, **options))
+
+
+@dataclass
+class Failing:
+    """Makes each id a tensor; raises `error(id)` for some of them."""
+
+    error: Callable[[int], BaseException]
+    ids: tuple[int, ...] = (5,)
+
+    def __call__(self, id: int) -> torch.Tensor:
+        if id in self.ids:
+            raise self.error(id)
+        return torch.tensor(id)
 
 
 class Gate:
@@ -148,5 +161,13 @@ def noisy_collate(samples: list[Any]) -> Any:
     return torch.stack([image for image, _ in samples]) * torch.rand(()), torch.tensor([id for _, id in samples])
 
 
-def labels_of(batches: list[Any]) -> list[int]:
+def labels_of(batches: Iterable[Any]) -> list[int]:
     return [label for _, labels in batches for label in labels.tolist()]
+
+
+def lists_of(batches: Iterable[Any]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
+
+
+def values_of(batches: Iterable[Any]) -> list[int]:
+    return [int(value) for batch in batches for value in batch]

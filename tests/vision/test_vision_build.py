@@ -123,7 +123,5 @@ def test_damaged_pictures_under_sanitizers(tmp_path: Path) -> None:
     command = [gcc, *hatch_build.FLAGS, *checks, str(hatch_build.SOURCE), "-o", str(library), "-ljpeg", "-lm", "-ldl"]
     subprocess.run(command, check=True)
     asan = subprocess.run([gcc, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
-    said = run_fuzz(
-        library, 10_000, LD_PRELOAD=asan.stdout.strip(), ASAN_OPTIONS="detect_leaks=0:allocator_may_return_null=1"
-    )
-    assert "unreadable" in said
+    options = "detect_leaks=0:allocator_may_return_null=1"
+    assert "unreadable" in run_fuzz(library, 10_000, LD_PRELOAD=asan.stdout.strip(), ASAN_OPTIONS=options)

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from torch.nn.functional import interpolate
-from vision_data import distance, encode, kinds, needs_library, photograph
+from vision_data import distance, encode, kinds, needs_library, photograph, seeded
 
 import stallfree as sf
 from stallfree.pipeline.compose import mark_of
@@ -124,10 +124,8 @@ def test_the_halves_do_the_same(kind: str, engine: None) -> None:
     step = sf.DecodeRandomResizedCrop((72, 90), (0.01, 1.0), flip=0.5, layout=layout)
     decode, rest = step.halves()
     for seed in range(8):
-        random.seed(seed)
-        fused, state = step(data), random.getstate()
-        random.seed(seed)
-        assert distance(fused, rest(decode(data))).max() <= 1
+        fused, state = seeded(seed, step, data), random.getstate()
+        assert distance(fused, seeded(seed, lambda: rest(decode(data)))).max() <= 1
         assert random.getstate() == state  # whatever comes next draws the same
         assert fused.shape == ((3, 72, 90) if layout == "CHW" else (72, 90, 3))
 
@@ -154,9 +152,8 @@ def test_less_resolution_where_twice_the_size_is_left(side: int, reduced: bool) 
 def test_a_file_cut_short_is_an_error_wherever_the_part_lies(cut: float, engine: None) -> None:
     data = JPEG[: int(cut * len(JPEG)) if isinstance(cut, float) else cut]
     for seed in range(20):
-        random.seed(seed)
         with pytest.raises(sf.InputError, match=f"no whole picture in these {len(data)} bytes"):
-            sf.DecodeRandomResizedCrop(8, scale=(0.01, 0.02))(data)
+            seeded(seed, sf.DecodeRandomResizedCrop(8, scale=(0.01, 0.02)), data)
 
 
 def test_damage_is_treated_as_by_the_decoder_of_whole_pictures(engine: None) -> None:
@@ -290,10 +287,8 @@ def test_the_first_half_ends_the_part_that_may_be_cached() -> None:
     assert isinstance(parts.random.transforms[2], DoubleAndAdd)  # what comes later stays whole
     assert [verdict.reason for verdict in parts.verdicts][1:3] == ["halves", "halves"]
     for value in range(-5, 5):
-        random.seed(value)
-        expected = whole(value)
-        random.seed(value)
-        assert parts.random(parts.deterministic(value)) == expected
+        expected = seeded(value, whole, value)
+        assert seeded(value, lambda value: parts.random(parts.deterministic(value)), value) == expected
 
 
 def test_halves_do_not_stand_for_a_subclass_that_does_more_or_a_step_that_counts_as_deterministic() -> None:

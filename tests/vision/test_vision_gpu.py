@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.data import default_collate
-from vision_data import distance, encode, kinds, photograph
+from vision_data import distance, encode, kinds, photograph, seeded
 
 import stallfree as sf
 from loader_data import Made
@@ -33,19 +33,14 @@ def step(*, on_device: bool, **options: Any) -> sf.DecodeRandomResizedCrop:
 
 @pytest.mark.parametrize("layout", ["HWC", "CHW"])
 def test_every_format_gives_the_crop_of_the_cpu(layout: Any) -> None:
-    expected, samples = [], []
-    for number, file in enumerate(files().values()):
-        random.seed(number)
-        expected.append(step(on_device=False, layout=layout)(file))
-        random.seed(number)
-        samples.append(step(on_device=True, layout=layout)(file))
+    expected, samples = (
+        [seeded(number, step(on_device=way, layout=layout), file) for number, file in enumerate(files().values())]
+        for way in (False, True)
+    )
     pixels = default_collate(samples).to("cuda", non_blocking=True)
     assert pixels.is_cuda
-    means = {
-        name: float(distance(mine, theirs).mean())
-        for name, mine, theirs in zip(files(), pixels.cpu(), expected, strict=True)
-    }
-    assert all(mean < CLOSE for mean in means.values()), means
+    for name, mine, theirs in zip(files(), pixels.cpu(), expected, strict=True):
+        assert distance(mine, theirs).mean() < CLOSE, name
 
 
 def test_what_the_decoder_rejects_is_decoded_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +66,10 @@ def test_a_damaged_picture_is_an_error_or_garbage_and_the_next_batch_is_right() 
         bad = bytearray(whole)
         for at in rng.integers(20, len(bad) - 2, 8):
             bad[at] = int(rng.integers(256))
-        random.seed(1)
         with contextlib.suppress(sf.StallfreeError):
-            default_collate([step(on_device=True)(bytes(bad))]).to("cuda")
-        random.seed(1)
-        there = default_collate([step(on_device=True)(whole)]).to("cuda")
-        random.seed(1)
-        assert distance(there[0].cpu(), step(on_device=False)(whole)).mean() < CLOSE
+            default_collate([seeded(1, step(on_device=True), bytes(bad))]).to("cuda")
+        there = default_collate([seeded(1, step(on_device=True), whole)]).to("cuda")
+        assert distance(there[0].cpu(), seeded(1, step(on_device=False), whole)).mean() < CLOSE
 
 
 class Numbers:

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from torch.nn.functional import interpolate
 from torch.utils.data import default_collate
-from vision_data import distance, encode, kinds, photograph
+from vision_data import distance, encode, kinds, photograph, seeded
 
 import stallfree as sf
 from stallfree.vision import encoded
@@ -35,11 +35,9 @@ def test_every_format_gives_the_crop_of_the_cpu(engine: None, layout: Any) -> No
     files = kinds(photograph(90, 121), photograph(401, 699))
     expected, samples = [], []
     for number, file in enumerate(files.values()):
-        random.seed(number)
-        expected.append(here(file))
+        expected.append(seeded(number, here, file))
         state = random.getstate()
-        random.seed(number)
-        samples.append(there(file))
+        samples.append(seeded(number, there, file))
         assert random.getstate() == state
     pictures = default_collate(samples)
     draws = random.getstate(), torch.get_rng_state().tolist()
@@ -58,12 +56,10 @@ def test_resizing_is_that_of_torch() -> None:
     for seed in range(8):
         size = (7 + 11 * seed, 60 - 5 * seed)
         step = sf.DecodeRandomResizedCrop(size, layout="CHW", flip=0.5, on_device=True)
-        random.seed(seed)
-        (top, left, height, width), mirror = step.draw(75, 141)
+        (top, left, height, width), mirror = seeded(seed, step.draw, 75, 141)
         part = decoded[:, :, top : top + height, left : left + width]
         wanted = interpolate(part, size, mode="bilinear", antialias=True)[0]
-        random.seed(seed)
-        assert distance(step(file).to("cpu"), wanted.flip(2) if mirror else wanted).max() <= 1
+        assert distance(seeded(seed, step, file).to("cpu"), wanted.flip(2) if mirror else wanted).max() <= 1
 
 
 def test_batches_are_resized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """Pictures for the tests of vision."""
 
 import io
+import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -52,6 +54,12 @@ def kinds(pixels: Pixels, large: Pixels) -> dict[str, bytes]:
 def distance(a: Any, b: Any) -> Pixels:
     assert a.shape == b.shape
     return np.abs(np.asarray(a, np.int16) - np.asarray(b, np.int16)).astype(np.uint8)
+
+
+def seeded(seed: int, call: Callable[..., Any], *arguments: Any) -> Any:
+    """What a call returns whose draws depend on `seed`."""
+    random.seed(seed)
+    return call(*arguments)
 
 
 def compiler(name: str = "cc") -> str:
