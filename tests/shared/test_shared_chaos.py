@@ -164,24 +164,23 @@ class Chaos:
             self.watch()
             self.fill(2)
             job = self.chance.choice(self.living)
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, IndexError):  # none of the role
                 process = self.one_of(role, job)
-                if process is not None:
-                    process.send_signal(number)
-                    if role == "job" and number == signal.SIGKILL:
-                        os.waitpid(job.child.pid, 0)
-                        job.ended = True
-                    return process
+                process.send_signal(number)
+                if role == "job" and number == signal.SIGKILL:
+                    os.waitpid(job.child.pid, 0)
+                    job.ended = True
+                return process
             time.sleep(0.001)
 
-    def one_of(self, role: str, job: Running) -> psutil.Process | None:
+    def one_of(self, role: str, job: Running) -> psutil.Process:
         """Return a process of the given role: `job`, or one of its children or grandchildren."""
         if role == "job":
             return psutil.Process(job.child.pid)
         found = children_of(psutil.Process(job.child.pid))
         if role == "worker":
             found = [worker for coordinator in found for worker in children_of(coordinator)]
-        return self.chance.choice(found) if found else None
+        return self.chance.choice(found)
 
     def fill(self, least: int) -> None:
         while len(self.living) < least:
@@ -222,10 +221,13 @@ class Chaos:
                 job.child.kill()
 
 
-def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(6, 5), *(pytest.param(150, seed, marks=pytest.mark.slow) for seed in range(2))]
+)
+def test_chaos(kills: int, seed: int, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
     monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
-    chaos, prctl = Chaos(folder, random.Random(seed)), ctypes.CDLL(None).prctl
+    chaos, prctl = Chaos(tmp_path, random.Random(seed)), ctypes.CDLL(None).prctl
     prctl(SET_CHILD_SUBREAPER, 1)  # this process gets the orphans
     try:
         chaos.rage(kills)
@@ -247,13 +249,3 @@ def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypat
     assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3
     sweep(default_root())  # killed coordinators leave their rings
     assert not list(store_root.iterdir())
-
-
-def test_a_little_chaos(tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_chaos(tmp_path, store_root, 6, 5, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_chaos(seed: int, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_chaos(tmp_path, store_root, 150, seed, monkeypatch)
