@@ -149,13 +149,11 @@ def test_boxes_and_masks_are_cropped_with_their_image(form: Any) -> None:
     kinds, v2 = library("torchvision.tv_tensors"), library("torchvision.transforms.v2")
     crop = v2.RandomResizedCrop(32, scale=(0.3, 0.9), antialias=True)
     steps = v2.Compose([v2.Resize((120, 160)), crop, v2.RandomHorizontalFlip(), v2.ClampBoundingBoxes()])
-    epochs = []
     with (
         sf.CachedDataset(Made(8, partial(detection, kinds)), capacity="8MiB", form=form, transform=steps) as cached,
         sf.DataLoader(cached, batch_size=4, num_workers=2, collate_fn=list) as loader,
     ):
-        for _ in range(3):
-            epochs.append([sample for batch in loader for sample in batch])
+        epochs = [[sample for batch in loader for sample in batch] for _ in range(3)]
         assert cached.stats().storage_reads == 8
     for samples in epochs:
         assert [found["labels"].item() for _, found in samples] == list(range(8))

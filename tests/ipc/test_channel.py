@@ -33,8 +33,7 @@ Ends = tuple[Channel, Channel]
 def ends() -> Iterator[Ends]:
     made = Channel((pair := socket.socketpair())[0]), Channel(pair[1])
     yield made
-    for channel in made:
-        channel.close()
+    for channel in made * 2:
         channel.close()
 
 

@@ -20,10 +20,6 @@ from stallfree.ipc import folders
 from stallfree.ipc.folders import SharedFolder, default_root, in_use, is_root, prepare_root, remove_unused, sweep
 
 
-def contents(folder: Path) -> None:
-    (folder / "data").write_text("whole")
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Iterator[Path]:
     root = tmp_path / "root"
@@ -32,7 +28,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def open_folder(root: Path, name: str = "one", *, persist: bool = False) -> SharedFolder:
-    return SharedFolder(name, root=root, initialize=contents, persist=persist)
+    return SharedFolder(name, root=root, initialize=lambda path: (path / "data").write_text("whole"), persist=persist)
 
 
 def test_the_first_makes_it_and_the_last_one_out_removes_it(root: Path) -> None:

@@ -41,8 +41,7 @@ class Epoch:
         return np.array(self.order[number * self.chunk : (number + 1) * self.chunk], np.int64)
 
     def prepared(self, number: int) -> tuple[Any, Any]:
-        planned = self.order[number * self.chunk : (number + 1) * self.chunk]
-        ids = [id for id in planned if id not in self.lost]
+        ids = [id for id in self.order[number * self.chunk : (number + 1) * self.chunk] if id not in self.lost]
         return (default_collate([self.make(id) for id in ids]) if ids else None), np.array(ids, np.int64)
 
     def batches(self, rebatching: Rebatching, chunks: range) -> dict[int, tuple[Any, list[int]]]:
@@ -61,11 +60,9 @@ def expected_ids(order: list[int], size: int, ranks: int, drop_last: bool) -> li
         units.pop()
     found = []
     for unit in units:
-        if len(unit) < ranks:
-            found.append([[unit[rank % len(unit)]] for rank in range(ranks)])
-        else:
-            edges = [rank * len(unit) // ranks for rank in range(ranks + 1)]
-            found.append([unit[low:high] for low, high in pairwise(edges)])
+        enough = unit if len(unit) >= ranks else (unit * ranks)[:ranks]
+        edges = [rank * len(enough) // ranks for rank in range(ranks + 1)]
+        found.append([enough[low:high] for low, high in pairwise(edges)])
     return found
 
 

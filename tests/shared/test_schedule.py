@@ -120,8 +120,7 @@ class Model:
     def leave(self, key: int) -> None:
         del self.jobs[key]
         self.free(self.schedule.leave(key))
-        if not self.jobs:
-            assert not self.ready
+        assert self.jobs or not self.ready
 
 
 @settings(max_examples=40)
@@ -130,10 +129,8 @@ def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, lea
     model = Model(seed, slots)
     for step in range(600):
         if step % 60 == 0 and len(model.jobs) < joins:
-            if model.jobs and model.draw.random() < 0.3:
-                model.resume()
-            else:
-                model.join()
+            begin = model.resume if model.jobs and model.draw.random() < 0.3 else model.join
+            begin()
         if leaves and len(model.jobs) > 1 and model.draw.random() < 0.02:
             model.leave(model.draw.choice(sorted(model.jobs)))
         before = {key: job.next for key, job in model.jobs.items()}

@@ -26,7 +26,7 @@ from stallfree.shared import member
 
 COUNT = 100  # no multiple of a batch of 8 or more
 BATCH_SIZES = (2, 4, 8, 8, 16)
-STILL_SECONDS = PATIENCE = 60.0  # no job may stand still for longer, on a busy machine either
+STILL_SECONDS = 60.0  # no job may stand still for longer, on a busy machine either
 MOST_JOBS = 4
 SET_CHILD_SUBREAPER = 36
 
@@ -157,10 +157,8 @@ class Chaos:
 
     def signal(self, role: str, number: int) -> psutil.Process:
         """Send a signal to a process of the given role, as soon as there is one."""
-        end = time.monotonic() + PATIENCE
-        while True:
-            if time.monotonic() > end:
-                pytest.fail(f"there has been no {role} for {PATIENCE:.0f} s")
+
+        def sent() -> psutil.Process | None:
             self.watch()
             self.fill(2)
             job = self.chance.choice(self.living)
@@ -171,7 +169,9 @@ class Chaos:
                     os.waitpid(job.child.pid, 0)
                     job.ended = True
                 return process
-            time.sleep(0.001)
+            return None
+
+        return until(sent, f"there is a {role}")
 
     def one_of(self, role: str, job: Running) -> psutil.Process:
         """Return a process of the given role: `job`, or one of its children or grandchildren."""
@@ -240,10 +240,7 @@ def test_chaos(kills: int, seed: int, tmp_path: Path, store_root: Path, monkeypa
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    total: Counter[str] = Counter()
-    for job in chaos.jobs:
-        if job.ledger.exists():
-            total += check(job.ledger.read_text())
+    total = sum((check(job.ledger.read_text()) for job in chaos.jobs if job.ledger.exists()), Counter[str]())
     print(f"ledgers: {dict(total)}")
     assert total["samples"] > COUNT  # there was something to be checked
     assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from group_jobs import ids_of
 
 import stallfree as sf
 from children import Holder
@@ -29,10 +30,6 @@ def shared(**changes: Any) -> sf.SharedLoader[Any]:
     return sf.SharedLoader(**{**arguments, **changes})
 
 
-def ids(batches: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in batches]
-
-
 def flat(batches: Any) -> list[int]:
     return [id for batch in batches for id in batch.tolist()]
 
@@ -45,7 +42,7 @@ def test_a_later_iteration_ends_the_last_one_with_an_error() -> None:
         for _ in range(2):
             with pytest.raises(sf.InputError, match="a later iteration of this SharedLoader has begun, and ended this"):
                 list(zip(loader, loader, strict=True))
-        assert ids(loader) == WHOLE
+        assert ids_of(loader) == WHOLE
 
 
 def test_an_iteration_may_be_broken_off() -> None:
@@ -69,11 +66,11 @@ def test_the_state_is_that_of_the_last_iteration_begun() -> None:
         second = iter(loader)
         next(second)
         state = loader.state_dict()
-        assert ids(second) == WHOLE[1:]
+        assert ids_of(second) == WHOLE[1:]
     with shared() as resumed:
         resumed.load_state_dict(state)
         with pickle.loads(pickle.dumps(resumed)) as other:  # another job of the group
-            assert ids(other) == WHOLE[1:]
+            assert ids_of(other) == WHOLE[1:]
             assert other.group == resumed.group
 
 
@@ -97,7 +94,7 @@ def test_a_loader_that_is_dropped_leaves_its_group() -> None:
             iterator = iter(shared(group="dropped"))
             next(iterator), next(iterator)
             del iterator
-            assert [ids(first), ids(other)] == [WHOLE[1:], WHOLE]
+            assert [ids_of(first), ids_of(other)] == [WHOLE[1:], WHOLE]
     finally:
         gc.enable()
 
