@@ -29,7 +29,6 @@ def volume(number: float, shape: Sequence[int] = SHAPE) -> np.ndarray[Any, Any]:
 
 
 def write(path: Path, array: np.ndarray[Any, Any], spacing: Sequence[float] = (1, 1, 1), two: bool = False) -> None:
-    """A NIfTI file at `path`."""
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = nibabel.Nifti2Image if two else nibabel.Nifti1Image
     image = kind(array, np.diag([*spacing, *[1] * (4 - len(spacing))]))
@@ -71,7 +70,6 @@ def section(kind: str, transforms: Sequence[Json], **args: Any) -> Json:
 
 
 def write_config(root: Path, **parts: Any) -> Path:
-    """A configuration with these parts."""
     path = root / "train_config.json"
     path.write_text(json.dumps({"epochs": 5, "learning_rate": 1e-4, **parts}))
     return path

@@ -22,7 +22,6 @@ NUMBERS = "ClassificationImagePipeline"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a data set of ten samples."""
     root = tmp_path_factory.mktemp("clara")
     make_data(root)
     return root
@@ -166,8 +165,7 @@ def test_placeholders(data: Path, tmp_path: Path) -> None:
     variables = {"noise_name": "AddGaussianNoise", "objects": 5, "file": "{stem}", "stem": "list", "field": "image"}
     model = {"name": "SegAhnet", "args": {"weights": "{NOBODY_ASKS_FOR_THIS}"}}
     config = write_config(tmp_path, variance=2.25, **variables, train={**part, "model": model})
-    with load(config, DATA_ROOT=data, objects=6, unused="taken, as an environment may hold more") as opened:
-        pipelines: Any = opened
+    with load(config, DATA_ROOT=data, objects=6, unused="taken, as an environment may hold more") as pipelines:
         dataset = pipelines.train.dataset
         assert (dataset.cache_num, dataset.replace_num, pipelines.train.loader.batch_size) == (6, 1, 6)
         assert sf.split(dataset.source.pipeline).random.transforms[0].rand_gaussian_noise.std == 1.5
@@ -257,8 +255,7 @@ def test_configurations_of_the_published_kind(data: Path, tmp_path: Path) -> Non
     rates = {"train": 0, "validate": 0.1}
     parts = {name: section(CACHED, steps, replace_percent=rate, **size) for name, rate in rates.items()}
     path = write_config(tmp_path, DATA_ROOT=str(data), DATASET_JSON=str(data / "list.json"), **parts)
-    with load(path, seed=0) as opened:
-        pipelines: Any = opened
+    with load(path, seed=0) as pipelines:
         for batch in itertools.chain(*[pipelines.train] * 2, *[pipelines.validate] * 2):
             assert batch["image"].shape == batch["label"].shape == (2, 1, 3, 3, 3)
             del batch
@@ -267,10 +264,10 @@ def test_configurations_of_the_published_kind(data: Path, tmp_path: Path) -> Non
 IMAGE = "images/0.nii.gz"
 
 
-def refused(tmp_path: Path, data: Path, config: dict[str, Any], message: str, list_: Path | None = None) -> None:
-    path = write_config(tmp_path, **config)
+def refused(tmp_path: Path, part: dict[str, Any], message: str, **variables: Any) -> None:
+    path = write_config(tmp_path, train=part)
     with pytest.raises(sf.InputError, match=message):
-        load(path, DATASET_JSON=list_ or data / "list.json", DATA_ROOT=data)
+        load(path, **variables)
 
 
 def step(name: str, **args: Any) -> dict[str, Any]:
@@ -304,7 +301,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("part", "message"), WRONG)
 def test_bad_configurations(part: dict[str, Any], message: str, data: Path, tmp_path: Path) -> None:
-    refused(tmp_path, data, {"train": part}, rf"train\..*{message}")
+    refused(tmp_path, part, rf"train\..*{message}", DATASET_JSON=data / "list.json", DATA_ROOT=data)
 
 
 @pytest.mark.parametrize("module", ["monai.transforms", "nibabel"])
@@ -334,9 +331,7 @@ def test_bad_files(tmp_path: Path) -> None:
 )
 def test_bad_placeholders(variables: dict[str, str], message: str, tmp_path: Path) -> None:
     noise = {"name": "AddGaussianNoise", "args": {"fields": ["image", "{second}"]}}
-    path = write_config(tmp_path, train=section(CACHED, [LOAD[0], noise]))
-    with pytest.raises(sf.InputError, match=message):
-        load(path, **variables)
+    refused(tmp_path, section(CACHED, [LOAD[0], noise]), message, **variables)
 
 
 @pytest.mark.parametrize(
@@ -354,6 +349,7 @@ def test_bad_placeholders(variables: dict[str, str], message: str, tmp_path: Pat
 def test_bad_data_lists(kind: str, content: Any, message: str, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "data_list.json"
     path.write_text(json.dumps(content))
-    refused(tmp_path, data, {"train": section(kind, LOAD if kind == CACHED else LOAD_IMAGE)}, message, path)
+    part = section(kind, LOAD if kind == CACHED else LOAD_IMAGE)
+    refused(tmp_path, part, message, DATASET_JSON=path, DATA_ROOT=data)
     path.unlink()
-    refused(tmp_path, data, {"train": section(kind, LOAD)}, r"the data list .*data_list\.json' cannot", path)
+    refused(tmp_path, part, r"the data list .*data_list\.json' cannot", DATASET_JSON=path, DATA_ROOT=data)

@@ -22,18 +22,12 @@ from torch.utils.data import BatchSampler, DistributedSampler, SequentialSampler
 
 import stallfree as sf
 from children import Child
+from loader_data import Made
 from stallfree import StallfreeWarning
 
 SAMPLES, EPOCHS = 14, 2
 Seen = list[list[list[int]]]  # by epoch and batch
-
-
-class Points(torch.utils.data.Dataset[Any]):
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __getitem__(self, id: int) -> Any:
-        return {"x": torch.tensor([float(id)]), "labels": id}
+POINTS = Made(SAMPLES, lambda id: {"x": torch.tensor([float(id)]), "labels": id})
 
 
 def in_two_processes(function: Callable[[int], None]) -> None:
@@ -60,11 +54,11 @@ def seen_in(loader: Any, epochs: int = EPOCHS) -> Seen:
 
 
 def torch_loader(**options: Any) -> Any:
-    return torch.utils.data.DataLoader(Points(), batch_size=3, **options)
+    return torch.utils.data.DataLoader(POINTS, batch_size=3, **options)
 
 
 def own_loader(**options: Any) -> sf.DataLoader:
-    return sf.DataLoader(Points(), batch_size=3, num_workers=1, **options)
+    return sf.DataLoader(POINTS, batch_size=3, num_workers=1, **options)
 
 
 def both_ranks(seen: Seen) -> list[list[int]]:
@@ -77,7 +71,7 @@ def both_ranks(seen: Seen) -> list[list[int]]:
 def plain(rank: int) -> None:
     torch.distributed.init_process_group("gloo")
     for shuffle in (False, True):
-        theirs, mine = (DistributedSampler(Points(), shuffle=shuffle, seed=3) for _ in range(2))
+        theirs, mine = (DistributedSampler(POINTS, shuffle=shuffle, seed=3) for _ in range(2))
         pair = torch_loader(sampler=theirs), own_loader(sampler=mine)
         for epoch in (0, 1, 7):
             theirs.set_epoch(epoch), mine.set_epoch(epoch)
@@ -94,7 +88,7 @@ CASES: Cases = {
     "in order": dict,
     "shuffled": lambda: {"shuffle": True},
     "shuffled, drop_last": lambda: {"shuffle": True, "drop_last": True},
-    "a sampler": lambda: {"sampler": SequentialSampler(Points())},
+    "a sampler": lambda: {"sampler": SequentialSampler(POINTS)},
 }
 ALL: Cases = CASES | {
     "a subset": lambda: {"sampler": SubsetRandomSampler(range(1, SAMPLES), torch.Generator().manual_seed(1))},
@@ -131,16 +125,15 @@ def split(rank: int) -> None:
 
     settings = DataLoaderConfiguration(split_batches=True, even_batches=False, use_seedable_sampler=True, data_seed=3)
     accelerator = Accelerator(cpu=True, dataloader_config=settings)
-    data, options = Points(), {"batch_size": 4, "shuffle": True}
-    for given in (options, {"batch_sampler": BatchSampler(SequentialSampler(data), 2, False)}):
-        theirs, mine = (
-            accelerator.prepare(kind(data, **given)) for kind in (torch.utils.data.DataLoader, sf.DataLoader)
-        )
+    options = {"batch_size": 4, "shuffle": True}
+    for given in (options, {"batch_sampler": BatchSampler(SequentialSampler(POINTS), 2, False)}):
+        kinds = (torch.utils.data.DataLoader, sf.DataLoader)
+        theirs, mine = (accelerator.prepare(kind(POINTS, **given)) for kind in kinds)
         assert seen_in(mine) == seen_in(theirs)
         assert seen_in(skip_first_batches(mine, 2), 1) == seen_in(skip_first_batches(theirs, 2), 1)
-    seeded = [seen_in(accelerator.prepare(sf.DataLoader(data, seed=9, **options)), 1) for _ in range(2)]
+    seeded = [seen_in(accelerator.prepare(sf.DataLoader(POINTS, seed=9, **options)), 1) for _ in range(2)]
     assert seeded[0] == seeded[1]
-    own = own_loader(sampler=DistributedSampler(data))
+    own = own_loader(sampler=DistributedSampler(POINTS))
     assert accelerator.prepare(own) is own
 
 
@@ -191,7 +184,7 @@ def lightning(cases: list[str], rank: int) -> None:
             train(Line, lambda: own_loader(sampler=sf.ImportanceSampler(SAMPLES)))
         options = {"with_ids": True, "on_error": "skip", "seed": 7, "staging": "1MiB", "timeout": 50}
         made = own_loader(shuffle=True, **options)
-        again = pl.utilities.data._update_dataloader(made, SequentialSampler(Points()))
+        again = pl.utilities.data._update_dataloader(made, SequentialSampler(POINTS))
         assert {name: getattr(again, name) for name in options} == options
 
 
@@ -213,17 +206,17 @@ def trainer(rank: int) -> None:
     class Prepared(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             size, collate = self.args.per_device_train_batch_size, self.data_collator
-            return self.accelerator.prepare(sf.DataLoader(Points(), size, shuffle=True, collate_fn=collate))
+            return self.accelerator.prepare(sf.DataLoader(POINTS, size, shuffle=True, collate_fn=collate))
 
     class Bare(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            return sf.DataLoader(Points(), 3, shuffle=True)
+            return sf.DataLoader(POINTS, 3, shuffle=True)
 
     def train(kind: Any) -> Any:
         given = {"num_train_epochs": EPOCHS, "per_device_train_batch_size": 3, "use_cpu": True, "disable_tqdm": True}
         settings = TrainingArguments(f"/tmp/none-{rank}", **given, save_strategy="no", report_to="none", seed=5)
         model = Model()
-        kind(model, settings, train_dataset=Points()).train()
+        kind(model, settings, train_dataset=POINTS).train()
         return model.seen
 
     assert train(Prepared) == train(Trainer)

@@ -19,12 +19,11 @@ from typing import Any
 import pytest
 
 import stallfree as sf
-from children import Child, Holder, until
+from children import PATIENCE, Child, Holder, received, until
 from stallfree.errors import lock_held
 from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error, unpack_error
 from stallfree.ipc.folders import SharedFolder
 
-PATIENCE = 60.0
 DATA = 7
 
 Ends = tuple[Channel, Channel]
@@ -34,15 +33,8 @@ Ends = tuple[Channel, Channel]
 def ends() -> Iterator[Ends]:
     made = Channel((pair := socket.socketpair())[0]), Channel(pair[1])
     yield made
-    for channel in made:
+    for channel in made * 2:
         channel.close()
-        channel.close()
-
-
-def received(channel: Channel) -> bytes:
-    message = channel.receive_by(time.monotonic() + PATIENCE)
-    assert message is not None
-    return bytes(message)
 
 
 def test_sending_does_not_wait(ends: Ends) -> None:

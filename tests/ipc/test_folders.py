@@ -7,6 +7,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +17,7 @@ import stallfree as sf
 from children import Child, Holder, run_threads
 from stallfree.errors import FingerprintError, InputError, StorageError, WaitError
 from stallfree.ipc import folders
-from stallfree.ipc.folders import (
-    SharedFolder,
-    default_root,
-    in_use,
-    is_persistent,
-    is_root,
-    prepare_root,
-    remove_unused,
-    sweep,
-    user_root,
-)
-
-
-def contents(folder: Path) -> None:
-    (folder / "data").write_text("whole")
+from stallfree.ipc.folders import SharedFolder, default_root, in_use, is_root, prepare_root, remove_unused, sweep
 
 
 @pytest.fixture
@@ -41,7 +28,7 @@ def root(tmp_path: Path) -> Iterator[Path]:
 
 
 def open_folder(root: Path, name: str = "one", *, persist: bool = False) -> SharedFolder:
-    return SharedFolder(name, root=root, initialize=contents, persist=persist)
+    return SharedFolder(name, root=root, initialize=lambda path: (path / "data").write_text("whole"), persist=persist)
 
 
 def test_the_first_makes_it_and_the_last_one_out_removes_it(root: Path) -> None:
@@ -69,7 +56,7 @@ def test_persistent_folders_stay_whoever_leaves_last_and_asked_for_it(root: Path
         first, second = open_folder(root, persist=not later), open_folder(root, persist=later)
         first.close()
         second.close()
-        assert (is_persistent(root / "one"), sweep(root), remove_unused(root / "one")) == (True, [], True)
+        assert (folders.is_persistent(root / "one"), sweep(root), remove_unused(root / "one")) == (True, [], True)
 
 
 def test_nobody_sees_half_of_one(root: Path) -> None:
@@ -163,7 +150,7 @@ def test_the_folders_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert default_root() == tmp_path / "new" / mine
     monkeypatch.delenv("STALLFREE_ROOT")
     assert default_root().name == mine
-    assert user_root(tmp_path / "link") == tmp_path / mine
+    assert folders.user_root(tmp_path / "link") == tmp_path / mine
     assert prepare_root(tmp_path / "link" / "mine") == tmp_path / "mine"
     umask = os.umask(0o002)
     open_folder(tmp_path / "a" / "b").close()
@@ -259,17 +246,14 @@ def test_a_swap_between_any_two_system_calls(public: Path, mode: int, monkeypatc
         place.chmod(mode)
         results: list[int] = []
 
-        def with_swap(call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*arguments: Any, **named: Any) -> Any:
-                if next(count) == number:  # noqa: B023
-                    results.append(Child(swap, place).wait())  # noqa: B023
-                return call(*arguments, **named)
-
-            return wrapped
+        def with_swap(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+            if next(count) == number:  # noqa: B023
+                results.append(Child(swap, place).wait())  # noqa: B023
+            return call(*arguments, **named)
 
         with monkeypatch.context() as patch:
             for call in ("open", "mkdir", "stat", "lstat", "fstat", "listdir", "rename"):
-                patch.setattr(os, call, with_swap(getattr(os, call)))
+                patch.setattr(os, call, partial(with_swap, getattr(os, call)))
             try:
                 folder = SharedFolder("one", root=place / "mine", initialize=None)
             except FingerprintError:

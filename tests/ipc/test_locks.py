@@ -5,6 +5,7 @@ import gc
 import os
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,9 @@ Locks = tuple[FileLock, FileLock]
 
 @pytest.fixture
 def locks(tmp_path: Path) -> Iterator[Locks]:
-    """Two objects for one file."""
     made = FileLock(tmp_path / "lock"), FileLock(tmp_path / "lock")
     yield made
-    for lock in made:
-        lock.close()
+    for lock in made * 2:
         lock.close()
 
 
@@ -36,11 +35,10 @@ def test_one_at_a_time_over_processes_and_threads(tmp_path: Path) -> None:
     file.write_text("0")
 
     def count() -> None:
-        lock = FileLock(tmp_path / "lock")
-        for _ in range(75):
-            with lock.hold(30, "counting"):
-                file.write_text(str(int(file.read_text()) + 1))
-        lock.close()
+        with closing(FileLock(tmp_path / "lock")) as lock:
+            for _ in range(75):
+                with lock.hold(30, "counting"):
+                    file.write_text(str(int(file.read_text()) + 1))
 
     children = [Child(count) for _ in range(2)]
     run_threads(count, count)
@@ -176,9 +174,7 @@ def test_a_finalizer_may_close_one_while_another_is_opened(tmp_path: Path) -> No
     gc.set_threshold(1)
     for _ in range(50):
         Cyclic()
-        lock = FileLock(tmp_path / "lock")
-        with lock.hold(1, "one"):
+        with closing(FileLock(tmp_path / "lock")) as lock, lock.hold(1, "one"):
             pass
-        lock.close()
     gc.set_threshold(*before)
     gc.collect()

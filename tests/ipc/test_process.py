@@ -24,12 +24,11 @@ import pytest
 import torch
 
 import stallfree as sf
+from children import PATIENCE, gone, received, until
 from children import Child as Forked
-from children import gone, until
 from stallfree.ipc import process
 from stallfree.ipc.process import Child, Owner, Parent, call_in_child, prepare_for_forks
 
-PATIENCE = 60.0
 slow = pytest.mark.slow
 
 
@@ -80,12 +79,6 @@ def start(main: Callable[..., None], *arguments: Any, method: str = "fork", **op
 
 def soon() -> float:
     return time.monotonic() + PATIENCE
-
-
-def received(child: Child) -> bytes:
-    message = child.receive_by(soon())
-    assert message is not None
-    return bytes(message)
 
 
 def test_how_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,31 +307,23 @@ both = pytest.mark.parametrize("method", [pytest.param(method, marks=slow) for m
 LOADER = "next(iter(sf.DataLoader(list(range(%d)), batch_size=2, num_workers=%d, multiprocessing_context=method)))"
 LARGE = LOADER % (300_000, 1)
 IN_CHILDREN = "if __name__ != '__main__':\n    "
-SCRIPTS = {  # a program, and what its output has once: the advice, or why its processes cannot import it
-    "loader": (LOADER % (6, 2), "__main__"),
-    "large data": (LARGE, "__main__"),
-    "shared loader": (
-        "list(sf.SharedLoader(list(range(6)), group='unguarded', batch_size=2, multiprocessing_context=method))",
-        "__main__",
-    ),
-    "Smart Cache": (
-        "import time\n"
-        "data = sf.SmartCacheDataset(list(range(40)), float, cache_num=10, multiprocessing_context=method)\n"
-        "with sf.DataLoader(data, batch_size=2) as loader:\n"
-        "    while True:\n"
-        "        list(loader), time.sleep(0.1)",
-        "__main__",
-    ),
-    "process prefetcher": (
-        "def make():\n    return [1, 2, 3]\nprint(list(sf.ProcessPrefetcher(make, 'cpu')))",
-        "__main__",
-    ),
-    "torch's loader": (
-        f"{IN_CHILDREN}from torch.utils.data import DataLoader as L\n"
-        f"    iter(L([1], num_workers=1, multiprocessing_context=method))\n{LARGE}",
-        "before the\n        current process has finished",
-    ),
-    "an error": (f"{IN_CHILDREN}raise RuntimeError('not here')\n{LARGE}", "RuntimeError: not here"),
+SCRIPTS = {
+    "loader": LOADER % (6, 2),
+    "large data": LARGE,
+    "shared loader": "list(sf.SharedLoader([*range(6)], group='own', batch_size=2, multiprocessing_context=method))",
+    "Smart Cache": "import time\n"
+    "data = sf.SmartCacheDataset(list(range(40)), float, cache_num=10, multiprocessing_context=method)\n"
+    "with sf.DataLoader(data, batch_size=2) as loader:\n"
+    "    while True:\n"
+    "        list(loader), time.sleep(0.1)",
+    "process prefetcher": "def make():\n    return [1, 2, 3]\nprint(list(sf.ProcessPrefetcher(make, 'cpu')))",
+    "torch's loader": f"{IN_CHILDREN}from torch.utils.data import DataLoader as L\n"
+    f"    iter(L([1], num_workers=1, multiprocessing_context=method))\n{LARGE}",
+    "an error": f"{IN_CHILDREN}raise RuntimeError('not here')\n{LARGE}",
+}
+ONCE = {  # why its processes cannot import a script; otherwise, the advice is what its output has once
+    "torch's loader": "before the\n        current process has finished",
+    "an error": "RuntimeError: not here",
 }
 
 
@@ -355,8 +340,8 @@ def run_script(folder: Path, program: str, method: str, **environment: str) -> t
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_without_a_guard_is_told_so_once(name: str, method: str, tmp_path: Path) -> None:
     """And no other process is started, which would end in the same way."""
-    program, once = SCRIPTS[name]
-    code, printed = run_script(tmp_path, program, method)
+    once = ONCE.get(name, "__main__")
+    code, printed = run_script(tmp_path, SCRIPTS[name], method)
     assert (code, printed.count(once)) == (1, 1), printed
     assert "train.py again: put what is to run once under `if __name__ == '__main__'" in printed.splitlines()[-2]
     assert len(printed.splitlines()) < 50 or once != "__main__", "the frames of this package are shown"
@@ -370,7 +355,7 @@ def test_a_fork_server_that_imports_the_script(method: str, tmp_path: Path) -> N
         "process.current_process()._inheriting = True\n"
         "spawn.import_main_path(os.environ['SCRIPT'])\n"
     )
-    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + SCRIPTS["loader"][0]
+    program = "import multiprocessing\nmultiprocessing.set_forkserver_preload(['as_in_3_14'])\n" + SCRIPTS["loader"]
     places = {"SCRIPT": str(tmp_path / "train.py"), "PYTHONPATH": f"{tmp_path}:{os.environ['PYTHONPATH']}"}
     code, printed = run_script(tmp_path, program, method, **places)
     assert (code, "under `if __name__ == '__main__':`" in printed.splitlines()[-2]) == (1, True), printed

@@ -43,9 +43,8 @@ class Handle:
         self._manager: Any = Manager(ctx=get_context("fork"))
         self._manager.start(os.environ.update, ({"RAY_JOB_ID": "fake"},))
         self.process = self._manager._process
-        self._actor = self._manager.actor(
-            *(each.result() if isinstance(each, Reference) else each for each in arguments)
-        )
+        given = (each.result() if isinstance(each, Reference) else each for each in arguments)
+        self._actor = self._manager.actor(*given)
         self._pool = ThreadPoolExecutor(threads)
         self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
         self.__ray_terminate__ = SimpleNamespace(remote=self.end)

@@ -50,11 +50,8 @@ class Pictures:
 
 
 def loader(dataset: Any, **changes: Any) -> sf.SharedLoader[Any]:
-    given: dict[str, Any] = {
-        "group": GROUP, "batch_size": BATCH, "shuffle": True, "seed": SEED, "with_ids": True,
-        "multiprocessing_context": "fork", **changes,
-    }  # fmt: skip
-    return sf.SharedLoader(dataset, **given)
+    given: dict[str, Any] = {"group": GROUP, "batch_size": BATCH, "shuffle": True, "seed": SEED, "with_ids": True}
+    return sf.SharedLoader(dataset, **given | {"multiprocessing_context": "fork"} | changes)
 
 
 @lru_cache(maxsize=100_000)
@@ -94,8 +91,8 @@ def flat(batches: Iterable[Taken]) -> list[int]:
     return [id for batch in batches for id in batch.ids]
 
 
-def ids_of(batches: Iterable[Taken]) -> list[list[int]]:
-    return [batch.ids for batch in batches]
+def ids_of(batches: Iterable[torch.Tensor]) -> list[list[int]]:
+    return [batch.tolist() for batch in batches]
 
 
 def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:

@@ -38,9 +38,8 @@ def test_by_the_environment(
         environment.setenv(name, value)
     if isinstance(ranks, Ranks):
         assert find_ranks() == ranks
-        environment.setattr(torch.distributed, "is_initialized", lambda: True)  # which comes first
-        environment.setattr(torch.distributed, "get_rank", lambda: 5)
-        environment.setattr(torch.distributed, "get_world_size", lambda: 9)
+        for name, given in (("is_initialized", True), ("get_rank", 5), ("get_world_size", 9)):  # which comes first
+            environment.setattr(torch.distributed, name, lambda given=given: given)
         assert find_ranks() == Ranks(5, 9, int(local or 9))
     else:
         with pytest.raises(sf.InputError, match=f"^{ranks}"):

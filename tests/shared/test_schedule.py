@@ -11,23 +11,17 @@ from stallfree.shared.schedule import Entry, Schedule
 BATCHES = 5
 
 
-def numbers(entries: list[Entry]) -> list[int]:
-    """The numbers of batches, which are their tasks here."""
-    return [entry.task for entry in entries]
-
-
 @dataclass
 class Job:
     """A job of the model: the batch it takes next, what it holds, and whether a request is open."""
 
     next: int
-    first: int
     open: bool = False
     held: list[int] = field(default_factory=list)
 
 
 class Model:
-    """A group whose ring has some slots, driven step by step. Checks what each step returns."""
+    """A group whose ring has some slots, driven step by step. A task is a batch's number. Checks what steps return."""
 
     def __init__(self, seed: int, slots: int) -> None:
         self.draw = random.Random(seed)
@@ -45,7 +39,7 @@ class Model:
         self.schedule.join(self.keys, first)
         for number in range(first, first + BATCHES):  # nothing of this epoch is gone
             assert number in self.ready | self.preparing or number not in self.made
-        self.jobs[self.keys] = Job(first, first)
+        self.jobs[self.keys] = Job(first)
 
     def resume(self) -> None:
         """Let a job begin in the middle of the epoch of the slowest one."""
@@ -54,7 +48,7 @@ class Model:
         first = low // BATCHES * BATCHES + self.draw.randrange(BATCHES)
         assert not self.schedule.is_behind(first)
         self.schedule.join(self.keys, first)
-        self.jobs[self.keys] = Job(first, first)
+        self.jobs[self.keys] = Job(first)
         self.dropped |= set(self.made) - self.ready - self.preparing  # those may be made again for it
 
     def request(self, key: int) -> None:
@@ -73,7 +67,7 @@ class Model:
         job.held.append(number)
 
     def free(self, entries: list[Entry]) -> None:
-        for number in numbers(entries):
+        for number in (entry.task for entry in entries):
             assert number in self.ready
             assert not any(number in job.held for job in self.jobs.values())
             self.ready.remove(number)
@@ -83,7 +77,7 @@ class Model:
         room = len(self.ready) + len(self.preparing) < self.slots
         if number is not None and not room and not self.preparing and (lost := self.schedule.drop_one()):
             assert number < lost[0].task
-            self.dropped.update(numbers(lost))
+            self.dropped.update(entry.task for entry in lost)
             self.free(lost)
             room = True
         if number is not None and room and self.draw.random() < 0.6:
@@ -126,8 +120,7 @@ class Model:
     def leave(self, key: int) -> None:
         del self.jobs[key]
         self.free(self.schedule.leave(key))
-        if not self.jobs:
-            assert not self.ready
+        assert self.jobs or not self.ready
 
 
 @settings(max_examples=40)
@@ -136,10 +129,8 @@ def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, lea
     model = Model(seed, slots)
     for step in range(600):
         if step % 60 == 0 and len(model.jobs) < joins:
-            if model.jobs and model.draw.random() < 0.3:
-                model.resume()
-            else:
-                model.join()
+            begin = model.resume if model.jobs and model.draw.random() < 0.3 else model.join
+            begin()
         if leaves and len(model.jobs) > 1 and model.draw.random() < 0.02:
             model.leave(model.draw.choice(sorted(model.jobs)))
         before = {key: job.next for key, job in model.jobs.items()}

@@ -8,6 +8,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from group_jobs import ids_of
 from torch.utils.data import default_collate
 
 import stallfree as sf
@@ -111,10 +112,6 @@ def resumable(**changes: Any) -> sf.SharedLoader:
     return loader(list(range(SAMPLES)), **{"shuffle": True, "multiprocessing_context": "fork", **changes})
 
 
-def ids_of(batches: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in batches]
-
-
 def plan(epoch: int) -> list[list[int]]:
     """Return the batches of an epoch from another loader."""
     with sf.DataLoader(list(range(SAMPLES)), 4, shuffle=True, seed=1) as plain:
@@ -138,8 +135,7 @@ def test_a_job_resumes_an_epoch_that_others_are_in(done: int) -> None:
         resumed = iter(shared)
         if done > BATCHES // 2:
             taken += ids_of(going)
-        got = ids_of(resumed)
-        assert got == plan(1)[done:]
+        assert ids_of(resumed) == plan(1)[done:]
         assert taken + ids_of(going) == plan(1)
 
 

@@ -26,7 +26,7 @@ from stallfree.shared import member
 
 COUNT = 100  # no multiple of a batch of 8 or more
 BATCH_SIZES = (2, 4, 8, 8, 16)
-STILL_SECONDS = PATIENCE = 60.0  # no job may stand still for longer, on a busy machine either
+STILL_SECONDS = 60.0  # no job may stand still for longer, on a busy machine either
 MOST_JOBS = 4
 SET_CHILD_SUBREAPER = 36
 
@@ -157,31 +157,30 @@ class Chaos:
 
     def signal(self, role: str, number: int) -> psutil.Process:
         """Send a signal to a process of the given role, as soon as there is one."""
-        end = time.monotonic() + PATIENCE
-        while True:
-            if time.monotonic() > end:
-                pytest.fail(f"there has been no {role} for {PATIENCE:.0f} s")
+
+        def sent() -> psutil.Process | None:
             self.watch()
             self.fill(2)
             job = self.chance.choice(self.living)
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, IndexError):  # none of the role
                 process = self.one_of(role, job)
-                if process is not None:
-                    process.send_signal(number)
-                    if role == "job" and number == signal.SIGKILL:
-                        os.waitpid(job.child.pid, 0)
-                        job.ended = True
-                    return process
-            time.sleep(0.001)
+                process.send_signal(number)
+                if role == "job" and number == signal.SIGKILL:
+                    os.waitpid(job.child.pid, 0)
+                    job.ended = True
+                return process
+            return None
 
-    def one_of(self, role: str, job: Running) -> psutil.Process | None:
+        return until(sent, f"there is a {role}")
+
+    def one_of(self, role: str, job: Running) -> psutil.Process:
         """Return a process of the given role: `job`, or one of its children or grandchildren."""
         if role == "job":
             return psutil.Process(job.child.pid)
         found = children_of(psutil.Process(job.child.pid))
         if role == "worker":
             found = [worker for coordinator in found for worker in children_of(coordinator)]
-        return self.chance.choice(found) if found else None
+        return self.chance.choice(found)
 
     def fill(self, least: int) -> None:
         while len(self.living) < least:
@@ -222,10 +221,13 @@ class Chaos:
                 job.child.kill()
 
 
-def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kills", "seed"), [(6, 5), *(pytest.param(150, seed, marks=pytest.mark.slow) for seed in range(2))]
+)
+def test_chaos(kills: int, seed: int, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit one batch again and again
     monkeypatch.setattr(member, "LIVES", 1000)  # or one coordinator after the other
-    chaos, prctl = Chaos(folder, random.Random(seed)), ctypes.CDLL(None).prctl
+    chaos, prctl = Chaos(tmp_path, random.Random(seed)), ctypes.CDLL(None).prctl
     prctl(SET_CHILD_SUBREAPER, 1)  # this process gets the orphans
     try:
         chaos.rage(kills)
@@ -238,22 +240,9 @@ def bring_chaos(folder: Path, store_root: Path, kills: int, seed: int, monkeypat
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
-    total: Counter[str] = Counter()
-    for job in chaos.jobs:
-        if job.ledger.exists():
-            total += check(job.ledger.read_text())
+    total = sum((check(job.ledger.read_text()) for job in chaos.jobs if job.ledger.exists()), Counter[str]())
     print(f"ledgers: {dict(total)}")
     assert total["samples"] > COUNT  # there was something to be checked
     assert min(chaos.done[role] for role in ("job", "coordinator", "worker")) >= kills // 3
     sweep(default_root())  # killed coordinators leave their rings
     assert not list(store_root.iterdir())
-
-
-def test_a_little_chaos(tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_chaos(tmp_path, store_root, 6, 5, monkeypatch)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
-def test_chaos(seed: int, tmp_path: Path, store_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bring_chaos(tmp_path, store_root, 150, seed, monkeypatch)

@@ -6,12 +6,14 @@ import pickle
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from group_jobs import ids_of
 
 import stallfree as sf
 from children import Holder
@@ -28,10 +30,6 @@ def shared(**changes: Any) -> sf.SharedLoader[Any]:
     return sf.SharedLoader(**{**arguments, **changes})
 
 
-def ids(batches: Any) -> list[list[int]]:
-    return [batch.tolist() for batch in batches]
-
-
 def flat(batches: Any) -> list[int]:
     return [id for batch in batches for id in batch.tolist()]
 
@@ -44,7 +42,7 @@ def test_a_later_iteration_ends_the_last_one_with_an_error() -> None:
         for _ in range(2):
             with pytest.raises(sf.InputError, match="a later iteration of this SharedLoader has begun, and ended this"):
                 list(zip(loader, loader, strict=True))
-        assert ids(loader) == WHOLE
+        assert ids_of(loader) == WHOLE
 
 
 def test_an_iteration_may_be_broken_off() -> None:
@@ -68,11 +66,11 @@ def test_the_state_is_that_of_the_last_iteration_begun() -> None:
         second = iter(loader)
         next(second)
         state = loader.state_dict()
-        assert ids(second) == WHOLE[1:]
+        assert ids_of(second) == WHOLE[1:]
     with shared() as resumed:
         resumed.load_state_dict(state)
         with pickle.loads(pickle.dumps(resumed)) as other:  # another job of the group
-            assert ids(other) == WHOLE[1:]
+            assert ids_of(other) == WHOLE[1:]
             assert other.group == resumed.group
 
 
@@ -96,7 +94,7 @@ def test_a_loader_that_is_dropped_leaves_its_group() -> None:
             iterator = iter(shared(group="dropped"))
             next(iterator), next(iterator)
             del iterator
-            assert [ids(first), ids(other)] == [WHOLE[1:], WHOLE]
+            assert [ids_of(first), ids_of(other)] == [WHOLE[1:], WHOLE]
     finally:
         gc.enable()
 
@@ -161,15 +159,15 @@ def test_many_forks_cost_no_memory() -> None:
 MANY = list(range(100))
 
 
-def two_jobs(**changes: Any) -> tuple[sf.SharedLoader[Any], sf.SharedLoader[Any]]:
-    group = f"lag-{next(_groups)}"
-    first, second = (shared(**{"dataset": MANY, "group": group, "timeout": 0.6, **changes}) for _ in range(2))
-    return first, second
+@contextmanager
+def two_jobs(**changes: Any) -> Iterator[list[sf.SharedLoader[Any]]]:
+    given = {"dataset": MANY, "group": f"lag-{next(_groups)}", "timeout": 0.6, **changes}
+    with shared(**given) as first, shared(**given) as second:
+        yield [first, second]
 
 
 def test_a_job_that_stands_still_in_an_epoch_gets_an_error() -> None:
-    slow, quick = two_jobs()
-    with slow, quick:
+    with two_jobs() as (slow, quick):
         behind, ahead = iter(slow), iter(quick)
         held = next(behind)
         assert flat(ahead) == MANY
@@ -181,8 +179,7 @@ def test_a_job_that_stands_still_in_an_epoch_gets_an_error() -> None:
 
 
 def test_a_job_that_breaks_off_an_epoch_holds_up_nobody() -> None:
-    early, other = two_jobs(timeout=120)
-    with early, other:
+    with two_jobs(timeout=120) as (early, other):
         first, second = iter(early), iter(other)
         next(first)
         del first
@@ -194,8 +191,7 @@ def test_a_job_that_breaks_off_an_epoch_holds_up_nobody() -> None:
 def test_a_job_that_is_late_between_epochs_joins_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that was dropped is closed without a wait for the end of the coordinator, which others use."""
     monkeypatch.setattr(member, "ANSWER_SECONDS", 20.0)
-    slow, quick = two_jobs()
-    with slow, quick:
+    with two_jobs() as (slow, quick):
         for one, other in zip(iter(slow), iter(quick), strict=True):
             assert torch.equal(one, other)
         del one, other
@@ -210,8 +206,7 @@ def test_a_job_that_is_late_between_epochs_joins_again(monkeypatch: pytest.Monke
 def test_a_job_that_waits_for_the_next_epoch_does_not_time_out() -> None:
     """It gets each sample once. The group makes progress all the while, though an epoch takes longer than `timeout`."""
     slow = Made(60, lambda id: time.sleep(0.015) or torch.tensor(id))  # type: ignore[func-returns-value]
-    first, second = two_jobs(dataset=slow, timeout=0.5)
-    with first, second:
+    with two_jobs(dataset=slow, timeout=0.5) as (first, second):
         going = iter(first)
         next(going)
         got: list[int] = []

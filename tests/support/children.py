@@ -31,6 +31,13 @@ def gone(pid: int) -> bool:
         return True
 
 
+def received(channel: Any) -> bytes:
+    """Return the next message of a `Channel` or `Child` of `stallfree.ipc`."""
+    message = channel.receive_by(time.monotonic() + PATIENCE)
+    assert message is not None
+    return bytes(message)
+
+
 class Child:
     """A forked process that runs `target(*arguments)`; an exception in it makes `wait` give 1."""
 
