@@ -78,7 +78,8 @@ DATA = Made(4, int)
 WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: sf.RayWorkers(0), "1 or more"),
     (lambda: sf.RayWorkers("auto"), "1 or more"),  # type: ignore[arg-type]
-    (lambda: sf.RayWorkers(1, {"CPU": "two"}), "amounts by name"),  # type: ignore[dict-item]
+    (lambda: sf.RayWorkers(1, {"CPU": "two"}), "give a number of 0 or more"),  # type: ignore[dict-item]
+    (lambda: sf.RayWorkers(1, ["CPU"]), "amounts by name"),  # type: ignore[arg-type]
     (lambda: sf.DataLoader(DATA, workers=sf.RayWorkers(1), cache="auto"), "cache='auto'"),
     (lambda: sf.DataLoader(DATA, workers=sf.RayWorkers(1), num_workers=2), "num_workers=2: give one of them"),
     (lambda: sf.DataLoader(DATA, workers=4), "RayWorkers"),  # type: ignore[arg-type]
