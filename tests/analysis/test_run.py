@@ -33,23 +33,22 @@ CACHE, NOTHING = "`stallfree run --cache` measures", "Next: nothing, data arrive
 @pytest.mark.parametrize(
     ("first", "waited", "between", "changed", "said"),
     [
-        (3.0, 0.1, 15.0, {}, NAMED),
-        (3.0, 4.0, 7.4, {}, NAMED),
-        (3.0, 0.1, 7.4, {"num_workers": 0}, CACHE),
-        (3.0, 0.1, 7.4, {"persistent_workers": True}, CACHE),
-        (3.0, 0.1, 7.4, {"passes": 1}, CACHE),
-        (3.0, 20.0, 1.0, {}, CACHE),  # a first batch takes as long as others do, times the workers
-        (0.05, 0.05, 7.4, {}, NOTHING),
-        (3.0, 0.8, 7.4, {}, "waited for data 33.9% of the time of its loops"),  # the first batches count
+        (3.0, 0.1, 15.0, {}, [NAMED]),
+        (3.0, 4.0, 7.4, {}, [NAMED, CACHE]),
+        (3.0, 0.1, 7.4, {"num_workers": 0}, [CACHE]),
+        (3.0, 0.1, 7.4, {"persistent_workers": True}, [CACHE]),
+        (3.0, 0.1, 7.4, {"passes": 1}, [CACHE]),
+        (3.0, 20.0, 1.0, {}, [CACHE]),  # a first batch takes as long as others do, times the workers
+        (0.05, 0.05, 7.4, {}, [NOTHING]),
     ],
 )
 def test_what_is_said_of_a_loader_of_five_passes(
-    first: float, waited: float, between: float, changed: dict[str, int], said: str
+    first: float, waited: float, between: float, changed: dict[str, int], said: list[str]
 ) -> None:
     """Persistent workers are named where the start of workers is the reason."""
     times = Times(passes=5, batches=100, first_seconds=first, waited_seconds=waited, between_seconds=between).json()
     row = Row("Pictures", 32, 2, False, "train.py:9").json() | times | changed
     data = {"target": "train.py", "cache": False, "loaders": [row], "total": times}
     shown = " ".join(summary(data).split())
-    assert said in shown
-    assert sum(words in shown for words in (NAMED, CACHE, NOTHING)) == 1
+    assert [words for words in (NAMED, CACHE, NOTHING) if words in shown] == said
+    assert f"waited for data {(first + waited) / (first + waited + between):.1%} of the time" in shown

@@ -255,16 +255,19 @@ def _cells(row: dict[str, Any]) -> list[str]:
 
 
 def _advice(total: dict[str, Any], loaders: list[dict[str, Any]], *, cache: bool) -> str:
-    """A sentence of advice."""
+    """One or two sentences of advice."""
     if total["stall_share"] < SMALL:
         return "nothing, data arrive in time; `stallfree analyze` shows how much faster the device may get."
     if cache:
         return "`stallfree analyze` shows what limits."
     slowest = max(loaders, key=_start_seconds)
     where, seconds = slowest["where"], _start_seconds(slowest)
-    if seconds > SMALL * sum(total[f"{name}_seconds"] for name in ("first", "waited", "between")):
-        return f"give the loader at {where} persistent_workers=True; starting its workers took {seconds:.1f} s in all."
-    return "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
+    small = SMALL * sum(total[f"{name}_seconds"] for name in ("first", "waited", "between"))
+    then = "`stallfree run --cache` measures the same script with cache='auto'; `stallfree analyze` shows what limits."
+    if seconds <= small:
+        return then
+    start = f"give the loader at {where} persistent_workers=True; starting its workers took {seconds:.1f} s in all."
+    return start if total["waited_seconds"] < small else f"{start} Then {then}"
 
 
 def _start_seconds(row: dict[str, Any]) -> float:
