@@ -184,10 +184,11 @@ def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[di
         do = f"Raise num_workers from {workers} to {cpus}, one for each CPU"
         changes.append(_Change("", do, now.with_workers(cpus)))
     if placed := data["placement"]:
-        place = "CPUs" if placed["on_device"] else "device"
-        rates = Rates(placed[place], math.inf, math.inf, now.rates.storage, now.rates.cache)  # of step and prep at once
+        other_place = "CPUs" if placed["on_device"] else "device"
+        # The measured rate is that of step and prep at once.
+        rates = Rates(placed[other_place], math.inf, math.inf, now.rates.storage, now.rates.cache)
         then = replace(now, rates=rates, step_cpu=0.0, loader_cpu=0.0)
-        changes.append(_Change("", f"Let the {place} decode: on_device={not placed['on_device']}", then))
+        changes.append(_Change("", f"Let the {other_place} decode: on_device={not placed['on_device']}", then))
     changes = [change for change in changes if now.gain(change.then) > WORTH]
     return [
         {

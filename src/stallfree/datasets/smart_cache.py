@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from stallfree import errors
 from stallfree.cache.capacity import free_memory
 from stallfree.cache.sample_cache import SampleCache
-from stallfree.datasets.cached_dataset import FINGERPRINT_CURE, checked_ids
+from stallfree.datasets.cached_dataset import FINGERPRINT_CURE, checked_ids, token
 from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Position, SourceSetup, plans_epochs
 from stallfree.datasets.probe import example_for, look
 from stallfree.datasets.ranks import LocalRanks, find_ranks, job_name, local_ranks, part_of_host, warn_of_ranks
@@ -163,7 +163,8 @@ class SmartCacheDataset(Closing, Dataset[SampleT_co]):
             )
         job = None if unknown else job_name()  # the same in all ranks of one job on this host
         self._alone = job is None and name is None
-        own_name = f"{key[:20]}-smart-{job or f'{os.getpid()}-{next(_made)}'}"
+        # The number of a process may be that of another one in another container.
+        own_name = token() if unknown else f"{key[:20]}-smart-{job or f'{os.getpid()}-{next(_made)}'}"
         example = example_for(samples)
         return SampleCache(
             len(self.source),
