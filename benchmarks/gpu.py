@@ -23,10 +23,10 @@ SCRATCH = Path("/dev/shm/stallfree-gpu")
 TESTS = ["-m", "pytest", "-m", "gpu", "-q", "-n", "0", "--timeout", "90", "-p", "no:cacheprovider", "--durations", "8"]
 PARTS: dict[str, tuple[list[str], int]] = {
     "gpu_photos": (["-m", "benchmarks.run", "gpu_photos"], 180),
-    "gpu_prep": (["-m", "benchmarks.run", "gpu_prep"], 150),
+    "gpu_prep": (["-m", "benchmarks.run", "gpu_prep"], 240),
     "device_gpu": (["-m", "benchmarks.run", "device_gpu"], 120),
-    "tests_prep": ([*TESTS, "tests/vision"], 60),
-    "tests_device": ([*TESTS, "tests/device", "tests/importance"], 150),
+    "tests_prep": ([*TESTS, "tests/vision/test_vision_gpu.py"], 80),
+    "tests_device": ([*TESTS, "tests/device/test_device_gpu.py", "tests/importance/test_importance_losses.py"], 150),
     "cores": (["-m", "benchmarks.run", "cores"], 200),
 }
 """Command and longest time in seconds of each part, the most important first."""

@@ -354,7 +354,7 @@ CASES = {
             "busy": Figure("busy fraction of the GPU", ".3f"),
             "alone": Figure("pictures/s, loader alone"),
         },
-        conditions=[Condition("2", "2 cores", {"cores": 2}), Condition("8", "8 cores", {"cores": 8})],
+        conditions=[Condition(str(cores), f"{cores} cores", {"cores": cores}) for cores in (2, 4, 8)],
         ours="gpu",
         subject="decoding on the GPU",
         params={"batch": 128},

@@ -19,8 +19,8 @@ def analyze(
     cache: Annotated[
         str | None, typer.Option(help="What the job may cache, such as 4GiB or 50%. Default: nothing.", metavar="SIZE")
     ] = None,
-    device: Annotated[str | None, typer.Option(help="Where the step works. Default: cpu.", metavar="DEVICE")] = None,
-    seconds: Annotated[float, typer.Option(help="Time for each of the five runs.", metavar="SECONDS")] = 10.0,
+    device: Annotated[str | None, typer.Option(help="Where the step works. Default: cpu.", metavar="NAME")] = None,
+    seconds: Annotated[float, typer.Option(help="Time for each of the five runs.", metavar="N")] = 10.0,
     json: JsonFile = None,
     html: Annotated[Path | None, typer.Option(help="Write a page that works offline.", metavar="FILE")] = None,
 ) -> None:

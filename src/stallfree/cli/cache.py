@@ -22,7 +22,7 @@ _FILE_WIDTH = 140
 """Minimum columns of a table written to a file or a pipe."""
 
 Store = Annotated[
-    str, typer.Option(help="Where the caches are: memory, or a folder as given to CachedDataset.", metavar="STORE")
+    str, typer.Option(help="Where the caches are: memory, or a folder as given to CachedDataset.", metavar="FOLDER")
 ]
 
 

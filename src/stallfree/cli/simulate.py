@@ -22,7 +22,7 @@ def simulate(
     seeds: Annotated[int, typer.Option(help="Runs of which the means are taken.", metavar="N")] = 30,
     seconds: Annotated[
         float | None,
-        typer.Option(help="How much is counted as the beginning, and animated: 1, or all of a log.", metavar="SECONDS"),
+        typer.Option(help="How much is counted as the beginning, and animated: 1, or all of a log.", metavar="N"),
     ] = None,
     events: Annotated[
         Path | None, typer.Option(help="Show this log of a real loader instead of a simulation.", metavar="FILE")
