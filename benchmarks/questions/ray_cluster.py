@@ -22,7 +22,6 @@ from benchmarks.data import FromFunction
 from benchmarks.harness import Case, Condition, Contender, Figure
 from benchmarks.photos import photos
 from benchmarks.questions.prep import CropAndFlip
-from benchmarks.timing import family
 
 Figures = dict[str, Any]
 BATCH, SIDE = 64, 224
@@ -69,7 +68,7 @@ def batches_per_second(loader: str, workers: int, sines: int, nodes: int, short:
             kind: Any = torch.utils.data.DataLoader if loader == "torch" else sf.DataLoader
             made = kind(data, batch_size=BATCH, num_workers=workers)
         batches = iter(made)
-        _wait_for_workers(batches, workers, loader == "ray")
+        _wait_for_workers(batches, workers)
         ahead = 2 if short else max(20, 2 * workers + 2)
         for _ in islice(batches, ahead):  # those that are prepared already
             pass
@@ -86,15 +85,14 @@ def batches_per_second(loader: str, workers: int, sines: int, nodes: int, short:
         cluster.shutdown()
 
 
-def _wait_for_workers(batches: Iterator[Any], workers: int, ray: bool) -> None:
-    """Wait until each worker has delivered two batches; local workers stand in for Ray workers that start."""
+def _wait_for_workers(batches: Iterator[Any], workers: int) -> None:
+    """Wait until each worker has delivered two batches."""
     delivered: dict[int, int] = {}
     end = time.monotonic() + READY_SECONDS
     while sum(count >= 2 for count in delivered.values()) < workers:
         if time.monotonic() > end:
             raise RuntimeError(f"{len(delivered)} of {workers} workers were ready within {READY_SECONDS:g} s")
-        local = set(family()) if ray else set()
-        for pid in set(next(batches)[1].tolist()) - local:
+        for pid in set(next(batches)[1].tolist()):
             delivered[pid] = delivered.get(pid, 0) + 1
 
 
