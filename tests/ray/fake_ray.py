@@ -34,6 +34,7 @@ class Handle:
     """An actor: a process that calls its method `run`."""
 
     living: ClassVar[list["Handle"]] = []
+    stillborn = 0  # so many of the next processes die before they are ready
 
     def __init__(self, made: type, threads: int, *arguments: Any) -> None:
         class Manager(BaseManager):
@@ -48,6 +49,14 @@ class Handle:
         self._pool = ThreadPoolExecutor(threads)
         self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
         self.__ray_terminate__ = SimpleNamespace(remote=self.end)
+        ready = Reference()
+        self.__ray_ready__ = SimpleNamespace(remote=lambda: ready)
+        if Handle.stillborn > 0:
+            Handle.stillborn -= 1
+            os.kill(self.process.pid, signal.SIGKILL)
+            ready.set_exception(EOFError("the process has died"))
+        else:
+            ready.set_result(None)
         Handle.living.append(self)
 
     def _run(self, argument: Any) -> tuple[Reference, Reference]:

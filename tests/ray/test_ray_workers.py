@@ -48,6 +48,18 @@ def test_a_job_whose_actors_are_killed(seed: int) -> None:
         assert 0 < remote.stats().workers_replaced <= kills
 
 
+@pytest.mark.parametrize(("lost", "ends"), [(3, True), (8, True), (1000, False)])
+def test_actors_are_lost_before_they_run(lost: int, ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batches that wait for them are not to blame, but a job does not start actors for ever."""
+    monkeypatch.setattr(fake_ray.Handle, "stillborn", lost)
+    with fake_ray.installed(), ray_job.loader(Made(96, ray_job.noisy), 1) as remote:
+        if ends:
+            assert (sum(1 for _ in remote), remote.stats().workers_replaced) == (12, lost)
+        else:
+            with pytest.raises(sf.WorkerError, match="lost one after the other"):
+                list(remote)
+
+
 def test_a_result_that_arrives_twice_is_delivered_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Twice(queue.SimpleQueue[Any]):
         def put(self, item: Any, *_: Any) -> None:

@@ -36,6 +36,9 @@ _STOP_SECONDS = 5.0
 AHEAD = 2
 """Batches in flight per worker: one is fetched while the other is prepared."""
 
+_STARTS = 10
+"""Actors lost one after the other before they ran, from which on their batches may be the reason."""
+
 
 @dataclass(frozen=True)
 class RayWorkers:
@@ -93,16 +96,19 @@ class RayWorkers:
 
 @dataclass
 class _Actor:
-    """An actor, and its tasks that have no result yet."""
+    """An actor, its tasks that have no result yet, how many before it were lost unstarted, and whether it runs."""
 
     handle: Any
+    unstarted: int = 0
+    ready: bool = False
     tasks: dict[tuple[int, int], Task] = field(default_factory=dict)
 
 
 class RayExecutor(executors.ThreadExecutor):
     """Executor of Ray actors. A lost one is replaced, and its batches are repeated.
 
-    The result of a batch during which three actors were lost is a `WorkerError`.
+    The result of a batch during which three actors were lost is a `WorkerError`. Those that were lost before they ran
+    do not count, unless ten are in a row.
 
     Args:
         count: number of actors.
@@ -134,8 +140,14 @@ class RayExecutor(executors.ThreadExecutor):
         self._thread = threading.Thread(target=self._run, name="stallfree-ray", daemon=True)
         self._thread.start()
 
-    def _start(self, number: int) -> _Actor:
-        return _Actor(self._class.remote(self._packed, number))
+    def _start(self, number: int, unstarted: int = 0) -> _Actor:
+        actor = _Actor(self._class.remote(self._packed, number), unstarted)
+
+        def started(future: Any) -> None:
+            actor.ready = future.exception() is None
+
+        actor.handle.__ray_ready__.remote().future().add_done_callback(started)
+        return actor
 
     def submit(self, task: Task) -> None:
         with self._lock:
@@ -195,9 +207,10 @@ class RayExecutor(executors.ThreadExecutor):
             self.replaced += 1
             with contextlib.suppress(Exception):
                 self._ray.kill(actor.handle)
-            self._actors[number] = self._start(number)
+            unstarted = 0 if actor.ready or getattr(error, "actor_init_failed", False) else actor.unstarted + 1
+            self._actors[number] = self._start(number, unstarted)
             for at, task in enumerate(list(actor.tasks.values())):
-                task.deaths += at < AHEAD  # the others had not begun
+                task.deaths += at < AHEAD and not 0 < unstarted < _STARTS  # the others had not begun
                 if task.deaths >= executors.LIVES:
                     failed.append(failure(task, executors.deadly_batch(task, "Ray workers were lost", text_of(error))))
                 else:
