@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import monai.transforms  # noqa: F401 (before a test hides nibabel, whose absence it would remember)
-import nibabel
 import numpy as np
 
 from stallfree import mark_deterministic
@@ -29,6 +27,8 @@ def volume(number: float, shape: Sequence[int] = SHAPE) -> np.ndarray[Any, Any]:
 
 
 def write(path: Path, array: np.ndarray[Any, Any], spacing: Sequence[float] = (1, 1, 1), two: bool = False) -> None:
+    import nibabel
+
     path.parent.mkdir(parents=True, exist_ok=True)
     kind = nibabel.Nifti2Image if two else nibabel.Nifti1Image
     image = kind(array, np.diag([*spacing, *[1] * (4 - len(spacing))]))
@@ -84,5 +84,7 @@ class Own:
 
     def __call__(self, sample: Json) -> Json:
         assert isinstance(sample[self.fields], str)
+        import nibabel
+
         array = np.asarray(nibabel.load(sample[self.fields]).dataobj, np.float32)
         return {**sample, self.fields: array[None]}

@@ -16,8 +16,15 @@ import stallfree as sf
 from stallfree.clara import load
 from stallfree.clara.configuration import make_transforms
 
+pytestmark = pytest.mark.libraries
 PLAIN, CACHED = "SegmentationImagePipeline", "SegmentationImagePipelineWithCache"
 NUMBERS = "ClassificationImagePipeline"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def monai() -> None:
+    """Before a test hides nibabel, whose absence MONAI would remember."""
+    import monai.transforms  # noqa: F401
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import json
 import re
 import textwrap
 from dataclasses import is_dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,7 +46,7 @@ def of_notebook(path: Path) -> list[Part]:
 
 def of_example(name: str) -> list[Part]:
     before = EXAMPLES + EXAMPLES_BEFORE.get(name, "")
-    return [Part("setup", 1, "", before), Part(name, 1, "", EXAMPLE[name].replace("seconds=10", "seconds=0.1"))]
+    return [Part("setup", 1, "", before), Part(name, 1, "", examples()[name].replace("seconds=10", "seconds=0.1"))]
 
 
 def example(value: Any) -> str:
@@ -60,19 +61,36 @@ def needs(code: str) -> str:
     return code.removeprefix("# needs ").split("\n")[0] if code.startswith("# needs ") else ""
 
 
-PUBLIC = {name: named(name) for name in sorted(set(REFERENCE)) if not inspect.ismodule(named(name))}
-ALL = PUBLIC | {f"{name}.{inner}": method for name, value in PUBLIC.items() for inner, method in methods(value)}
-EXAMPLE = {name: code for name, value in ALL.items() if (code := example(inspect.unwrap(value)))}
+@cache
+def public() -> dict[str, Any]:
+    """The public classes and functions: not looked up earlier, since integrations import large libraries."""
+    return {name: named(name) for name in sorted(set(REFERENCE)) if not inspect.ismodule(named(name))}
+
+
+@cache
+def examples() -> dict[str, str]:
+    """The examples of the public names and their methods."""
+    inner = {f"{name}.{inner}": method for name, value in public().items() for inner, method in methods(value)}
+    values = public() | inner
+    return {name: code for name, value in values.items() if (code := example(inspect.unwrap(value)))}
+
+
 NOT_HERE = {"a GPU", "a script with a main guard", "a tier", "Ray", "Redis"}  # what examples may need; tested elsewhere
-PIECES = {
-    **{name_of(page): of_page(page) for page in PAGES if blocks(page, "python")},
-    **{name_of(path): of_notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))},
-    **{
+
+
+def pieces_of(pages: bool) -> dict[str, list[Part]]:
+    """What is run: the pages and notebooks, or the examples."""
+    if pages:
+        notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
+        shown = {name_of(page): of_page(page) for page in PAGES if blocks(page, "python")}
+        return shown | {name_of(path): of_notebook(path) for path in notebooks}
+    return {
         name: of_example(name)
-        for name, code in EXAMPLE.items()
+        for name, code in examples().items()
         if needs(code) not in NOT_HERE and (not needs(code) or find_spec(needs(code)) is not None)
-    },
-}
+    }
+
+
 _RUNNER = """
 import gc, json, os, sys, traceback, warnings
 top, came = os.getcwd(), {{}}
@@ -104,11 +122,11 @@ QUICK = ["README.md", "docs/tutorial.md"]
 QUICK += ["DataLoader", "CachedDataset", "DevicePrefetcher", "Report.load", "ImageFolder"]
 
 
-@pytest.mark.parametrize("pieces", [QUICK, pytest.param([*PIECES], marks=pytest.mark.slow)], ids=["quick", "all"])
+@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["quick", "all"])
 @pytest.mark.parametrize("pages", [True, False], ids=["pages", "examples"])
-def test_code_runs(pages: bool, pieces: list[str], interpreter: Interpreter, store_root: Path) -> None:
+def test_code_runs(pages: bool, all_of_them: bool, interpreter: Interpreter, store_root: Path) -> None:
     """A traceback names the page or the public name, and the line."""
-    parts = [(piece, PIECES[piece]) for piece in pieces if piece.endswith((".md", ".ipynb")) == pages]
+    parts = [(name, piece) for name, piece in pieces_of(pages).items() if all_of_them or name in QUICK]
     ended = interpreter.run(_RUNNER.format(pieces=json.dumps(parts)))
     assert ended.code == 0, ended.err
     assert not list(store_root.iterdir()), "a cache was left behind"
@@ -118,8 +136,8 @@ def test_code_runs(pages: bool, pieces: list[str], interpreter: Interpreter, sto
 
 
 def test_each_has_an_example_of_few_lines() -> None:
-    assert sorted(set(PUBLIC) - set(EXAMPLE)) == []
-    for name, code in EXAMPLE.items():
+    assert sorted(set(public()) - set(examples())) == []
+    for name, code in examples().items():
         lines = [line for line in code.splitlines() if line and not line.startswith("# needs ")]
         assert 2 <= len(lines) <= 6, name
         assert needs(code) in NOT_HERE or needs(code).islower() or not needs(code), f"{name} needs no known thing"
@@ -128,7 +146,7 @@ def test_each_has_an_example_of_few_lines() -> None:
 
 def test_arguments_are_described() -> None:
     """In `Args:` or `Attributes:`, or named in the text. What is described exists."""
-    for name, value in PUBLIC.items():
+    for name, value in public().items():
         text = inspect.getdoc(value) or ""
         is_class = inspect.isclass(value) and "__init__" in vars(value) and not getattr(value, "_is_protocol", 0)
         if inspect.isfunction(value) or (is_class and not issubclass(value, Exception)):

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from random import random as draw_number
 from typing import Any
 
-import albumentations as A
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -40,6 +39,7 @@ from zoo import (
 import frozen as fr
 import stallfree as sf
 
+A: Any = zoo.Library("albumentations")
 RANDOM_CROP_SIZE = 32
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import albumentations as A
 import cv2
 import numpy as np
 import torch
@@ -117,6 +116,8 @@ def scipy_low_discrepancy() -> Any:
 
 @rarely()
 def albumentations_for_some() -> Any:
+    import albumentations as A
+
     spread = A.Compose([A.PixelDropout(0.3, p=1)])
     return lambda x: as_row(spread(image=picture(x))["image"])
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import albumentations
 import numpy as np
 import pytest
 import torch
@@ -249,8 +248,10 @@ def picture(id: int) -> Any:
 
 
 @pytest.mark.filterwarnings("error::stallfree.StallfreeWarning")
+@pytest.mark.libraries
 def test_albumentations() -> None:
     """A composition has a length and items, as a data set has; a step keeps the parameters of its last call."""
+    albumentations = pytest.importorskip("albumentations")
 
     def with_mask(data: Base, id: int) -> Any:
         made = data.transform(image=picture(id), mask=picture(id)[..., 0])
