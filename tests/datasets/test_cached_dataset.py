@@ -129,6 +129,17 @@ def test_a_data_set_that_has_grown_needs_a_new_cache() -> None:
             list(sf.DataLoader(cached, batch_size=13))
 
 
+@pytest.mark.filterwarnings("error::stallfree.StallfreeWarning")
+def test_bytes_between_the_fields_of_an_array_are_no_setting() -> None:
+    data = Given(list(range(40)))
+    data.boxes = np.zeros(40, np.dtype([("x", "u1"), ("y", "<f4")], align=True))
+    with sf.CachedDataset(data, capacity="1MiB") as cached, sf.DataLoader(cached, batch_size=8) as loader:
+        for value in range(4):
+            used = [np.full(size, value, np.uint8) for size in (16, 32, 64, 128, 320, 640)]
+            del used  # copies get this memory
+            list(loader)
+
+
 def test_a_sample_that_contains_itself_is_refused_by_name() -> None:
     cyclic: list[Any] = []
     cyclic.append(cyclic)

@@ -7,6 +7,7 @@ import weakref
 from typing import Any
 
 import numpy as np
+import numpy.lib.recfunctions
 import torch
 
 from stallfree.errors import StallfreeWarning
@@ -89,8 +90,10 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
     if isinstance(value, torch.Tensor):
         content = value.shape, value.dtype, attribute(value, "_version")
     elif isinstance(value, np.ndarray):
-        mapped = isinstance(value, np.memmap)  # whose pages would be read
-        content = value.shape, value.dtype, mapped or value.flat[:: max(1, value.size // _SPREAD)].tobytes()
+        some: Any = value.flat[:: max(1, value.size // _SPREAD)] if not isinstance(value, np.memmap) else value.flat[:0]
+        if value.dtype.names:
+            some = np.lib.recfunctions.repack_fields(some, recurse=True)  # bytes between fields are of no account
+        content = value.shape, value.dtype, some.tobytes()
     elif isinstance(value, (*VALUES, range)):
         return kind, None, value
     try:
