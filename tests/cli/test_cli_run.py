@@ -218,10 +218,7 @@ def check_times(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "script",
-    [
-        "def f(:",
-        "import sys\nsys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0",
-    ],
+    ["def f(:", "import sys\nsys.excepthook = lambda kind, value, trace: print(kind, value, trace.tb_lineno)\n1 / 0"],
 )
 def test_a_script_that_fails_without_a_loader(script: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(script)

@@ -74,8 +74,7 @@ def test_a_plain_data_set_with_random_samples_is_refused(kind: str, wrap: Any) -
 
 
 @pytest.mark.parametrize(
-    "sample",
-    [lambda id: None, lambda id: float("nan"), lambda id: {"set": {id}, "image": Image.new("L", (2, 2), id)}],
+    "sample", [lambda id: None, lambda id: float("nan"), lambda id: {"set": {id}, "image": Image.new("L", (2, 2), id)}]
 )
 def test_a_plain_data_set_with_steady_samples_is_taken(sample: Any) -> None:
     with sf.CachedDataset(Made(4, sample), capacity="1MiB") as data:

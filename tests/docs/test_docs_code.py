@@ -70,8 +70,7 @@ def public() -> dict[str, Any]:
 @cache
 def examples() -> dict[str, str]:
     """The examples of the public names and their methods."""
-    inner = {f"{name}.{inner}": method for name, value in public().items() for inner, method in methods(value)}
-    values = public() | inner
+    values = public() | {f"{name}.{inner}": made for name, value in public().items() for inner, made in methods(value)}
     return {name: code for name, value in values.items() if (code := example(inspect.unwrap(value)))}
 
 
@@ -81,9 +80,8 @@ NOT_HERE = {"a GPU", "a script with a main guard", "a tier", "Ray", "Redis"}  # 
 def pieces_of(pages: bool) -> dict[str, list[Part]]:
     """What is run: the pages and notebooks, or the examples."""
     if pages:
-        notebooks = sorted((ROOT / "examples").glob("*.ipynb"))
-        shown = {name_of(page): of_page(page) for page in PAGES if blocks(page, "python")}
-        return shown | {name_of(path): of_notebook(path) for path in notebooks}
+        notebooks = {name_of(path): of_notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))}
+        return {name_of(page): of_page(page) for page in PAGES if blocks(page, "python")} | notebooks
     return {
         name: of_example(name)
         for name, code in examples().items()

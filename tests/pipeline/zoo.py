@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -28,16 +27,6 @@ COUNT, MANY = 48, 256
 
 Records = Callable[[], list[Any]]
 Register = Callable[..., None]
-
-
-class Library:
-    """A large library, which is imported on first use: all processes that are forked after it take twice as long."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(import_module(self._name), name)
 
 
 def rows(count: int = COUNT) -> list[Any]:

@@ -11,6 +11,8 @@ import time
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from importlib import import_module
 from random import random as draw_number
 from typing import Any
 
@@ -39,7 +41,7 @@ from zoo import (
 import frozen as fr
 import stallfree as sf
 
-A: Any = zoo.Library("albumentations")
+A = partial(import_module, "albumentations")  # all processes that are forked after it take twice as long
 RANDOM_CROP_SIZE = 32
 
 
@@ -189,7 +191,7 @@ data_set(lambda: TensorDataset(torch.from_numpy(np.stack(rows())), torch.arange(
 data_set(Files, "data_set_of_files")
 
 
-steady_entry(images)(lambda: A.Compose([A.Resize(16, 16), A.Normalize()]), "albumentations_resize")
+steady_entry(images)(lambda: A().Compose([A().Resize(16, 16), A().Normalize()]), "albumentations_resize")
 
 
 def with_keys() -> list[Any]:
@@ -352,10 +354,10 @@ random_entry(None, draws=lambda id: id % 3 == 1)(
 
 
 random_entry(images, prefix="Resize.apply")(
-    lambda: [A.Resize(16, 16), A.GaussNoise(p=1)], "albumentations_resize_then_noise"
+    lambda: [A().Resize(16, 16), A().GaussNoise(p=1)], "albumentations_resize_then_noise"
 )
 random_entry(images)(
-    lambda: A.Lambda(image=lambda image, **_: image + np.random.randint(0, 100, image.shape), p=1),
+    lambda: A().Lambda(image=lambda image, **_: image + np.random.randint(0, 100, image.shape), p=1),
     "albumentations_lambda",
 )
 

@@ -49,14 +49,11 @@ class Handle:
         self._pool = ThreadPoolExecutor(threads)
         self.run = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._run))
         self.__ray_terminate__ = SimpleNamespace(remote=self.end)
-        ready = Reference()
+        ready = Reference() if Handle.stillborn > 0 else put(None)
         self.__ray_ready__ = SimpleNamespace(remote=lambda: ready)
         if Handle.stillborn > 0:
             Handle.stillborn -= 1
             os.kill(self.process.pid, signal.SIGKILL)
-            ready.set_exception(EOFError("the process has died"))
-        else:
-            ready.set_result(None)
         Handle.living.append(self)
 
     def _run(self, argument: Any) -> tuple[Reference, Reference]:

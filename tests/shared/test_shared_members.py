@@ -7,6 +7,7 @@ import stat
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import islice
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,25 @@ def test_the_coordinator_is_killed(group: Group) -> None:
         assert [job.loader.stats().takeovers for job in jobs] == [turn + 1, turn + 1]
         for job in jobs:
             job.begin()
+
+
+@pytest.mark.parametrize("made", [member.Child, BaseProcess])
+def test_two_jobs_reap_a_coordinator_at_once(made: Any, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs, seen = [Job(group), Job(group)], []
+    begun, join = [job.take(1) for job in jobs], made.join
+
+    def join_beside(process: Any, seconds: float | None = None) -> Any:
+        code = join(process, 5)
+        if not seen:
+            seen.append(process)
+            member.reap(5, Path())  # by the other job
+        return code
+
+    coordinator().kill()
+    with monkeypatch.context() as patch:
+        patch.setattr(made, "join", join_beside)
+        member.reap(5, Path())
+    assert rests(jobs, begun) == {0}
 
 
 def test_a_newcomer_after_the_death_of_a_coordinator_begins_with_an_epoch_of_its_own(group: Group) -> None:

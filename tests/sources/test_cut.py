@@ -433,10 +433,7 @@ def lagging(data: Base, id: int) -> Any:
         (Base(lambda image: image, get=changed_later), "sample 0 differs if the transform runs after"),
         (Base(lambda image: image + np.random.default_rng().random()), "sample 0 differs each time"),
         (Base(tripled, get=keeping), "keeps its samples"),
-        (
-            Base(tripled, get=lagging),
-            r"cut at 'transform': when sample \d+ was made, .* kept from another sample",
-        ),
+        (Base(tripled, get=lagging), r"cut at 'transform': when sample \d+ was made, .* kept from another sample"),
         (Base(np.negative, get=lambda data, id: data.transform(id) * data.transform.nin), "the attribute 'nin' of the"),
         (Base(lambda id: iter(range(3)), get=lambda data, id: [*data.transform(id)]), "'range_iterator' has no len"),
     ],

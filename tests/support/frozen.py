@@ -118,10 +118,7 @@ def cached(dataset: Any, workers: int, make: Callable[[Any, int], Any] = loader,
 
 
 def under_auto(dataset: Any, workers: int) -> Epochs:
-    with (
-        contextlib.redirect_stderr(io.StringIO()),
-        loader(dataset, workers, cache="auto", capacity="8MiB") as batches,
-    ):
+    with contextlib.redirect_stderr(io.StringIO()), loader(dataset, workers, cache="auto", capacity="8MiB") as batches:
         return read(batches)
 
 

@@ -68,8 +68,7 @@ def gap(a: Numbers, b: Numbers) -> float:
 
 
 @pytest.mark.parametrize(
-    ("height", "width", "scale", "ratio"),
-    [(333, 500, (0.08, 1.0), (3 / 4, 4 / 3)), (500, 200, (0.5, 0.9), (0.5, 1.0))],
+    ("height", "width", "scale", "ratio"), [(333, 500, (0.08, 1.0), (3 / 4, 4 / 3)), (500, 200, (0.5, 0.9), (0.5, 1.0))]
 )
 def test_parts_are_distributed_as_torchvision_says(height: int, width: int, scale: Any, ratio: Any) -> None:
     count = 2000

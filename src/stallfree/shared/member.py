@@ -187,9 +187,10 @@ def reap(seconds: float, folder: Path) -> None:
     """Wait up to `seconds` for each coordinator of the group in `folder` that this process started; it is ending."""
     for started in list(_started):
         child = started[1]
-        if child.join(seconds if started[0] == folder else 0.0) is not None:
-            _started.remove(started)
-            child.end(0.0)
+        with contextlib.suppress(ValueError):  # another thread has ended it
+            if child.join(seconds if started[0] == folder else 0.0) is not None:
+                _started.remove(started)
+                child.end(0.0)
 
 
 # -- the member -------------------------------------------------------------------------------------------------------
