@@ -64,7 +64,8 @@ $(VENV)/.docs: $(VENV)/.made $(DECLARED) | native
 demo: $(VENV)/.all
 	$(BIN)/python examples/demo.py $(ARGS)
 
-# In parallel, with compiled modules kept: many tests start interpreters. Heaps of large pages: many tests fork. ARGS="-n 0" runs all in one process.
+# In parallel, with compiled modules kept: many tests start interpreters. Memory in large pages: many tests fork.
+# ARGS="-n 0" runs all in one process.
 test: $(VENV)/.test server
 	GLIBC_TUNABLES=glibc.malloc.hugetlb=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --dist worksteal $(ARGS)
 
