@@ -23,8 +23,7 @@ NUMBERS = "ClassificationImagePipeline"
 
 @pytest.fixture(scope="module", autouse=True)
 def monai() -> None:
-    """Before a test hides nibabel, whose absence MONAI would remember."""
-    import monai.transforms  # noqa: F401
+    import monai.transforms  # noqa: F401 (before a test hides nibabel, whose absence it would remember)
 
 
 @pytest.fixture(scope="module")
