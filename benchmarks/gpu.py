@@ -11,7 +11,9 @@ network can be given a folder with what it lacks: wheels, shared libraries (libj
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -43,6 +45,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="a few pictures and short measurements")
     parser.add_argument("--seconds", type=float, default=570, help="longest time of all parts together")
     arguments = parser.parse_args()
+    atexit.register(shutil.rmtree, SCRATCH, ignore_errors=True)
     out = arguments.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     environment, photos = prepare(arguments.carried), unpack(arguments.carried)

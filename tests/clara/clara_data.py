@@ -83,8 +83,8 @@ class Own:
         self.fields = fields
 
     def __call__(self, sample: Json) -> Json:
-        assert isinstance(sample[self.fields], str)
         import nibabel
 
+        assert isinstance(sample[self.fields], str)
         array = np.asarray(nibabel.load(sample[self.fields]).dataobj, np.float32)
         return {**sample, self.fields: array[None]}
