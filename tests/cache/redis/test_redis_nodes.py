@@ -273,9 +273,8 @@ def stranger(host: str, port: int, received: list[bytes]) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("workers", [1, pytest.param(0, marks=pytest.mark.slow)])
-def test_a_killed_server_is_replaced_though_a_stranger_takes_its_port_who_is_sent_nothing(workers: int) -> None:
-    received: list[bytes] = []
-    with job(timeout=0.25) as made, contextlib.ExitStack() as stack:
+def test_a_killed_server_is_replaced_and_no_other_program_gets_its_port(workers: int) -> None:
+    with job(timeout=0.25) as made:
         made.run(open_rows, COUNT, {})
         epochs = Epochs(made, workers)
         epochs.until_hits()
@@ -283,14 +282,15 @@ def test_a_killed_server_is_replaced_though_a_stranger_takes_its_port_who_is_sen
 
         def harm() -> None:
             made.server(1).kill()
-            stack.enter_context(stranger(record["host"], record["port"], received))
+            for reuse in (False, True):
+                with pytest.raises(OSError, match="in use"):
+                    socket.create_server((record["host"], record["port"]), reuse_port=reuse)
 
         epochs.run(harm)
         epochs.until_hits()
         after = made.record(1)
-        assert after["port"] != record["port"]
+        assert after["port"] == record["port"]
         assert after["password"] != record["password"]
-    assert b"".join(received) == b""
 
 
 def test_a_node_that_is_killed_costs_its_samples_and_nothing_is_left_when_all_are() -> None:
@@ -300,7 +300,7 @@ def test_a_node_that_is_killed_costs_its_samples_and_nothing_is_left_when_all_ar
         made.run(open_rows, COUNT, {})
         Epochs(made, 1).until_hits()
         servers = [made.server(node).pid for node in range(2)]
-        theirs = sum(made.run(count_foreign, only=0))
+        theirs, record, received = sum(made.run(count_foreign, only=0)), made.record(1), list[bytes]()
         made.kill(1)
         until(lambda: gone(servers[1]), "its server ends with it")
 
@@ -310,6 +310,9 @@ def test_a_node_that_is_killed_costs_its_samples_and_nothing_is_left_when_all_ar
             return bool(reads == theirs)
 
         until(reads_only_theirs, "only its samples come from storage")
+        with stranger(record["host"], record["port"], received):
+            assert reads_only_theirs()
+        assert b"".join(received) == b""
         made.kill(0)
         until(lambda: gone(servers[0]), "its server ends with it")
         for root in made.roots:

@@ -12,7 +12,8 @@ addresses from the file `servers.json`.
 
 While its server runs, a node publishes its record again twice a second, with a number that increases (a *beat*). If
 that goes on for two beats after other nodes have lost the server, its port still belongs to it, and they may connect
-again.
+again. The starter keeps the port: after the server has died no other program can listen on it, which would be sent the
+password by a process of another node that does not know yet.
 """
 
 import contextlib
@@ -141,6 +142,7 @@ class NodeServer:
         self._folder, self._memory, self._port, self._name = folder, memory, port, name
         self._id, self._host = (folder.path / ID).read_text(), ""  # no host without other nodes
         self._store: Any = None
+        self._kept: socket.socket | None = None  # has the port, while the server runs and after it has died
         self._process: subprocess.Popen[bytes] | None = None
         self._thread: threading.Thread | None = None
         self._stop, self._lock = threading.Event(), FileLock(folder.path / "starter")
@@ -224,6 +226,8 @@ class NodeServer:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
+        if self._kept is not None:
+            self._kept.close()
         self._lock.close()
 
     def _claim(self) -> bool:
@@ -269,20 +273,12 @@ class NodeServer:
         program, folder, password = find_server(), self._folder.path, secrets.token_hex(32)
         record = {"id": self._id, "host": self._host, "port": 0, "password": password, "beat": 0}
         with contextlib.ExitStack() as stack:
-            if host := self._host:
-                kept = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
-                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # so that the server can bind it too
-                try:
-                    kept.bind((host, self._port))
-                except (OSError, OverflowError) as error:
-                    raise errors.port_unavailable(
-                        f"port={self._port}: {host} cannot use it ({error}): give another, or 0 for a free one"
-                    ) from error
-                record["port"] = kept.getsockname()[1]
+            if self._host:
+                record["port"] = self._share_port(stack)
             output = stack.enter_context(open(folder / "log", "wb"))
             command = [sys.executable, "-I", "-S", "-c", _EXEC, str(os.getpid()), program]
             process = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, stdout=output, stderr=output)
-            values = {**record, "host": host or "127.0.0.1", "socket": SOCKET, "memory": self._memory}
+            values = {**record, "host": self._host or "127.0.0.1", "socket": SOCKET, "memory": self._memory}
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError), process.stdin:  # other users can read a process's arguments
                 process.stdin.write(_CONFIGURATION.format_map(values).encode())
@@ -296,3 +292,19 @@ class NodeServer:
                     process.kill()
         printed = (folder / "log").read_text(errors="replace").strip()[-1000:].replace(password, "...")
         raise errors.MissingServerError(f"{program} ended when it was started; its output: {printed or 'none'}")
+
+    def _share_port(self, stack: contextlib.ExitStack) -> int:
+        """Let the server listen on the port of this node until `stack` ends, and return its number."""
+        if self._kept is None:
+            self._kept = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        stack.callback(self._kept.setsockopt, socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        if not (port := self._kept.getsockname()[1]):
+            try:
+                self._kept.bind((self._host, self._port))
+            except (OSError, OverflowError) as error:
+                raise errors.port_unavailable(
+                    f"port={self._port}: {self._host} cannot use it ({error}): give another, or 0 for a free one"
+                ) from error
+            port = self._kept.getsockname()[1]
+        return int(port)

@@ -3,9 +3,9 @@
 A failure opens the breaker of a server. While it is open, no request is sent. Once its pause is over, the next attempt
 to use the server starts one ping in a separate thread, so no batch waits for it; a reply closes the breaker.
 
-A server of another node is *guarded*: its TCP port may belong to a stranger after the server has died. After a failure
-no process connects to it, and so sends it no password, until the node's first process has confirmed its address
-(launch.py). Other addresses are given by the user, or are Unix sockets in a folder of this user.
+A server of another node is *guarded*: its TCP port may belong to a stranger after the process that started it has died.
+After a failure no process connects to it, and so sends it no password, until the node's first process has confirmed its
+address (launch.py). Other addresses are given by the user, or are Unix sockets in a folder of this user.
 
 The state of a server is three numbers in a file of the store's folder, without a lock between processes. A race or a
 dead process may leave a wrong number, which the next ping or confirmation corrects.
