@@ -170,6 +170,8 @@ loader.close()
 for device in (None, "cpu", "meta"):  # "meta" stands for a device without streams
     for batch in sf.DataLoader(range(10), batch_size=4, device=device): pass
 for batch in sf.DataLoader(Stream(), batch_size=4): pass
+for batch in sf.DevicePrefetcher(DataLoader(Slow(range(6)), batch_size=3), "cpu"): pass
+for batch in sf.SharedLoader(Slow(range(6)), batch_size=3, group=f"run-{os.getpid()}"): pass
 os.chdir("/")
 pid = os.fork()
 if pid == 0:
@@ -188,7 +190,7 @@ def test_one_script_of_many_loops_that_ends_by_an_interrupt(tmp_path: Path) -> N
     found = json.loads((tmp_path / "out.json").read_text())
     assert [(row["dataset"], row["passes"], row["batches"]) for row in found["loaders"]] == [
         ("Slow", 1, 3), ("Nested", 1, 3), ("Slow", 3, 6), ("Slow", 1, 1), ("Bad", 2, 6), ("range", 3, 9),
-        ("Stream", 1, 3),
+        ("Stream", 1, 3), ("Slow", 1, 2), ("Slow", 1, 2),
     ]  # fmt: skip
     assert watched.stdout == 2 * "[[0, 1], [4, 5, 6, 7], [8, 9]]\n" + "0\n"
     assert watched.stderr.count(HEAD) == 1, "forked children print no summary"

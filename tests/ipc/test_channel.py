@@ -1,7 +1,4 @@
-"""Messages between processes: complete and in order, also with slow or dead ones, and never held up by them.
-
-What a server does about jobs that are slow, stopped or killed is in the tests of `SharedLoader`.
-"""
+"""Messages between processes: complete and in order, also with slow or dead ones, and never held up by them."""
 
 import os
 import pickle

@@ -1,8 +1,4 @@
-"""Processes that are started, report in, and exchange messages until they are ended.
-
-That one which does not report in is replaced, and that all end with their parent, is shown by those that use them:
-`test_hanging_forks`, `test_kill_workers`, `test_smart_cache_faults`, `test_process_prefetcher`.
-"""
+"""Processes that are started, report in, and exchange messages until they are ended."""
 
 import ast
 import contextlib

@@ -1,7 +1,4 @@
-"""An error of the user's code is raised as it is, with a note that names the sample; or it is left out and counted.
-
-Waits end with an error, and interrupts end an iteration.
-"""
+"""An error of the user's code is raised as it is, with a note that names the sample; or it is left out and counted."""
 
 import multiprocessing
 import re

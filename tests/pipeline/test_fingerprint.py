@@ -87,6 +87,7 @@ def power(value: Any, exponent: int = 2, *, base: int = 0) -> Any:
 DIFFERENT = [
     *(np.ma.array([1, 2], mask=[0, 1], fill_value=3), np.ma.array([1, 2], mask=[0, 1], fill_value=4)),
     *(np.array([{"by": 1}]), np.array([{"by": 2}]), np.array([(1, 2)], "i4,i4"), np.array([(1, 2)], "i2,i4")),
+    *(np.ma.masked, torch.eye(2).to_sparse(), torch.eye(2).to_sparse_csr()),
     *(torch.tensor([1j]), torch.tensor([1j]).conj(), torch.arange(6).view(2, 3), torch.arange(6).view(3, 2).t()),
     *({str(n): n for n in range(99)}, {str(n): n for n in reversed(range(99))}, SimpleNamespace(by=1)),
     *(1, 1.0, True, "1", b"1", bytearray(b"1"), None, 0.0, -0.0, float("nan"), 1j, 2**70, (1,), [1], {1}),
@@ -130,12 +131,22 @@ def test_attributes_that_are_not_pickled_count(way: str) -> None:
     assert fingerprint(looped) != fingerprint(Hiding(table, way))
 
 
-def test_bytes_between_fields_do_not_count() -> None:
-    padded = np.dtype({"names": ["x", "y"], "formats": ["u1", "<f4"], "offsets": [0, 8], "itemsize": 16})
-    one, other = np.zeros(2, padded), np.zeros(2, padded)
-    other.view(np.uint8)[3] = 7
+PADDED = np.dtype({"names": ["x", "y"], "formats": ["u1", "<f4"], "offsets": [0, 8], "itemsize": 16})
+
+
+@pytest.mark.parametrize("kind", [PADDED, [("a", PADDED, 2), ("b", "f4")], "g", ">g", "G", [("x", "u1"), ("y", "g")]])
+def test_bytes_without_a_value_do_not_count(kind: Any) -> None:
+    one = np.ones(2, kind)
+    for index in range(one.nbytes):
+        other = one.copy()
+        other.view(np.uint8)[index] ^= 1
+        assert same(one, other) == np.array_equal(one, other)
+
+
+def test_what_a_mask_hides_does_not_count() -> None:
+    one, other = (np.ma.masked_array([1, hidden, 3], [0, 1, 0]) for hidden in (7, 8))
     assert same(one, other)
-    other["y"][1] = 1
+    other[0] = 5
     assert not same(one, other)
 
 
@@ -264,7 +275,7 @@ itself.append(itself)
         (Scale(1, threading.Lock()), "lock"),
         ({"a": [sys.stdout.buffer]}, "BufferedWriter|FileIO|BytesIO"),
         ((n for n in range(3)), "generator"),
-        (torch.eye(2).to_sparse(), "Tensor"),
+        (torch.empty(2, device="meta"), "Tensor"),
         (functools.reduce(lambda inner, _: [inner], range(5000), []), "list, which is nested too deeply"),  # type: ignore[arg-type, return-value]
         (itself, "list, which .* contains itself"),
     ],

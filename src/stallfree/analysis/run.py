@@ -27,8 +27,14 @@ from stallfree.analysis.render import Heading, Table, Text, as_text, plural  # a
 SMALL = 0.05
 """Share of the time below which waits count as small."""
 
-_LOADERS = ("torch.utils.data.dataloader", "stallfree.loader.dataloader")
-"""Modules with a class `DataLoader`."""
+_LOADERS = {
+    "torch.utils.data.dataloader": "DataLoader",
+    "stallfree.loader.dataloader": "DataLoader",
+    "stallfree.device.prefetcher": "DevicePrefetcher",
+    "stallfree.device.process": "ProcessPrefetcher",
+    "stallfree.shared.shared_loader": "SharedLoader",
+}
+"""The classes of loaders by their modules."""
 
 
 @dataclass(kw_only=True)
@@ -117,6 +123,10 @@ _BENEATH = ("stallfree", "accelerate", "lightning", "pytorch_lightning", "transf
 """Packages that iterate the loaders of a program: a loop is at the line of the program that called them."""
 
 
+_BETWEEN = ("stallfree.loader.", "stallfree.device.")
+"""Modules whose loaders iterate another one."""
+
+
 def _is_beneath(frame: Any) -> bool:
     return frame.f_code.co_filename == __file__ or str(frame.f_globals.get("__name__")).split(".")[0] in _BENEATH
 
@@ -143,7 +153,8 @@ class Watch:
 
             def exec_module(module: Any) -> None:
                 load(module)
-                module.DataLoader.__iter__ = self._timed_iter(module.DataLoader.__iter__)
+                loader = getattr(module, _LOADERS[name])
+                loader.__iter__ = self._timed_iter(loader.__iter__)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
@@ -152,7 +163,7 @@ class Watch:
         @wraps(original)
         def __iter__(loader: Any) -> Any:
             caller = sys._getframe(1)
-            if os.getpid() != self._pid or str(caller.f_globals.get("__name__")).startswith("stallfree.loader."):
+            if os.getpid() != self._pid or str(caller.f_globals.get("__name__")).startswith(_BETWEEN):
                 return original(loader)  # in a worker, or beneath a loader of stallfree
             while caller.f_back is not None and _is_beneath(caller):
                 caller = caller.f_back
@@ -164,8 +175,11 @@ class Watch:
                 seconds = clock() - started
                 thread.leave(started + seconds, seconds, first=True)
             where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-            kind, persistent = type(loader.dataset).__name__, bool(loader.persistent_workers)
-            key = kind, loader.batch_size, loader.num_workers, persistent, where
+            while hasattr(loader, "loader"):  # of a prefetcher
+                loader = loader.loader
+            kind, size = type(getattr(loader, "dataset", loader)).__name__, getattr(loader, "batch_size", None)
+            workers = [getattr(loader, name, 0) for name in ("num_workers", "persistent_workers")]
+            key = kind, size, workers[0], bool(workers[1]), where
             row = self.rows.setdefault(key, Row(*key))
             row.first_seconds += seconds
             row.passes, thread.passes = row.passes + 1, thread.passes + 1

@@ -151,13 +151,7 @@ class SampleCache(Closing):
             warn_of_other_capacity(name, self.capacity, size)
 
     def _attach_to(
-        self,
-        name: str,
-        root: Path,
-        policy: Policy,
-        allow_pickle: bool,
-        plan: Callable[[Path], Meta],
-        persist: bool,
+        self, name: str, root: Path, policy: Policy, allow_pickle: bool, plan: Callable[[Path], Meta], persist: bool
     ) -> None:
         self.name, self.policy, self._root, self.allow_pickle = name, policy, root, allow_pickle
         self.tier: Any = None

@@ -109,10 +109,6 @@ def _is_whole(least: int) -> Callable[[Any], bool]:
     return lambda value: type(value) is int and value >= least
 
 
-def _is_share(value: Any) -> bool:
-    return is_number(value) and 0 <= value <= 1
-
-
 def _is_size(value: Any) -> bool:
     return isinstance(value, list) and len(value) in (2, 3) and all(_is_whole(-1)(n) and n != 0 for n in value)
 
@@ -136,7 +132,7 @@ _ARGUMENTS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 _CACHE_ARGUMENTS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "num_cache_objects": (_REQUIRED, _is_whole(1), "samples kept in memory, an int of 1 or more"),
-    "replace_percent": (None, _is_share, "0 to 1 of the cache: 0.1 is a tenth"),
+    "replace_percent": (None, lambda n: is_number(n) and 0 <= n <= 1, "0 to 1 of the cache: 0.1 is a tenth"),
 }
 _FIXED = {"output_data_format": "channels_first", "output_image_dtype": "float32", "duplicate_count": 1}
 _EMPTY = ("batched_by_transforms", "extra_inputs", "batch_transforms", "items_per_category", "category_weights")

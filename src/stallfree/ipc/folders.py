@@ -181,7 +181,7 @@ class SharedFolder:
     """
 
     def __init__(
-        self, name: str, *, root: Path | None = None, initialize: Callable[[Path], None] | None, persist: bool = False
+        self, name: str, *, root: Path | None = None, initialize: Callable[[Path], object] | None, persist: bool = False
     ) -> None:
         check_name(name)
         self.root = prepare_root(default_root() if root is None else root)
@@ -203,7 +203,7 @@ class SharedFolder:
             with contextlib.suppress(OSError):
                 (self.path / _PERSIST).touch(mode=0o600)
 
-    def _create(self, initialize: Callable[[Path], None]) -> int | None:
+    def _create(self, initialize: Callable[[Path], object]) -> int | None:
         """Create the folder; returns None if another process created it first."""
         making = self.root / f"{_MAKING}{os.getpid()}-{secrets.token_hex(6)}"
         with contextlib.ExitStack() as undo:

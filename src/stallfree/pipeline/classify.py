@@ -32,7 +32,7 @@ _TORCHVISION_RANDOM = {  # and all names that start with Random
 }
 _ALBUMENTATIONS_DRAWS = {"py_random", "random_generator", "random", "random_utils"}
 _ALBUMENTATIONS_BY_SETTING = {
-    *("CenterCrop", "CenterCrop3D", "Crop", "LongestMaxSize", "PadIfNeeded", "PadIfNeeded3D", "SmallestMaxSize"),
+    *("CenterCrop", "CenterCrop3D", "Crop", "LongestMaxSize", "PadIfNeeded", "PadIfNeeded3D", "SmallestMaxSize")
 }
 _MONAI_WRAPPERS = {"Lambda", "Lambdad", "TorchIO", "TorchIOd", "TorchVision", "TorchVisiond"}
 

@@ -19,7 +19,6 @@ from pathlib import PurePath
 from typing import Any
 
 import numpy as np
-import numpy.lib.recfunctions
 import torch
 import xxhash
 
@@ -38,6 +37,7 @@ _LARGE = 1 << 30
 _PIECES, _PIECE = 64, 4096
 """Number of the pieces of such a sample, and bytes of each."""
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _VALUES = (set, frozenset, np.ndarray, np.generic, np.dtype, torch.Tensor, enum.Enum, functools.partial, PurePath)
 """Types of which equal values count alike, whether they are one object or two."""
 
@@ -311,14 +311,10 @@ def _form_of_set(items: Any, walker: _Walker) -> Any:
 @_form.register(np.ndarray)
 @_form.register(np.generic)
 def _form_of_array(array: Any, walker: _Walker) -> Any:
-    plain = np.asarray(array)
-    has_objects = plain.dtype.hasobject or plain.dtype.kind == "T"
-    if plain.dtype.names and not has_objects and plain.nbytes <= _LARGE and _file_of(array) is None:
-        plain = np.lib.recfunctions.repack_fields(plain, recurse=True)  # bytes between fields are of no account
-    content = plain.ravel().tolist() if has_objects else _bytes(plain, _file_of(array))
-    form = array.dtype.str, str(array.dtype.fields), plain.shape, content
+    plain = np.asarray(array.filled() if isinstance(array, np.ma.MaskedArray) else array)
+    form = array.dtype.str, str(array.dtype.fields), plain.shape, content(plain, _file_of(array))
     if isinstance(array, np.ma.MaskedArray):
-        return *form, type(array), np.ma.getmaskarray(array), array.fill_value
+        return *form, type(array), np.ma.getmaskarray(array), np.asarray(array.fill_value)
     if isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap):
         return *form, type(array), _state(vars(array), type(array))
     return form
@@ -326,10 +322,28 @@ def _form_of_array(array: Any, walker: _Walker) -> Any:
 
 @_form.register(torch.Tensor)
 def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
+    if tensor.is_sparse or tensor.layout in _COMPRESSED:
+        return tensor.__reduce_ex__(2)[1], _state(vars(tensor), torch.Tensor)
     array = array_of(tensor.detach().as_subclass(torch.Tensor).cpu())
     if array is None:
         raise TypeError("it has no plain bytes")
     return str(tensor.dtype), tuple(tensor.shape), _bytes(array), _state(vars(tensor), torch.Tensor)
+
+
+def content(array: Array, file: str | None = None) -> Any:
+    """Return what stands for the values of `array`; bytes between fields and inside of long numbers are of no account.
+
+    Args:
+        file: what stands for the part of a file that the array is mapped from.
+    """
+    if array.dtype.names and file is None:
+        return [content(array[name]) for name in array.dtype.names]
+    if array.dtype.hasobject or array.dtype.kind == "T":
+        return array.ravel().tolist()
+    if array.dtype.char in "gG" and np.finfo(array.dtype).nmant == 63 and file is None:
+        array = np.ascontiguousarray(array, array.dtype.newbyteorder("=")).ravel()
+        array = array.view(np.uint8).reshape(-1, np.longdouble().itemsize)[:, :10]
+    return _bytes(array, file)
 
 
 def _bytes(array: Array, file: str | None = None) -> Any:
@@ -364,7 +378,7 @@ def _file_of(array: Any) -> str | None:
 
 _FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [
     ((PurePath, complex), str),
-    (objects.GENERATOR_TYPES, lambda thing: None),
+    ((*objects.GENERATOR_TYPES, type(np.ma.masked)), lambda thing: None),
     ((types.ModuleType,), lambda thing: f"{thing.__name__} {objects.library_version(thing.__name__)}"),
     ((types.MethodType,), lambda thing: (thing.__self__, thing.__func__)),
     ((functools.partial,), lambda thing: (type(thing), thing.func, thing.args, thing.keywords)),

@@ -7,10 +7,10 @@ import weakref
 from typing import Any
 
 import numpy as np
-import numpy.lib.recfunctions
 import torch
 
 from stallfree.errors import StallfreeWarning
+from stallfree.pipeline.fingerprint import content
 from stallfree.pipeline.objects import CONTAINERS, VALUES, attribute, attributes_used, comes_from
 from stallfree.raising import users_level
 
@@ -84,22 +84,20 @@ def _is_setting(owner: Any, name: str) -> bool:
 
 def _state_of(value: Any) -> tuple[type, Any, Any]:
     """Return what is compared of a value: its type, a reference to it if its identity counts, and its content."""
-    kind, content = type(value), None
+    kind, compared = type(value), None
     if isinstance(value, CONTAINERS):
         return kind, None, copy.copy(value) if len(value) <= _ITEMS else len(value)
     if isinstance(value, torch.Tensor):
-        content = value.shape, value.dtype, attribute(value, "_version")
+        compared = value.shape, value.dtype, attribute(value, "_version")
     elif isinstance(value, np.ndarray):
         some: Any = value.flat[:: max(1, value.size // _SPREAD)] if not isinstance(value, np.memmap) else value.flat[:0]
-        if value.dtype.names:
-            some = np.lib.recfunctions.repack_fields(some, recurse=True)  # bytes between fields are of no account
-        content = value.shape, value.dtype, some.tobytes()
+        compared = value.shape, value.dtype, some.tobytes() if value.dtype.hasobject else content(np.ma.filled(some))
     elif isinstance(value, (*VALUES, range)):
         return kind, None, value
     try:
-        return kind, weakref.ref(value), content
+        return kind, weakref.ref(value), compared
     except TypeError:
-        return kind, value, content
+        return kind, value, compared
 
 
 def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:

@@ -67,7 +67,8 @@ class Group:
 
     def __init__(self, name: str, terms: Terms, batch_size: int, ranks: int, divisible: bool) -> None:
         self.name = check_name(name, "group")
-        self._attached = SharedFolder(f"group-{name}", initialize=lambda path: _write(path / "group.json", terms))
+        text = json.dumps(vars(terms))
+        self._attached = SharedFolder(f"group-{name}", initialize=lambda path: (path / "group.json").write_text(text))
         self.folder = self._attached.path
         try:
             self.terms = _read(self.folder)
@@ -136,10 +137,6 @@ class Group:
         self._starting.close()
         self._attached.close()
         sweep(self.folder.parent)  # remove the folders of killed coordinators
-
-
-def _write(path: Path, terms: Terms) -> None:
-    path.write_text(json.dumps(vars(terms)))
 
 
 def _read(folder: Path) -> Terms:

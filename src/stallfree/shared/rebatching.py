@@ -29,13 +29,7 @@ class Rebatching:
     """
 
     def __init__(
-        self,
-        samples: int,
-        chunk: int,
-        batch_size: int,
-        ranks: Ranks,
-        drop_last: bool,
-        planned: Callable[[int], Ids],
+        self, samples: int, chunk: int, batch_size: int, ranks: Ranks, drop_last: bool, planned: Callable[[int], Ids]
     ) -> None:
         self._samples, self._chunk, self._ranks, self._planned = samples, chunk, ranks, planned
         self._unit = batch_size * ranks.count

@@ -7,7 +7,6 @@ import struct
 import threading
 import time
 import weakref
-from pathlib import Path
 from typing import Any, Protocol
 
 from stallfree.errors import object_closed
@@ -22,6 +21,7 @@ LOCK_SECONDS = 30.0
 """Longest wait for the lock on the state, which is held for microseconds."""
 
 _STATE = struct.Struct("@ddQQ")
+_FIRST = _STATE.pack(-float("inf"), -float("inf"), 0, 0)
 
 
 class Clock(Protocol):
@@ -193,7 +193,7 @@ class _State:
     """
 
     def __init__(self, name: str) -> None:
-        self._folder = SharedFolder(name, initialize=_make_state)
+        self._folder = SharedFolder(name, initialize=lambda path: (path / "state").write_bytes(_FIRST))
         self._lock = FileLock(self._folder.path / "lock")
         with open(self._folder.path / "state", "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _STATE.size)
@@ -213,10 +213,6 @@ class _State:
     def store(self, free: float, line_free: float, requests: int, transferred: int) -> None:
         """Replace what `load` returns. The lock must be held."""
         _STATE.pack_into(self._memory, 0, free, line_free, requests, transferred)
-
-
-def _make_state(folder: Path) -> None:
-    (folder / "state").write_bytes(_STATE.pack(-float("inf"), -float("inf"), 0, 0))
 
 
 def _leave(memory: mmap.mmap, lock: FileLock, folder: SharedFolder) -> None:

@@ -12,14 +12,7 @@ HIDDEN = False
 
 
 def fresh(seed: int, *, p: float = 0.5, hidden: bool = False) -> dict[str, Callable[[Any], Any]]:
-    """Return the steps by place, with new generators.
-
-    Args:
-        seed: of all generators.
-        p: probability of a flip.
-        hidden: whether the generators are ones of the user's own, so that no name in the code of a step is that of a
-            generator or of its methods.
-    """
+    """Return the steps by place, with new generators; if `hidden`, ones that no name in the code of a step shows."""
     global SEED, P, HIDDEN
     SEED, P, HIDDEN = seed, p, hidden
     for name in [name for name in sys.modules if name.startswith(f"{__name__}.")]:

@@ -299,12 +299,11 @@ class NodeServer:
             self._kept = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         stack.callback(self._kept.setsockopt, socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        if not (port := self._kept.getsockname()[1]):
-            try:
+        try:
+            if self._kept.getsockname()[1] == 0:
                 self._kept.bind((self._host, self._port))
-            except (OSError, OverflowError) as error:
-                raise errors.port_unavailable(
-                    f"port={self._port}: {self._host} cannot use it ({error}): give another, or 0 for a free one"
-                ) from error
-            port = self._kept.getsockname()[1]
-        return int(port)
+        except (OSError, OverflowError) as error:
+            raise errors.port_unavailable(
+                f"port={self._port}: {self._host} cannot use it ({error}): give another, or 0 for a free one"
+            ) from error
+        return int(self._kept.getsockname()[1])
