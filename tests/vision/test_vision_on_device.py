@@ -109,6 +109,7 @@ def test_single_samples_and_copies() -> None:
     (alone,) = torch.utils.data.DataLoader([sample], batch_size=None)  # type: ignore[arg-type]
     batch = pickle.loads(pickle.dumps(default_collate([sample])))
     results = [each.to("cpu") for each in (sample, pickle.loads(pickle.dumps(sample)), alone)] + [batch.to("cpu")[0]]
+    results += sf.DataLoader([sample], batch_size=None, device="cpu")
     assert all(torch.equal(each, results[0]) for each in results)
     assert "on_device=True" in repr(step)
 

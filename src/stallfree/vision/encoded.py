@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
 
-from stallfree.errors import InputError, image_unreadable
+from stallfree.errors import InputError, MissingExtraError, image_unreadable
 from stallfree.sources.files import DecodeImage
 
 _BYTES_AT_ONCE = 256 << 20
@@ -45,6 +45,9 @@ class EncodedPicture(NamedTuple):
     def to(self, device: torch.device | str | int, *_: Any, **__: Any) -> torch.Tensor:
         """Return the finished pixels on `device`, without a dimension for the batch."""
         return collate_encoded([self]).to(device)[0]
+
+    def record_stream(self, stream: object) -> None:
+        """See `EncodedPictures`."""
 
 
 class EncodedPictures(NamedTuple):
@@ -136,7 +139,10 @@ def _frame_size(body: bytes) -> tuple[int, int] | None:
 def _decoded(pictures: list[torch.Tensor], device: torch.device, first: int = 0) -> list[torch.Tensor]:
     """Return the pictures on `device`, uint8 (3, height, width). `first` is the number of the first one."""
     if device.type == "cuda" and pictures:
-        from torchvision.io import ImageReadMode, decode_jpeg
+        try:
+            from torchvision.io import ImageReadMode, decode_jpeg
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("decoding on a GPU needs torchvision: pip install torchvision") from error
 
         # torchvision decodes in its own stream, into memory that the current stream may still read from the last batch.
         event = torch.cuda.Event(blocking=True)
