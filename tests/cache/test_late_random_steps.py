@@ -15,6 +15,7 @@ import stallfree as sf
 from children import Child
 from loader_data import Made
 from redis_servers import Server, needs_server
+from stallfree.cache import SampleCache
 from stallfree.ipc.folders import default_root, remove_unused
 from unseen import fraction, unseen_ids
 
@@ -149,3 +150,11 @@ def test_a_mark_after_the_warning_is_heeded_by_the_next_job(options: Any, proces
         assert any("mark_deterministic" in message for message in said)
     ran = in_processes(processes, lambda _, epoch: work(True, epoch), tmp_path)
     assert ran == [[[], []]] * processes, "its output is cached"
+
+
+def test_the_second_process_that_finds_the_same_step_removes_nothing() -> None:
+    with SampleCache(10, capacity="1MiB", fingerprint="f") as cache:
+        assert cache.uncache_steps(1)
+        cache.put_many([3], [b"three"], uncached=1)
+        assert not cache.uncache_steps(1)
+        assert cache.get_many([3]) == [b"three"]

@@ -141,3 +141,13 @@ def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
         one.add((Count.HITS, 1), (Count.MISSES, 2))
     assert counters[0].totals()[:3] == [4, 8, 0]
     lock.close()
+
+
+def test_a_record_in_scattered_blocks_is_lent_whole() -> None:
+    with SampleCache(100, capacity="4MiB", fingerprint="f") as cache:
+        cache.put_many(range(40), [np.full(15_000, id, np.uint8) for id in range(40)])
+        cache.drop(range(0, 40, 2))
+        large = np.arange(150_000).astype(np.uint8)
+        assert cache.put_many([50], [large]).all()
+        assert ((lent := cache.borrow([50])).values[0] == large).all()
+        assert lent.unchanged(0)

@@ -185,8 +185,8 @@ def test_decides_like_sorting_all_scores(policy: str, varied: bool) -> None:
                 for id in sorted(absent, key=lambda one: -naive.given.get(one, 0)):
                     naive.put(id, 1)
             elif chance < 0.97:
-                cache.get_many(ids)
-                naive.use(ids)
+                cache.get_many(ids + ids[:2])
+                naive.use(ids + ids[:2])
             elif ids[0] in naive.score:
                 cache.drop(ids[:1])
                 naive.forget(ids[0])

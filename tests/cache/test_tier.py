@@ -307,3 +307,42 @@ def test_what_the_tier_returned_before_a_step_proved_random_is_not_used(monkeypa
         put(cached.cache, 5, uncached=1)  # without the step
         monkeypatch.setattr(SampleCache, "uncache_steps", locked)
         assert np.array_equal(cached[5], expected)
+
+
+class Taking:
+    """Takes whatever it is given, and keeps nothing."""
+
+    allow_pickle = False
+
+    def get_many(self, ids: Any) -> list[Any]:
+        return [MISS] * len(ids)
+
+    def put_many(self, ids: Any, records: Any) -> Any:
+        return np.ones(len(ids), bool)
+
+    def attach(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    def drop(self, ids: Any) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def test_what_needs_pickle_counts_as_rejected() -> None:
+    rows = [{1, id} if id % 2 else id for id in range(10)]  # a set can only be pickled
+    with sf.CachedDataset(rows, capacity="1MiB", store=Taking(), name="sets") as cached:
+        [cached[id] for id in range(10)]
+        cached.cache.tier.flush()
+        assert cached.stats().tier_rejected == 5
+
+
+def test_a_sample_of_the_tier_that_comes_twice_is_two_hits(tmp_path: Path) -> None:
+    rows, store = [np.full(100, id) for id in range(8)], sf.DiskTier(tmp_path, capacity="4MiB")
+    with sf.CachedDataset(rows, capacity="1MiB", store=store, name="twice") as cached:
+        [cached[id] for id in range(8)]
+        cached.cache.tier.flush()
+        cached.cache.clear()  # of the memory alone
+        before = cached.stats()
+        list(sf.DataLoader(cached, 4, sampler=[1, 1, 1, 2]))
+        after = cached.stats()
+    assert (after.tier_hits - before.tier_hits, after.hits - before.hits, after.misses - before.misses) == (4, 4, 0)

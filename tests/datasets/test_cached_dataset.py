@@ -19,17 +19,10 @@ FEW = 160_000  # bytes: some of the samples fit, and some do not
 @pytest.mark.parametrize("form", ["fetched", "prepared"])
 def test_a_hit_is_what_a_miss_was(form: str, store: str, tmp_path: Path) -> None:
     records = [
-        (np.arange(6, dtype=np.uint8).reshape(2, 3), 7),
-        {"image": torch.arange(4.0), "name": "ü", "none": None},
-        [b"", "", 0, False, 0.0],
-        Pair(np.float32(2.5), (1 << 90, -1)),
-        None,
-        0,
-        "",
-        {"set": {1, 2}, "range": range(3)},
-        torch.arange(6).reshape(2, 3).t(),
-        np.array(["a", "bc"]),
-    ]
+        (np.arange(6, dtype=np.uint8).reshape(2, 3), 7), {"image": torch.arange(4.0), "name": "ü", "none": None},
+        [b"", "", 0, False, 0.0], Pair(np.float32(2.5), (1 << 90, -1)), None, 0, "",
+        {"set": {1, 2}, "range": range(3)}, torch.arange(6).reshape(2, 3).t(), np.array(["a", "bc"]),
+    ]  # fmt: skip
     source = Given(records, [sf.mark_deterministic(wrapped)])
     where = tmp_path if store == "disk" else store
     with sf.CachedDataset(source, capacity="1MiB", store=where, form=form) as data:
@@ -145,3 +138,15 @@ def test_a_sample_that_contains_itself_is_refused_by_name() -> None:
     cyclic.append(cyclic)
     with pytest.raises(sf.CodecError, match="contains itself"):
         sf.CachedDataset(sf.mark_deterministic(Made(9, lambda id: cyclic)), capacity="1MiB")
+
+
+@sf.mark_random
+def one_more(value: Any) -> Any:
+    value += 1
+    return value
+
+
+def test_a_missing_sample_that_comes_several_times_in_a_batch_is_several_objects() -> None:
+    rows = [np.full(3, 10 * id) for id in range(4)]
+    with sf.CachedDataset(rows, capacity="1MiB", transform=one_more) as cached:
+        assert next(iter(sf.DataLoader(cached, 4, sampler=[1, 1, 2, 1])))[:, 0].tolist() == [11, 11, 21, 11]

@@ -97,15 +97,9 @@ def key_of(dataset: Any, **options: Any) -> str:
 
 def test_whatever_changes_a_cached_sample_changes_the_key() -> None:
     keys = [
-        key_of(Numbers(8)),
-        key_of(Numbers(9)),
-        key_of(Numbers(8, [doubled])),
-        key_of(Numbers(8, [tripled])),
-        key_of(Numbers(8), transform=widened),
-        key_of(ConcatDataset([Numbers(8, [doubled])])),
-        key_of(ConcatDataset([Numbers(8, [tripled])])),
-        key_of(Plain(8)),
-        key_of(Plain(8, np.sqrt)),
-    ]
+        key_of(Numbers(8)), key_of(Numbers(9)), key_of(Numbers(8, [doubled])), key_of(Numbers(8, [tripled])),
+        key_of(Numbers(8), transform=widened), key_of(ConcatDataset([Numbers(8, [doubled])])),
+        key_of(ConcatDataset([Numbers(8, [tripled])])), key_of(Plain(8)), key_of(Plain(8, np.sqrt)),
+    ]  # fmt: skip
     assert len(set(keys)) == len(keys)
     assert key_of(Numbers(8, [doubled, with_draws])) == keys[2]

@@ -47,13 +47,10 @@ def test_a_flip_by_a_seeded_generator(way: str, place: str, hidden: bool, worker
 @pytest.mark.parametrize(
     ("way", "hidden", "workers"),
     [
-        ("step", False, 0),
-        ("data set", False, 0),
-        ("step", True, 2),
-        ("auto", True, 2),
+        ("step", False, 0), ("data set", False, 0), ("step", True, 2), ("auto", True, 2),
         *((w, True, 0) for w in fr.WAYS),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("place", PLACES)
 def test_by_many_seeds(place: str, way: str, hidden: bool, workers: int) -> None:
     assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=hidden, workers=workers))] == []

@@ -45,3 +45,11 @@ def test_every_sample_once_and_at_home_where_it_can_be(
         owned = sum(count for id, count in times.items() if owner[id] == node)
         mine = [id for share in shares[node * per_node : (node + 1) * per_node] for id in share]
         assert int((owner[mine] == node).sum()) == min(owned, each * per_node)
+
+
+def test_the_order_differs_from_epoch_to_epoch() -> None:
+    sampler, orders = sf.LocalSampler(Stored(np.zeros(50, int), 1, 0), rank=0, num_ranks=1), []  # type: ignore[arg-type]
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        orders.append(list(sampler))
+    assert sorted(orders[0]) == sorted(orders[1]) != orders[0] != orders[1]

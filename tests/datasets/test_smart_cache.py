@@ -223,3 +223,11 @@ def test_a_state_within_an_epoch_of_torchs_loader() -> None:
         data.load_state_dict(json.loads(json.dumps(state)))
         assert [sample[1] for sample in data.__getitems__(range(6, 10))] == rest
         assert data.stats().epoch == 1
+
+
+def test_half_of_the_positions_makes_an_epoch_under_another_loader() -> None:
+    with sf.SmartCacheDataset(list(range(20)), cache_num=10, replace_rate=0.2, seed=0) as window:
+        loader = torch.utils.data.DataLoader(window, batch_size=5, sampler=range(5))
+        for epoch in range(3):
+            list(loader)
+            assert window.stats().epoch == epoch

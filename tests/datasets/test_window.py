@@ -40,7 +40,7 @@ def test_it_is_a_queue(plan: WindowPlan) -> None:
 
 @pytest.mark.parametrize(
     ("size", "rate", "total", "expected"),
-    [(50, 0.1, 100, 5), (30, 0.1, 100, 3), (3, 0.1, 100, 1), (10, 0.25, 100, 3), (50, 0, 100, 0), (50, 1, 60, 10)],
+    [(50, 0.1, 99, 5), (100, 0.07, 200, 7), (3, 0.1, 99, 1), (10, 0.25, 99, 3), (50, 0, 99, 0), (50, 1, 60, 10)],
 )
 def test_replace_count(size: int, rate: float, total: int, expected: int) -> None:
     assert replace_count(size, rate, total) == expected

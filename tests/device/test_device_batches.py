@@ -178,22 +178,16 @@ def test_a_container_arrives_as_it_was_with_its_tensors_on_the_device(kind: str,
 
 PICTURES = numbers(2, 3, 5, 4)
 TENSORS = {
-    "scalar": torch.tensor(3.5),
-    "empty": torch.empty(0, 3),
-    "bool": numbers(9) > 4,
-    "half": numbers(9, dtype=torch.bfloat16),
-    "complex": torch.complex(numbers(4), -numbers(4)),
+    "scalar": torch.tensor(3.5), "empty": torch.empty(0, 3), "bool": numbers(9) > 4,
+    "half": numbers(9, dtype=torch.bfloat16), "complex": torch.complex(numbers(4), -numbers(4)),
     "conjugate": torch.complex(numbers(4), -numbers(4)).conj(),
     "negative": torch.complex(numbers(4), -numbers(4)).conj().imag,
     "channels last": PICTURES.to(memory_format=torch.channels_last),
     "channels last, 3d": numbers(1, 2, 3, 4, 5).to(memory_format=torch.channels_last_3d),
-    "transposed": numbers(30, 20).t(),
-    "expanded": numbers(4, 1).expand(4, 300),
-    "with gaps": numbers(40, 40)[::2, 5:30],
-    "from the middle": numbers(3000)[100:900],
-    "large": numbers(100, 100),
+    "transposed": numbers(30, 20).t(), "expanded": numbers(4, 1).expand(4, 300),
+    "with gaps": numbers(40, 40)[::2, 5:30], "from the middle": numbers(3000)[100:900], "large": numbers(100, 100),
     "large channels last": numbers(2, 3, 50, 40).to(memory_format=torch.channels_last),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", TENSORS)

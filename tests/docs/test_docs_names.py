@@ -101,15 +101,3 @@ def test_every_error_has_a_page_and_every_page_an_error() -> None:
     named = [name for names in SCRIPT["TOPICS"].values() for name in names.split()]
     assert sorted(named) == sorted(ERRORS)
     assert SCRIPT["INDEX"].read_text(encoding="utf-8") == SCRIPT["index"](), "run: python docs/errors_table.py"
-
-
-@pytest.mark.parametrize("name", sorted(ERRORS))
-def test_a_page_has_a_message_its_causes_its_cures_and_its_classes(name: str) -> None:
-    found = re.fullmatch(
-        rf"# {name}\n\n[^#]+?\n\n```text\n.+?\n```\n\n## Usual causes\n\n- .+\n\n"
-        r"## What to do\n\n- .+\n\nClass: (?P<classes>[^\n]+)\. \[All messages\]\(index\.md\)\n",
-        ERRORS[name],
-        re.DOTALL,
-    )
-    assert found is not None
-    assert set(re.findall(r"\[`(\w+)`\]", found["classes"])) == {kind for page, kind in made() if page == name}

@@ -176,17 +176,13 @@ def test_infobatch_draws_all_while_nothing_is_known() -> None:
 @pytest.mark.parametrize(
     ("given", "full"),
     [
-        ({}, {0}),
-        ({"warm_up": 3}, {0, 1, 2}),
-        ({"plan": "icache", "full_every": 4}, {0, 4, 8, 12}),
+        ({}, {0}), ({"warm_up": 3}, {0, 1, 2}), ({"plan": "icache", "full_every": 4}, {0, 4, 8, 12}),
         ({"plan": "infobatch", "num_epochs": 16}, {0, 14, 15}),
-        ({"plan": "infobatch", "num_epochs": 9}, {0, *range(7, 16)}),
-        ({"plan": "infobatch"}, {0}),
-        ({"num_epochs": 4}, {0}),
-        ({"plan": "full"}, set(range(16))),
+        ({"plan": "infobatch", "num_epochs": 9}, {0, *range(7, 16)}), ({"plan": "infobatch"}, {0}),
+        ({"num_epochs": 4}, {0}), ({"plan": "full"}, set(range(16))),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
     sampler = knowing(sf.ImportanceSampler(200, max_age=99, **given), np.arange(200))
     assert {epoch for epoch in range(16) if len(sampler.plan(epoch).ids) == 200} == full
@@ -290,3 +286,19 @@ def test_parts_of_ranks(count: int, ranks: int, batch_size: int, drop_last: bool
         assert not sizes or max(sizes) <= (batch_size if batch_size > 1 or ranks == 1 else 2)
         assert ranks == 1 or not sizes or max(sizes) - min(sizes) <= 1
         assert sorted(ledger) == (list(range(count)) if count >= ranks else [])
+
+
+def test_equal_losses_prune_nothing() -> None:
+    sampler = sf.ImportanceSampler(64, plan="infobatch", seed=0, warm_up=0, full_every=None, max_age=1000)
+    sampler.update(np.arange(64), np.ones(64))
+    plan = sampler.plan(1)
+    assert sorted(plan.ids.tolist()) == list(range(64))
+    assert (plan.weights == 1).all()
+
+
+def test_overdue_samples_are_a_part_of_what_may_be_read() -> None:
+    options: dict[str, Any] = {"target_io": 0.5, "p_min": 0.05, "max_age": 6, "warm_up": 1, "full_every": None}
+    sampler = sf.ImportanceSampler(4000, plan="unbiased", seed=0, **options)
+    sampler.update(np.arange(4000), np.linspace(0, 1, 4000) ** 2)
+    drawn = [len(sampler.plan(epoch).ids) for epoch in range(20)]
+    assert max(drawn[6:]) < 0.52 * 4000

@@ -309,3 +309,12 @@ def test_a_sample_that_is_served_meanwhile_does_not_stay(tmp_path: Path, monkeyp
     job.cache.put_many(high[:10], [job.source.fetch(id) for id in high[:10]])
     assert job.resident() == set(range(4, 10)) | set(high[6:])
     job.close()
+
+
+def test_samples_of_a_damaged_package_are_packed_again(job: Job) -> None:
+    job.flag(range(10))
+    do(work := job.work())
+    os.pwrite(work.packages._file.fileno(), b"damaged", 200)
+    assert work.packages.read(0, everything)[1] == []
+    do(work)
+    assert (work.packages.holding(range(10)) == 1).all()

@@ -279,23 +279,16 @@ def change(name: str, value: Any) -> Callable[[Any], None]:
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
-    "int": change("number", 3),
-    "bool": change("on", True),
-    "str": change("text", "b"),
-    "None": change("nothing", 4),
-    "path": change("path", Path("a/b")),
-    "tuple": change("pair", (1, 1)),
-    "an item of a list": lambda data: data.values.__setitem__(3, 30),
-    "another dict": change("table", {"a": 7}),
-    "an item of a dict": lambda data: data.table.update(a=8),
-    "another array": change("array", np.full(COUNT, 5)),
+    "int": change("number", 3), "bool": change("on", True), "str": change("text", "b"), "None": change("nothing", 4),
+    "path": change("path", Path("a/b")), "tuple": change("pair", (1, 1)),
+    "an item of a list": lambda data: data.values.__setitem__(3, 30), "another dict": change("table", {"a": 7}),
+    "an item of a dict": lambda data: data.table.update(a=8), "another array": change("array", np.full(COUNT, 5)),
     "an element of an array": lambda data: data.array.__setitem__(2, 50),
-    "an element of a tensor": lambda data: data.tensor.__setitem__(2, 50),
-    "a function": change("function", twice),
+    "an element of a tensor": lambda data: data.tensor.__setitem__(2, 50), "a function": change("function", twice),
     "an object within": lambda data: setattr(data.inner.deep, "scale", 9),
     "a step": lambda data: setattr(data.step, "add", 100),
     "the class": lambda data: setattr(type(data), "shift", 1000),
-}
+}  # fmt: skip
 
 
 def test_a_cache_notices_each_change_once(monkeypatch: pytest.MonkeyPatch) -> None:

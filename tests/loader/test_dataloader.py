@@ -84,15 +84,13 @@ def test_arguments_that_cannot_be_used(message: str) -> None:
         sf.DataLoader(Made(3, zero_dim), **UNUSABLE[message])
 
 
-@pytest.mark.parametrize("id", [7, -6, "one", 0.5, True, [0, 1], None])
+@pytest.mark.parametrize("id", ["one", 0.5, True, [0, 1], None])
 def test_samplers_that_give_something_else(id: Any) -> None:
-    is_id = type(id) is int
     loader = sf.DataLoader(Made(5, zero_dim), sampler=[2, 0, id])
     iterator = iter(loader)
     assert [next(iterator).tolist(), next(iterator).tolist()] == [[2], [0]]
-    with pytest.raises(sf.InputError, match=f"the id {id}.*ids 0 to 4" if is_id else "must be integers") as caught:
+    with pytest.raises(sf.InputError, match="must be integers"):
         next(iterator)
-    assert isinstance(caught.value, IndexError) == is_id
 
 
 def test_the_order_is_a_function_of_seed_and_epoch() -> None:

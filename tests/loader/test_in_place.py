@@ -255,3 +255,11 @@ def test_torch_takes_no_shared_memory_of_its_own_in_a_worker(monkeypatch: pytest
     monkeypatch.setattr(torch_worker, "_worker_info", info)
     assert not collate_default([torch.zeros(3)]).is_shared()
     assert torch.utils.data.get_worker_info() is info
+
+
+def test_a_sample_of_another_form_leaves_the_order_of_its_batch() -> None:
+    step = OnItem(0, sf.vision.RandomResizedCrop(8))
+    data = Made(12, lambda id: (np.full((20, 20, 3), id, np.uint8), float(id) if id == 8 else id))
+    with sf.CachedDataset(data, capacity="4MiB", transform=step) as cached:
+        _, labels = list(sf.DataLoader(cached, 6))[1]
+    assert labels.tolist() == list(range(6, 12))

@@ -59,15 +59,12 @@ def test_steps(transform: Any, steps: tuple[Any, ...]) -> None:
 @pytest.mark.parametrize(
     ("key", "container", "changed"),
     [
-        (0, (0, "cat"), (1, "cat")),
-        (-1, ("cat", 1), ("cat", 2)),
-        (1, ["cat", 1], ["cat", 2]),
-        (0, Pair(1, "cat"), Pair(2, "cat")),
-        ("image", {"image": 1, "label": "cat"}, {"image": 2, "label": "cat"}),
+        (0, (0, "cat"), (1, "cat")), (-1, ("cat", 1), ("cat", 2)), (1, ["cat", 1], ["cat", 2]),
+        (0, Pair(1, "cat"), Pair(2, "cat")), ("image", {"image": 1, "label": "cat"}, {"image": 2, "label": "cat"}),
         ((0, 1), {(0, 1): 1}, {(0, 1): 2}),
         ("image", OrderedDict(label="cat", image=1), OrderedDict(label="cat", image=2)),
     ],
-)
+)  # fmt: skip
 def test_on_item_changes_one_element_of_a_new_container(key: Any, container: Any, changed: Any) -> None:
     copy = pickle.loads(pickle.dumps(container))
     result = OnItem(key, add_one)(container)

@@ -345,21 +345,17 @@ def caught(output: Any) -> Any:
 
 
 USES: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "attribute": (lambda output: output.shape, "the attribute 'shape'"),
-    "caught": (caught, "the attribute 'mean'"),
+    "attribute": (lambda output: output.shape, "the attribute 'shape'"), "caught": (caught, "the attribute 'mean'"),
     "reflected": (lambda output: 1 - output, "unsupported operand"),
     "comparison": (lambda output: bool((output == 3).any()), "__eq__"),
     "truth": (lambda output: 1 if (output if type(output) is not torch.Tensor else output.max()) else 0, "__bool__"),
     "torch": (lambda output: torch.stack([output, output]), "__torch_function__"),
-    "tensor": (torch.as_tensor, "array_interface"),
-    "numpy": (lambda output: np.stack([output]), "__array"),
-    "slice": (lambda output: output[:1], "type slice"),
-    "text": (lambda output: f"{output}", "__format__"),
-    "copy": (copy.deepcopy, "__deepcopy__"),
-    "length": (len, "without the output"),
+    "tensor": (torch.as_tensor, "array_interface"), "numpy": (lambda output: np.stack([output]), "__array"),
+    "slice": (lambda output: output[:1], "type slice"), "text": (lambda output: f"{output}", "__format__"),
+    "copy": (copy.deepcopy, "__deepcopy__"), "length": (len, "without the output"),
     "type": (lambda output: isinstance(output, torch.Tensor), "differs if the transform runs after"),
     "hidden": (lambda output: SimpleNamespace(inner=SimpleNamespace(output=output)), "differs|compared|__reduce_ex__"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", USES)

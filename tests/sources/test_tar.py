@@ -22,17 +22,10 @@ from stallfree.sources import tar
 from stallfree.sources.tar import TarDataset
 
 FILES = [
-    ("train/000.jpg", b"picture 0"),
-    ("train/000.cls", b"3"),
-    ("train/001.JPG", b"picture 1" * 1000),
-    ("train/001.cls", b"1"),
-    ("train/001.seg.png", b""),
-    ("train/.hidden", b"left out"),
-    ("README", b"left out"),
-    ("__meta__/info.json", b"left out"),
-    ("train/002.cls", b"2"),
-    ("train/002.jpg", b"picture 2"),
-]
+    ("train/000.jpg", b"picture 0"), ("train/000.cls", b"3"), ("train/001.JPG", b"picture 1" * 1000),
+    ("train/001.cls", b"1"), ("train/001.seg.png", b""), ("train/.hidden", b"left out"), ("README", b"left out"),
+    ("__meta__/info.json", b"left out"), ("train/002.cls", b"2"), ("train/002.jpg", b"picture 2"),
+]  # fmt: skip
 SAMPLES = [
     {"__key__": "train/000", "jpg": b"picture 0", "cls": b"3"},
     {"__key__": "train/001", "jpg": b"picture 1" * 1000, "cls": b"1", "seg.png": b""},
@@ -227,16 +220,13 @@ def test_cut_off_or_damaged_anywhere(tmp_path: Path, make: Make) -> None:
     [
         ([("0.x", b""), ("0.X", b"")], {}, "'0' in .*a.tar' has two files 'x'"),
         ([("0.x", b""), ("1.x", b""), ("0.y", b"")], {}, "sample '0' occurs twice in .*a.tar', with others between"),
-        ([("README", b"")], {}, "has length 0"),
-        (FILES, {"keys": "jpg"}, "keys='jpg': give a tuple"),
+        ([("README", b"")], {}, "has length 0"), (FILES, {"keys": "jpg"}, "keys='jpg': give a tuple"),
         (FILES, {"keys": ("jpg", "txt")}, r"3 of 3 samples have no file 'txt'; the first is .*train/000, .* jpg, cls:"),
-        ([], {"shards": []}, "no shards"),
-        ([], {"shards": "a-{3..1}.tar"}, "no shards"),
+        ([], {"shards": []}, "no shards"), ([], {"shards": "a-{3..1}.tar"}, "no shards"),
         ([], {"shards": "missing.tar"}, r"missing\.tar' is missing"),
-        ([], {"shards": "memory://missing.tar"}, "is missing, compressed"),
-        ([], {"shards": [3]}, "is of type int"),
+        ([], {"shards": "memory://missing.tar"}, "is missing, compressed"), ([], {"shards": [3]}, "is of type int"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_used(tmp_path: Path, make: Make, files: Any, settings: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make(**{"shards": write(tmp_path / "a.tar", files), **settings})

@@ -105,21 +105,17 @@ def zero_dim(id: int) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[int], Any]] = {
-    "floats": floats,
-    "arrays": lambda id: np.full((2, 2), id, np.int16),
+    "floats": floats, "arrays": lambda id: np.full((2, 2), id, np.int16),
     "scalars": lambda id: (np.float32(id / 2), np.int8(id), np.bool_(id % 2)),
-    "numbers": lambda id: [id, id / 3, id % 2 == 0],
-    "words": lambda id: (floats(id), "word" * id),
+    "numbers": lambda id: [id, id / 3, id % 2 == 0], "words": lambda id: (floats(id), "word" * id),
     "octets": lambda id: {"raw": bytes([id]) * 3, "id": id},
     "record": lambda id: {"image": floats(id), "label": id, "name": f"n{id}"},
     "nested": lambda id: {"a": [floats(id), (id, {"b": np.arange(3) * id})], "c": Point(floats(id), id / 7)},
     "pair": lambda id: Pair(Pair(id, floats(id)), np.full((2, 2), id, np.int16)),
     "halves": lambda id: (floats(id).to(torch.bfloat16), floats(id).to(torch.complex64), floats(id) > id),
-    "empty": lambda id: (torch.zeros(0, 3), id),
-    "zero_dim": zero_dim,
-    "picture": picture,
+    "empty": lambda id: (torch.zeros(0, 3), id), "zero_dim": zero_dim, "picture": picture,
     "text": lambda id: "word" * (id % 3),
-}
+}  # fmt: skip
 """Samples of many kinds, by id."""
 
 

@@ -62,15 +62,6 @@ def annotated_loaders() -> None:
     assert_type(len(of_torch), int)
 
 
-class PairLoader(sf.DataLoader[Pair]):
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(dataset, batch_size=4, num_workers=2)
-
-
-def subclass() -> None:
-    assert_type(next(iter(PairLoader(Pictures()))), Pair)
-
-
 def data_sets() -> None:
     pictures: sf.CachedDataset[Sample] = sf.CachedDataset(Pictures(), capacity="1MiB")
     assert_type(pictures[0], Sample)

@@ -147,9 +147,9 @@ class AutoCache:
         each = options.ahead // max(1, options.workers)
         return replace(options, reader=self._reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
 
-    def follow(self) -> None:
-        """Keep no samples from now on if the data set has changed."""
-        if self._reader is not None and (changes := self._reader.settings.changes()):
+    def follow(self, change: str = "") -> None:
+        """Keep no samples from now on if the data set has changed, by its attributes or by `change`."""
+        if self._reader is not None and (changes := self._reader.settings.changes() or [change] * bool(change)):
             if self.cached is not None:
                 words = f"{changes[0]}: cache='auto' keeps no samples from now on, since the kept ones may differ"
                 warnings.warn(words, StallfreeWarning, stacklevel=users_level())

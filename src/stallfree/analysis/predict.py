@@ -140,7 +140,7 @@ def _changes(now: Setting) -> Iterator[_Change]:
     share = now.enough_cache()
     size = share * now.samples * (now.record_bytes or 0.0)
     capacity = f"'{format_size(1.05 * size)}'" if size else "..."
-    do = f"Cache {share:.0%} of the samples, sf.DataLoader(..., cache='auto', capacity={capacity})"
+    do = f"Cache {share:.0%} of the samples as they are read: sf.CachedDataset(dataset, capacity={capacity})"
     yield _Change("cache", do, now.with_hits(max(share, now.hits)), size)
     twice = now.with_cpus(2 * now.cpus)
     yield _Change("more CPUs", f"Take twice as many CPUs ({twice.cpus})", twice, hardware=True)

@@ -318,7 +318,7 @@ def simulation_blocks(data: Mapping[str, Any]) -> list[render.Block]:
     first, advice = f"first {comparison['seconds']:g} s", comparison["advice"]
     rows = [
         [f"{first}: mean of {render.plural(comparison['seeds'], 'seed')}", *map(_with_ends, comparison["first"])],
-        [f"{first}: single seeds", *(_from_to(*ends) for ends in comparison["singles"])],
+        [f"{first}: single seeds", *(f"{a:,}" if a == b else f"{a:,} to {b:,}" for a, b in comparison["singles"])],
         ["steady state, per second", *map(_with_ends, comparison["steady"])],
         ["law, per second", *map(render.number, comparison["law"])],
     ]
@@ -333,7 +333,3 @@ def simulation_blocks(data: Mapping[str, Any]) -> list[render.Block]:
 
 def _with_ends(part: Mapping[str, float]) -> str:
     return f"{render.number(part['mean'])} ({render.interval(part['low'], part['high'])})"
-
-
-def _from_to(least: int, most: int) -> str:
-    return f"{least:,}" if least == most else f"{least:,} to {most:,}"

@@ -111,7 +111,7 @@ class MemoryArena(Arena):
     def write(self, blocks: Array, data: Array) -> None:
         """See `Arena`."""
         first, count = int(blocks[0]), len(blocks)
-        if not self._written[first] and _adjacent(blocks):
+        if not self._written[first] and (len(blocks) == 1 or (blocks[1:] - blocks[:-1] == 1).all()):
             # By a system call: storing into memory that this process has not used costs a fault for each page.
             self._written[first : first + count] = True
             if os.pwrite(self._fd, data.data, first * self.block) == data.nbytes:
@@ -239,10 +239,6 @@ class DiskArena(Arena):
                 got -= len(views.pop(0))
             if got:
                 views[0] = views[0][got:]
-
-
-def _adjacent(blocks: Array) -> bool:
-    return len(blocks) == 1 or bool((blocks[1:] - blocks[:-1] == 1).all())
 
 
 def _runs(blocks: Array) -> list[tuple[int, int, int]]:

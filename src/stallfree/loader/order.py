@@ -16,11 +16,14 @@ from stallfree.datasets.epoch_source import EpochPlan, EpochSource, Ids, Positio
 from stallfree.datasets.ranks import deal, rank_and_count, share, warn_of_ranks
 from stallfree.errors import IdError, StallfreeWarning, sampler_output
 from stallfree.raising import users_level
+from stallfree.sources.mapped import MapSource
 
 _set: WeakKeyDictionary[DistributedSampler[Any], int] = WeakKeyDictionary()
 """The last epoch that a loader set in a sampler, which may outlive the loader; `_BY_USER` if the user sets it."""
 
 _BY_USER = -1
+_MOST = (1 << 24) - 1
+"""The highest id that is counted: others count as one up to this."""
 
 
 class _Counted(EpochSource):
@@ -42,7 +45,9 @@ class _Counted(EpochSource):
         if reader is None or (length := len(reader.source)) == before:
             return
         self._length = length
-        if length and reader.cache is None and getattr(setup.auto, "cached", None) is None:
+        if setup.auto is not None:
+            setup.auto.follow(f"the data set has {length} samples now and had {before}")
+        if length and reader.cache is None:
             self._setup = replace(setup, samples=length)
             return
         warnings.warn(
@@ -192,9 +197,9 @@ class SamplerOrder(_Counted):
             yield chunk
 
     def _checked(self, ids: Any) -> Ids:
-        """Ids as an array; negative ids count from the end, as in a list."""
+        """Ids as an array. A plain data set decides what others than 0 to N-1 mean; elsewhere -1 is the last one."""
         values = list(ids) if isinstance(ids, Iterable) and not isinstance(ids, (np.ndarray, torch.Tensor)) else ids
-        array, samples = np.asarray(values), self._setup.samples
+        array, samples, reader = np.asarray(values), self._setup.samples, self._setup.reader
         if array.shape == (0,):
             return np.empty(0, np.int64)  # `collate_fn` decides, as under torch
         if array.ndim != 1 or array.dtype.kind not in "iu":
@@ -203,6 +208,8 @@ class SamplerOrder(_Counted):
             )
         if isinstance(values, list) and array.dtype == np.int64 and array.view(np.uint64).max() < samples:
             return array  # no negative id, which would be a large one
+        if type(reader.source) is MapSource and reader.cache is getattr(self._setup.auto, "cached", None) is None:
+            return array.astype(np.int64)
         bad = array[(array < -samples) | (array >= samples)]
         if len(bad):
             raise IdError(
@@ -231,6 +238,7 @@ class Repeats:
             return self._known.popleft()
         if not len(ids):
             return 0
+        ids = np.abs(ids) & _MOST  # two that count as one are counted too often, which is as good
         missing = int(ids.max()) + 1 - len(self._times)
         if missing > 0:
             self._times = np.append(self._times, np.zeros(missing + len(self._times), np.int32))

@@ -311,10 +311,10 @@ def _form_of_set(items: Any, walker: _Walker) -> Any:
 @_form.register(np.ndarray)
 @_form.register(np.generic)
 def _form_of_array(array: Any, walker: _Walker) -> Any:
-    plain = np.asarray(array.filled() if isinstance(array, np.ma.MaskedArray) else array)
+    plain = np.asarray(array)
     form = array.dtype.str, str(array.dtype.fields), plain.shape, content(plain, _file_of(array))
     if isinstance(array, np.ma.MaskedArray):
-        return *form, type(array), np.ma.getmaskarray(array), np.asarray(array.fill_value)
+        return *form, type(array), np.ma.getmaskarray(array), array.fill_value
     if isinstance(array, np.ndarray) and type(array) not in (np.ndarray, np.memmap):
         return *form, type(array), _state(vars(array), type(array))
     return form

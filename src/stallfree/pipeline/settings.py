@@ -88,10 +88,11 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
     if isinstance(value, CONTAINERS):
         return kind, None, copy.copy(value) if len(value) <= _ITEMS else len(value)
     if isinstance(value, torch.Tensor):
-        compared = value.shape, value.dtype, attribute(value, "_version")
+        compared = attribute(value, "_version"), value.dtype, None if value.is_nested else value.shape
     elif isinstance(value, np.ndarray):
-        some: Any = value.flat[:: max(1, value.size // _SPREAD)] if not isinstance(value, np.memmap) else value.flat[:0]
-        compared = value.shape, value.dtype, some.tobytes() if value.dtype.hasobject else content(np.ma.filled(some))
+        items: Any = value.ravel() if value.dtype.kind == "T" else value.flat  # which damages such strings
+        step = value.size + 1 if isinstance(value, np.memmap) else max(1, value.size // _SPREAD)
+        compared = value.shape, value.dtype, content(np.asarray(items[::step]))
     elif isinstance(value, (*VALUES, range)):
         return kind, None, value
     try:

@@ -84,6 +84,7 @@ class SharedLoader(Closing, Generic[BatchT_co]):
 
     Attributes:
         group: the group's name.
+        num_workers: as given.
 
     The ranks of a job come from `torch.distributed` if it is initialised, else from the variables `RANK` and
     `WORLD_SIZE`. Each rank gets its rows of every `batch_size` times `WORLD_SIZE` samples, and all ranks get the same
@@ -135,7 +136,7 @@ class SharedLoader(Closing, Generic[BatchT_co]):
                 "a SmartCacheDataset is a window of one job over the data: give the data set that it wraps, or a "
                 "CachedDataset of that"
             )
-        self.dataset, self.group = dataset, group
+        self.dataset, self.group, self.num_workers = dataset, group, num_workers
         self.batch_size, self.drop_last, self.with_ids = batch_size, bool(drop_last), with_ids
         self.seed = arguments.seed_of(dataset, seed, None)
         self._shuffle, self._ranks = bool(shuffle), find_ranks()

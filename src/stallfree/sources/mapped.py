@@ -145,6 +145,10 @@ class MapSource(BaseSource):
     def _record(self, id: int) -> Any:
         return self.dataset[id]
 
+    def where(self, id: int) -> str:
+        """See `BaseSource`: not known, and an id may be any that the data set takes."""
+        return ""
+
     def fingerprint(self) -> str:
         """The fingerprint of the data set object: its class, its code and its attributes."""
         return f"MapSource {fingerprint(self.dataset)}"

@@ -379,14 +379,15 @@ def _floats(values: Any) -> tuple[float, ...]:
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """Return the compiled functions, or None if they are missing; logs the reason to `stallfree` at level INFO."""
+    """Return the compiled functions, or None if they are missing; logs the reason to `stallfree`."""
     try:
         compiled = ctypes.CDLL(str(LIBRARY))
         problem = "" if compiled.stallfree_abi() == ABI else f"{LIBRARY} has another version; install stallfree again"
     except OSError as error:
         problem = str(error)
     if problem:
-        log.info("images are decoded completely and resized by torch, which takes longer: %s", problem)
+        level = logging.WARNING if LIBRARY.exists() else logging.INFO  # it is there, but a library that it needs is not
+        log.log(level, "images are decoded completely and resized by torch, which takes longer: %s", problem)
         return None
     pointer, number, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t
     compiled.stallfree_jpeg_size.argtypes = [ctypes.c_char_p, size, pointer]

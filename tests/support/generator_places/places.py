@@ -72,22 +72,16 @@ def _flip_by(source: Any, x: Any) -> Any:
 next_number, stream = method_of(made()), _numbers()
 
 STEPS: dict[str, Callable[[Any], Any]] = {
-    "module_level": lambda x: flipped(x, GLOBAL),
-    "imported_by_name": lambda x: flipped(x, IMPORTED),
+    "module_level": lambda x: flipped(x, GLOBAL), "imported_by_name": lambda x: flipped(x, IMPORTED),
     "two_dots_away": lambda x: flipped(x, generator_places.sub.held.FAR),
     "imported_in_the_function": imported_in_the_function,
     "through_globals": lambda x: flipped(x, globals()["LOOKED_UP"]),
-    "through_sys_modules": lambda x: flipped(x, sys.modules[__name__].OF_MODULES),
-    "lazy_global": lazy_global,
-    "function_attribute": function_attribute,
-    "default_argument": default_argument,
-    "keyword_only_default": keyword_only_default,
-    "closure": _enclosing(),
-    "lru_cached": lambda x: flipped(x, _cached()),
-    "bound_method": lambda x: -x if next_number() < P else x,
-    "python_generator": lambda x: -x if next(stream) < P else x,
-    "partial": functools.partial(_flip_by, made()),
-}
+    "through_sys_modules": lambda x: flipped(x, sys.modules[__name__].OF_MODULES), "lazy_global": lazy_global,
+    "function_attribute": function_attribute, "default_argument": default_argument,
+    "keyword_only_default": keyword_only_default, "closure": _enclosing(),
+    "lru_cached": lambda x: flipped(x, _cached()), "bound_method": lambda x: -x if next_number() < P else x,
+    "python_generator": lambda x: -x if next(stream) < P else x, "partial": functools.partial(_flip_by, made()),
+}  # fmt: skip
 
 
 class Config:
