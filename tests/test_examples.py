@@ -15,13 +15,10 @@ from warm import Ended, Interpreter
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 SEARCHES = {"ray_tune": ("ray",), "optuna": ("optuna",)}
 PEERS = SEARCHES | {
-    "accelerate_loop": ("accelerate",),
-    "hf_datasets": ("datasets",),
-    "hf_trainer": ("transformers", "accelerate"),
-    "lightning_module": ("lightning.pytorch",),
-    "monai_dictionaries": ("monai",),
+    "accelerate_loop": ("accelerate",), "hf_datasets": ("datasets",), "hf_trainer": ("transformers", "accelerate"),
+    "lightning_module": ("lightning.pytorch",), "monai_dictionaries": ("monai",),
     "torchvision_folder": ("torchvision",),
-}
+}  # fmt: skip
 """What an example needs beyond stallfree."""
 ARGUMENTS = {"demo": ("--pictures", "64", "--epochs", "2", "--batch-size", "16", "--bandwidth", "1GB/s")}
 """What makes an example small."""

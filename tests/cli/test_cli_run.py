@@ -280,18 +280,10 @@ def test_torchs_loader_is_replaced_by_one_with_a_cache(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(CACHED)
     (cached,) = start(tmp_path, watching("--cache", "--json", "out.json", "train.py"))
     assert cached.stdout.splitlines() == [
-        "True DataLoader",
-        *2 * [str([*range(40)])],
-        "[[0], [1], [2]]",
-        "[[3, 3], [3, 3]]",
-        "[[2, 1], [2, 1]]",
-        "[[2], [1], [2], [1]]",
-        "[[1, 2], [2], [1, 2], [2]]",
-        "[]",
-        "[[3, 3], [3, 3]]",
-        "[[3, 3], [1, 1], [3, 3], [1, 1]]",
-        "2 stallfree.analysis.unchanged",
-    ]
+        "True DataLoader", *2 * [str([*range(40)])], "[[0], [1], [2]]", "[[3, 3], [3, 3]]", "[[2, 1], [2, 1]]",
+        "[[2], [1], [2], [1]]", "[[1, 2], [2], [1, 2], [2]]", "[]", "[[3, 3], [3, 3]]",
+        "[[3, 3], [1, 1], [3, 3], [1, 1]]", "2 stallfree.analysis.unchanged",
+    ]  # fmt: skip
     for kind, reason in (("Stream", "a stream"), ("Unsized", "no length"), ("dict", "other keys"), ("list", "empty")):
         assert re.search(f"the loader of {kind} stays PyTorch's: .*{reason}", cached.stderr)
     assert "stallfree: cache='auto' keeps all 40 samples" in cached.stderr

@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,14 @@ def test_half_of_the_positions_makes_an_epoch_under_another_loader() -> None:
         for epoch in range(3):
             list(loader)
             assert window.stats().epoch == epoch
+
+
+def test_a_state_within_an_epoch_of_another_loader_has_that_epoch() -> None:
+    options: dict[str, Any] = {"cache_num": 10, "replace_rate": 0.5, "seed": 0, "on_late": "wait"}
+    with sf.SmartCacheDataset(list(range(40)), **options) as window:
+        loader = torch.utils.data.DataLoader(window, batch_size=2, sampler=range(10))
+        list(loader), list(islice(loader, 2))
+        state, expected = window.state_dict(), window.window.plan.window(window.window.start(1)).tolist()
+    with sf.SmartCacheDataset(list(range(40)), **options) as resumed:
+        resumed.load_state_dict(state)
+        assert sorted(torch.cat(list(sf.DataLoader(resumed, 5))).tolist()) == sorted(expected)

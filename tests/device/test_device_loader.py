@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import stallfree as sf
+from children import until
 from loader_data import Made
 from stallfree.analysis.simulate import read_events
 from stallfree.loader.epochs import Epochs
@@ -182,3 +183,13 @@ def test_a_loader_with_a_device_is_freed_without_the_garbage_collector() -> None
         assert [part() for part in parts] == [None, None, None]
     finally:
         gc.enable()
+
+
+def test_a_state_of_a_sampler_has_what_was_not_delivered() -> None:
+    """Also what the prefetcher, which is ahead, has taken."""
+    loader, resumed = (sf.DataLoader(range(20), 2, sampler=range(19, -1, -1), num_workers=1) for _ in range(2))
+    batches = iter(prefetcher := sf.DevicePrefetcher(loader, "cpu", 3))
+    assert [next(batches).tolist() for _ in range(2)] == [[19, 18], [17, 16]]
+    until(lambda: loader.stats().batches == 3)
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert [batch.tolist() for batch in resumed] == [batch.tolist() for batch in batches]

@@ -2,18 +2,15 @@
 
 import importlib
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import harness, pages
+from benchmarks import harness
 from benchmarks.harness import Case, Condition, Contender, Figure, Options, run_case
 from benchmarks.run import NAMES, find_case
 
-PAGES = sorted((harness.ROOT / "docs" / "benchmarks").glob("*.md"))
 RESULTS = sorted(harness.RESULTS.glob("*.json"))
-MARKS = re.compile(r"\{\{(.+?)\}\}")
 
 
 def rate(fast: float, factor: float, round: int) -> dict[str, Any]:
@@ -68,18 +65,3 @@ def test_a_result_has_medians_with_their_spread_versions_and_machine(path: Path)
         assert len(row) == len(result["columns"])
         for cell in row:
             assert isinstance(cell, str) or (len(cell) == 3 and cell[1] <= cell[0] <= cell[2]), row
-
-
-def test_each_case_is_on_one_page() -> None:
-    marks = [mark for page in PAGES for mark in MARKS.findall(page.read_text())]
-    assert sorted(mark.split()[1] for mark in marks if mark.startswith("result ")) == sorted(NAMES)
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_figures_on_a_page_come_from_results(page: Path) -> None:
-    text = page.read_text()
-    for mark in MARKS.findall(text):
-        name, *where = mark.removeprefix("result ").split(" :: ")
-        if where and (harness.RESULTS / f"{name}.json").exists():
-            assert pages.figure(name, *where)
-    assert not MARKS.search(pages.fill(text))

@@ -2,8 +2,6 @@
 builds without a warning, has every page and name, and its pages take nothing from elsewhere.
 """
 
-import ast
-import importlib
 import inspect
 import os
 import re
@@ -56,13 +54,6 @@ def test_pages_pictures_and_files_are_complete() -> None:
         assert f"pictures/{name}" in shown
 
 
-def test_every_extra_is_on_the_first_page() -> None:
-    declared = (ROOT / "pyproject.toml").read_text().split("[project.optional-dependencies]\n")[1].split("\n[")[0]
-    extras = set(re.findall(r"^(\w+) = ", declared, re.MULTILINE)) - {"test", "browser", "docs", "check"}
-    table = (ROOT / "docs" / "index.md").read_text().split("| extra |")[1].split("\n\n")[0]
-    assert extras == set(re.findall(r"`(\w+)`", re.sub(r"\|[^|]*\|\n", "|\n", table)))
-
-
 def test_each_package_is_small_and_its_page_has_a_line_for_each_file() -> None:
     for folder in {path.parent for path in SOURCE.rglob("*.py")} - {SOURCE}:
         files = {path.name for path in folder.glob("*.py")}
@@ -71,17 +62,6 @@ def test_each_package_is_small_and_its_page_has_a_line_for_each_file() -> None:
         if page.exists() or len(files) > 5:
             listed = re.findall(r"^\| `(\w+\.py)` \|", page.read_text(), re.MULTILINE)
             assert sorted(listed) == sorted(files - {"__init__.py"}), folder
-
-
-def test_each_name_that_benchmarks_import_exists() -> None:
-    """Within functions too; those of examples are checked by mypy."""
-    for path in (ROOT / "benchmarks").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "stallfree":
-                for name in (alias.name for alias in node.names):
-                    module = importlib.import_module(str(node.module))
-                    exists = hasattr(module, name) or find_spec(f"{node.module}.{name}") is not None
-                    assert exists, f"{path}:{node.lineno}: {node.module} has no {name}"
 
 
 @pytest.mark.slow

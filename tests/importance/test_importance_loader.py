@@ -18,6 +18,7 @@ import stallfree as sf
 from cached_data import Numbers
 from importance_tools import Drifting, Residents
 from loader_data import Made
+from stallfree.cache import SampleCache
 from stallfree.errors import WaitError
 from stallfree.importance.epoch import FRESH, Retention
 from stallfree.importance.plans import Draw
@@ -286,3 +287,33 @@ def test_what_a_busy_cache_could_not_be_told_is_told_the_next_time() -> None:
     cache.busy = False
     keeping.served(np.array([0]))
     assert told == [([0, 1, 2, 3, 2, 0], [FRESH] * 3 + [1.0, 0.75, 0.25])]  # 3 is not resident
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_an_iteration_that_is_left_ends_no_later_epoch(begun: bool) -> None:
+    """Its end changes nothing of what a later plan counts as served, also if that epoch has begun."""
+    sampler = sf.ImportanceSampler(1000, target_io=0.25, max_age=2, seed=0)
+    with sf.DataLoader(range(1000), batch_size=10, sampler=sampler) as loader:
+        iterations = []
+        for _ in range(1 + begun):
+            iterations.append(iter(loader))
+            next(iterations[-1])
+        planned = {*sampler.plan(1).ids.tolist()}
+        del iterations[0]
+        drawn = {*sampler.plan(2).ids.tolist()}
+    assert set(range(1000)) - planned <= drawn  # overdue
+    assert len(planned & drawn) < len(planned) / 2  # these are not: epoch 1 has them
+
+
+def test_an_l_sample_that_packages_brought_is_evicted_once_it_is_served() -> None:
+    row = np.zeros(4096, np.uint8)
+    with SampleCache(200, capacity="256KiB", fingerprint="f", policy="importance", example=row) as cache:
+        sampler = sf.ImportanceSampler(200, plan="icache", cache=cache, seed=0, warm_up=0)
+        sampler.update(np.arange(200), np.arange(200) / 200)
+        active = sampler.begin(1, 10)
+        low = np.intersect1d(np.flatnonzero(active.draw.low), active.draw.plan.ids)[:3]
+        cache.set_scores(low, np.full(len(low), FRESH))  # as the packaging process does
+        assert cache.put_many(low, [row] * len(low)).all()
+        active.served(low)
+        cache.put_many(np.arange(100, 200), [row] * 100)  # of higher loss, more than there is room for
+        assert not cache.resident(low).any()

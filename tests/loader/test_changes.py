@@ -113,13 +113,6 @@ def test_a_wrong_value_is_named_at_the_next_iteration() -> None:
     assert lists_of(loader) == [[0, 1], [2, 3]]
 
 
-def test_a_setting_moves_no_epoch() -> None:
-    one, other = (sf.DataLoader(list(range(20)), 20, shuffle=True, seed=2) for _ in range(2))
-    for seconds in range(3):
-        one.timeout = seconds
-        assert lists_of(one) == lists_of(other)
-
-
 @dataclass
 class Repeating:
     sampler: Any

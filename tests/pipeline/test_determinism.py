@@ -303,3 +303,10 @@ def test_a_step_that_refers_to_what_cannot_be_looked_at_is_cached() -> None:
     with sf.CachedDataset([*map(np.array, range(6))], transform=step, capacity="1MiB") as cached:
         assert [int(value) for value in cached] == [*range(2, 8)]
         assert cached.stats().resident_items == 6
+
+
+def test_one_known_step_of_a_composition_does_not_speak_for_the_others() -> None:
+    known = mark_deterministic(lambda value: 2 * value)
+    step = functools.partial(Compose([known, lambda value: value + random.random()]))
+    with pytest.warns(StallfreeWarning, match="cannot tell"):
+        assert split(step).random.transforms == (step,)

@@ -140,12 +140,9 @@ def test_a_pickle_finds_the_generators_of_its_own_transform() -> None:
 
 
 DRAWS: dict[str, Any] = {
-    "nothing": lambda: 0.0,
-    "python": random.random,
-    "numpy": np.random.rand,
-    "torch": lambda: torch.rand(()).item(),
+    "nothing": lambda: 0.0, "python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(()).item(),
     "normal": lambda: (random.gauss(0, 1), np.random.randn(), torch.randn(()).item()),
-}
+}  # fmt: skip
 
 
 def prepared(randomness: Randomness, batches: list[list[tuple[int, str]]]) -> list[list[Any]]:

@@ -21,12 +21,9 @@ from stallfree.shared.rebatching import Rebatching, cut, join
 
 ALONE = Ranks(0, 1, 1)
 SAMPLES: list[Callable[[int], Any]] = [
-    int,
-    *(KINDS[name] for name in ("octets", "nested", "pair", "words")),
-    lambda id: (f"a{id}", f"b{id}"),
-    lambda id: (id, [], {}),
-    lambda id: OrderedDict(a=np.float32(id), b=[id], c=defaultdict(list, {"d": id})),
-]
+    int, *(KINDS[name] for name in ("octets", "nested", "pair", "words")), lambda id: (f"a{id}", f"b{id}"),
+    lambda id: (id, [], {}), lambda id: OrderedDict(a=np.float32(id), b=[id], c=defaultdict(list, {"d": id})),
+]  # fmt: skip
 
 
 class Epoch:

@@ -235,3 +235,13 @@ def test_a_slow_job_holds_the_others_up_by_the_ring_only(group: Group) -> None:
     rest, seen = run_threads(fast.take, lag)
     assert right([*begun, *rest]) == right(seen) == 0
     assert len(group.dataset.decodes()) == SAMPLES == len(flat(seen))
+
+
+def test_many_coordinators_die_if_each_has_delivered() -> None:
+    found = []
+    with sf.SharedLoader(list(range(40)), batch_size=1, group="deaths", num_workers=1, seed=0) as shared:
+        for batch in shared:
+            found += batch.tolist()
+            if len(found) % 3 == 0 and len(found) <= 3 * (member.LIVES + 2):
+                os.kill(shared._member._link.pid, signal.SIGKILL)
+    assert found == list(range(40))

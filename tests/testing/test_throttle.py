@@ -11,9 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +19,6 @@ import stallfree as sf
 from cached_data import Given
 from children import Child
 from loader_data import Made
-from stallfree.pipeline.values import payload_bytes
 from stallfree.testing import ThrottledSource, throttle
 
 
@@ -85,15 +82,6 @@ def test_the_data_are_the_same_and_what_fails_is_not_counted() -> None:
         with pytest.raises(error):
             source.fetch(id)
     assert (source.requests, source.bytes) == (1, 3)
-
-
-def test_the_size_of_a_record() -> None:
-    sizes: list[tuple[Any, int]] = [
-        ([bytearray(3), memoryview(b"123"), (b"2",)], 7),
-        ({"image": np.zeros((2, 3), np.float32), "label": 1, "name": "text"}, 24),
-        ([torch.zeros(5, dtype=torch.int16), [None, np.float64(1), torch.tensor(3), np.array(3)]], 10),
-    ]
-    assert [payload_bytes(record) for record, _ in sizes] == [size for _, size in sizes]
 
 
 def test_threads_take_turns_in_a_data_set_but_wait_together() -> None:

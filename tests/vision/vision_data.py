@@ -34,21 +34,14 @@ def encode(pixels: Pixels, format: str = "JPEG", mode: str = "RGB", **options: A
 
 def kinds(pixels: Pixels, large: Pixels) -> dict[str, bytes]:
     return {
-        "4:2:0": encode(pixels, quality=92),
-        "4:4:4": encode(pixels, quality=92, subsampling=0),
-        "4:2:2": encode(pixels, quality=92, subsampling=1),
-        "grey": encode(pixels, mode="L"),
-        "odd": encode(pixels[:71, :33], quality=92),
-        "with EXIF": encode(pixels, exif=b"Exif\0\0" + bytes(3000)),
-        "restarts": encode(pixels, restart_marker_blocks=3),
-        "progressive": encode(pixels, progressive=True),
-        "CMYK": encode(pixels, mode="CMYK"),
-        "RGB in a JPEG": encode(pixels, keep_rgb=True, subsampling=0),
-        "PNG": encode(pixels, "PNG"),
-        "one pixel": encode(pixels[:1, :1]),
-        "a line": encode(pixels[:1]),
+        "4:2:0": encode(pixels, quality=92), "4:4:4": encode(pixels, quality=92, subsampling=0),
+        "4:2:2": encode(pixels, quality=92, subsampling=1), "grey": encode(pixels, mode="L"),
+        "odd": encode(pixels[:71, :33], quality=92), "with EXIF": encode(pixels, exif=b"Exif\0\0" + bytes(3000)),
+        "restarts": encode(pixels, restart_marker_blocks=3), "progressive": encode(pixels, progressive=True),
+        "CMYK": encode(pixels, mode="CMYK"), "RGB in a JPEG": encode(pixels, keep_rgb=True, subsampling=0),
+        "PNG": encode(pixels, "PNG"), "one pixel": encode(pixels[:1, :1]), "a line": encode(pixels[:1]),
         "large": encode(large, quality=92),
-    }
+    }  # fmt: skip
 
 
 def distance(a: Any, b: Any) -> Pixels:
