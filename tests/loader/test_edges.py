@@ -62,14 +62,11 @@ def test_what_other_ids_mean_is_for_a_plain_data_set_to_say() -> None:
             assert isinstance(caught.value, IndexError)
 
 
-def with_draw(samples: Any) -> list[float]:
-    return [*samples, torch.rand(()).item()]
-
-
 def test_draws_differ_for_a_sample_that_comes_several_times_and_for_each_batch() -> None:
     data: Any = Made(4, lambda id: torch.rand(()).item())
-    options: dict[str, Any] = {"sampler": [0, 0, 0, 1, 0, 0, 2, 3], "collate_fn": with_draw, "num_workers": 1}
-    assert len({number for batch in sf.DataLoader(data, 4, seed=3, **options) for number in batch}) == 10
+    collate: Any = lambda samples: [*samples, torch.rand(()).item()]  # noqa: E731
+    loader = sf.DataLoader(data, 4, sampler=[0, 0, 0, 1, 0, 0, 2, 3], collate_fn=collate, num_workers=1, seed=3)
+    assert len({number for batch in loader for number in batch}) == 10
 
 
 def test_numpys_generator_in_a_worker_begins_as_with_torchs_loader() -> None:
