@@ -39,7 +39,7 @@ def private(thing: Any, **options: Any) -> sf.CachedDataset:
     return cached
 
 
-@pytest.mark.parametrize("make", [threading.Lock, Raises, lambda: reduce(lambda inner, _: [inner], range(3000), [])])
+@pytest.mark.parametrize("make", [threading.Lock, Raises, lambda: reduce(lambda inner, _: [inner], range(5000), [])])
 def test_a_private_cache(make: Any, store_root: Path) -> None:
     with private(make()) as first, private(make()) as second:
         assert first.cache.name != second.cache.name
