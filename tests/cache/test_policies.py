@@ -36,9 +36,9 @@ BY_HAND = {
     "minio": [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 3]), (1, [1, 2, 3]), (5, [1, 2, 3])],
     "fifo": [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (1, [1, 2, 3]), (4, [2, 3, 4]), (2, [2, 3, 4]), (5, [3, 4, 5])],
     "lru": [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (1, [1, 2, 3]), (4, [1, 3, 4]), (3, [1, 3, 4]), (5, [3, 4, 5])],
-    # 3 and 4 have been used once, 1 and 2 twice or more; the newcomer counts as used once
+    # 3 and 4 have been used once, 1 and 2 twice or more; the newcomer counts as used once; a list is one request
     "lfu": [(1, [1]), (1, [1]), (2, [1, 2]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (4, [1, 2, 4]),
-            (4, [1, 2, 4]), (1, [1, 2, 4]), (5, [1, 4, 5])],
+            (4, [1, 2, 4]), (1, [1, 2, 4]), (5, [1, 4, 5]), ([5] * 4, [1, 4, 5]), (6, [4, 5, 6])],
 }  # fmt: skip
 
 
@@ -46,10 +46,11 @@ BY_HAND = {
 def test_by_hand(policy: str) -> None:
     with small(policy, 3) as cache:
         for step, (id, expected) in enumerate(BY_HAND[policy]):
-            if id in residents(cache):
-                cache.get_many([id])
+            asked = id if isinstance(id, list) else [id]
+            if asked[0] in residents(cache):
+                cache.get_many(asked)
             else:
-                put(cache, id)
+                put(cache, asked[0])
             assert residents(cache) == expected, f"step {step}"
         assert cache.stats().evictions == len({id for _, there in BY_HAND[policy] for id in there}) - 3
         assert cache.stats().rejected == (2 if policy == "minio" else 0)

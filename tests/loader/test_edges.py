@@ -85,5 +85,4 @@ def test_a_gathered_batch_in_the_slot_of_a_shorter_one() -> None:
     with sf.CachedDataset(Made(11, floats), capacity="4MiB") as cached, sf.DataLoader(cached, 4, **options) as loader:
         for _ in range(6):
             cached.cache.drop([9])  # so that a worker makes the last batch
-            assert [batch.shape[0] for batch in loader] == [4, 4, 3]
-            assert torch.equal(torch.cat(list(loader)), torch.stack([floats(id) for id in range(11)]))
+            assert [batch[:, 0, 0].tolist() for batch in loader] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
