@@ -155,8 +155,7 @@ def mixed(numbers: Array, seed: int = 0) -> Array:
 
 def _uniform(tick: int, count: int) -> Array:
     """`count` pseudorandom numbers in [0, 1), one per tick."""
-    ticks = np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)
-    return np.asarray((mixed(ticks) >> np.uint64(11)) * 2.0**-53)
+    return np.asarray((mixed(np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)) >> np.uint64(11)) * 2.0**-53)
 
 
 class Victims:

@@ -208,7 +208,8 @@ class SamplerOrder(_Counted):
             )
         if isinstance(values, list) and array.dtype == np.int64 and array.view(np.uint64).max() < samples:
             return array  # no negative id, which would be a large one
-        if type(reader.source) is MapSource and reader.cache is getattr(self._setup.auto, "cached", None) is None:
+        cached = getattr(self._setup.auto, "cached", None)
+        if reader and reader.cache is cached is None and type(reader.source) is MapSource:
             return array.astype(np.int64)
         bad = array[(array < -samples) | (array >= samples)]
         if len(bad):

@@ -226,7 +226,8 @@ class NodeServer:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
-        if self._kept is not None:
+        if self._kept is not None:  # forked processes have it too: what they have keeps nobody from the port
+            self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._kept.close()
         self._lock.close()
 
@@ -295,8 +296,7 @@ class NodeServer:
 
     def _share_port(self, stack: contextlib.ExitStack) -> int:
         """Let the server listen on the port of this node until `stack` ends, and return its number."""
-        if self._kept is None:
-            self._kept = socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
+        self._kept = self._kept or socket.socket(socket.AF_INET6 if ":" in self._host else socket.AF_INET)
         self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         stack.callback(self._kept.setsockopt, socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         try:
