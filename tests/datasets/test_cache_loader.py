@@ -42,6 +42,11 @@ def test_a_value_is_loaded_once(cache: sf.CacheLoader) -> None:
     assert "b" not in cache
 
 
+def test_values_that_are_loaded_at_once_are_stored_once(cache: sf.CacheLoader) -> None:
+    values = [cache.get("key", lambda _: cache.get("key", lambda _: "first") and "second") for _ in range(2)]
+    assert (*values, cache.stats().resident_items) == ("second", "first", 1)
+
+
 def test_who_changes_a_value_changes_nobody_elses(cache: sf.CacheLoader) -> None:
     for _ in range(3):
         found = cache.get("key", lambda key: {"tensor": torch.arange(4), "array": np.arange(4)})

@@ -222,13 +222,11 @@ class Marked(torch.Tensor):
 
 
 SELF_SENT: dict[str, Callable[[], Any]] = {
-    "sparse": lambda: numbers(4, 4).to_sparse(),
-    "sparse rows": lambda: numbers(4, 4).to_sparse_csr(),
-    "marked": lambda: numbers(4).as_subclass(Marked),
-    "box": lambda: Box(numbers(4)),
+    "sparse": lambda: numbers(4, 4).to_sparse(), "sparse rows": lambda: numbers(4, 4).to_sparse_csr(),
+    "marked": lambda: numbers(4).as_subclass(Marked), "box": lambda: Box(numbers(4)),
     "dictionary": lambda: Dictionary(numbers(4)),
     "nested": lambda: torch.nested.nested_tensor([numbers(2), numbers(3)]),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SELF_SENT)

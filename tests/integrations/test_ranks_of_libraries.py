@@ -85,11 +85,10 @@ def plain(rank: int) -> None:
 
 Cases = dict[str, Callable[[], dict[str, Any]]]
 CASES: Cases = {
-    "in order": dict,
-    "shuffled": lambda: {"shuffle": True},
+    "in order": dict, "shuffled": lambda: {"shuffle": True},
     "shuffled, drop_last": lambda: {"shuffle": True, "drop_last": True},
     "a sampler": lambda: {"sampler": SequentialSampler(POINTS)},
-}
+}  # fmt: skip
 ALL: Cases = CASES | {
     "a subset": lambda: {"sampler": SubsetRandomSampler(range(1, SAMPLES), torch.Generator().manual_seed(1))},
     "a list": lambda: {"sampler": [*reversed(range(SAMPLES))]},
@@ -227,15 +226,13 @@ def trainer(rank: int) -> None:
 @pytest.mark.parametrize(
     ("packages", "check"),
     [
-        ("", plain),
-        ("accelerate", partial(accelerated, ["shuffled"])),
-        ("lightning.pytorch", partial(lightning, ["shuffled"])),
-        ("accelerate transformers", trainer),
+        ("", plain), ("accelerate", partial(accelerated, ["shuffled"])),
+        ("lightning.pytorch", partial(lightning, ["shuffled"])), ("accelerate transformers", trainer),
         pytest.param("accelerate", partial(accelerated, list(ALL)), marks=pytest.mark.slow),
         pytest.param("accelerate", split, marks=pytest.mark.slow),
         pytest.param("lightning.pytorch", partial(lightning, list(CASES)), marks=pytest.mark.slow),
     ],
-)
+)  # fmt: skip
 def test_each_rank_sees_what_it_sees_with_torchs_loader(packages: str, check: Callable[[int], None]) -> None:
     for package in packages.split():  # imported here, and not in each of the processes
         pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")

@@ -76,17 +76,10 @@ def tell(worker: int) -> None:
 
 
 SET: dict[str, Any] = {  # every second one needs workers
-    "pin_memory": True,
-    "num_workers": 0,
-    "pin_memory_device": "",
-    "worker_init_fn": tell,
-    "in_order": True,
-    "timeout": 9,
-    "generator": torch.Generator(),
-    "prefetch_factor": 3,
-    "collate_fn": lambda samples: len(samples),
+    "pin_memory": True, "num_workers": 0, "pin_memory_device": "", "worker_init_fn": tell, "in_order": True,
+    "timeout": 9, "generator": torch.Generator(), "prefetch_factor": 3, "collate_fn": lambda samples: len(samples),
     "multiprocessing_context": "forkserver",
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "workers"), half(SET, [0, 1]))

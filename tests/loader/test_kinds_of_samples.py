@@ -38,10 +38,8 @@ def strided(id: int) -> torch.Tensor:
 
 
 KINDS: dict[str, Callable[[int], Any]] = {
-    "dataclass": lambda id: Pair(strided(id), id),
-    "deque": lambda id: deque([strided(id), id]),
-    "OrderedDict": lambda id: OrderedDict(image=strided(id), label=id),
-    "set": lambda id: {id, "a"},
+    "dataclass": lambda id: Pair(strided(id), id), "deque": lambda id: deque([strided(id), id]),
+    "OrderedDict": lambda id: OrderedDict(image=strided(id), label=id), "set": lambda id: {id, "a"},
     "view of much memory": lambda id: Thing(torch.zeros(100_000)[id : id + 2]),
     "leaf with a gradient": lambda id: torch.full((3,), float(id), requires_grad=True),
     "object with such a leaf": lambda id: Thing(torch.full((3,), float(id), requires_grad=True)),
@@ -50,7 +48,7 @@ KINDS: dict[str, Callable[[int], Any]] = {
     "sparse": lambda id: torch.sparse_coo_tensor([[0, 1]], [float(id), 2.0], (3,), check_invariants=True),
     "compressed sparse": lambda id: torch.eye(3).mul(id + 1).to_sparse_csr(),
     **{f"object of {dtype}": lambda id, dtype=dtype: Thing(torch.tensor([id, 1.0, 0]).to(dtype)) for dtype in DTYPES},  # type: ignore[misc]
-}
+}  # fmt: skip
 
 STRIDED: dict[str, Callable[[int], Any]] = {
     "channels_last": lambda id: strided(id)[None].contiguous(memory_format=torch.channels_last),

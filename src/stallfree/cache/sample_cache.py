@@ -420,17 +420,18 @@ class SampleCache(Closing):
         start, step = xxhash.xxh3_64_intdigest(key), xxhash.xxh3_64_intdigest(key, 1) | 1
         return [(start + way * step) % self.num_ids for way in range(8)]
 
-    def free_one(self, ids: Any) -> Array:
+    def free_one(self, ids: Any, same: Callable[[Any], bool]) -> Array:
         """Return one of `ids` that is not resident; if all are, a policy that evicts does it for one of them.
 
-        Empty if there is none, also while another process writes.
+        Empty if there is none, also while another process writes, and if `same` is true of the value of one.
         """
         wanted = np.unique(checked_ids(ids, self.num_ids))
         if self.policy.evicts and self.resident(wanted).all():
             self._counters.follow_fork()
             with contextlib.suppress(errors.WaitError), self._changing("evicting from"):
                 self._space.evict_one(wanted)
-        return wanted[~self.resident(wanted)][:1]
+        free = wanted[~self.resident(wanted)][:1]  # of processes that choose the same one, the first stores
+        return free if self.find(wanted, same, count=False) is MISS else free[:0]
 
     def set_scores(self, ids: Any, scores: Any) -> None:
         """Set the scores of samples, resident or not.

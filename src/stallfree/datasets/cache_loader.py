@@ -1,6 +1,7 @@
 """`CacheLoader`: cache any value by a key."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -107,7 +108,7 @@ class CacheLoader(Closing):
 
     def _keep(self, key: str | int, value: Any, places: Ids) -> None:
         """Store the value of `key` in a free place, or in one that the policy empties."""
-        free = self.cache.free_one(places)
+        free = self.cache.free_one(places, partial(_is_of, key))
         if len(free):
             try:
                 self.cache.put_many(free, [(key, value)])
@@ -119,17 +120,13 @@ class CacheLoader(Closing):
 
     def _find(self, key: str | int, places: Ids) -> tuple[Any, Ids]:
         """Return the value of `key`, `MISS` if it is not there; and a free place in the tier, if it has one."""
-
-        def is_ours(found: Any) -> bool:
-            return type(found[0]) is type(key) and found[0] == key
-
         cache = self.cache
-        found = cache.find(places[cache.resident(places)], is_ours)
+        found = cache.find(places[cache.resident(places)], partial(_is_of, key))
         if found is not MISS:
             return found[1], places[:0]
         values = [] if cache.tier is None else cache.tier.get_many(places, 0)
         for value in values:
-            if value is not MISS and is_ours(value):
+            if value is not MISS and _is_of(key, value):
                 cache.count_tier(1, 0)
                 self._keep(key, value[1], places)
                 return value[1], places[:0]
@@ -163,3 +160,7 @@ class CacheLoader(Closing):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_store": None}
+
+
+def _is_of(key: str | int, value: tuple[str | int, Any]) -> bool:
+    return type(value[0]) is type(key) and value[0] == key

@@ -47,8 +47,8 @@ class FileTable:
 
     def get(self, key: bytes, stamp: Callable[[], str]) -> bytes | None:
         """Return the content of a file; None if it is not cached, or has changed."""
-        record = self._find(key)
-        if record is None:
+        record = self.cache.find(self.cache.ids_of_key(key), partial(_is_of, key))
+        if not isinstance(record, tuple):
             return None
         head, data = record
         id, mark = _id_in(head), _mark(head)
@@ -61,20 +61,20 @@ class FileTable:
                 self._drop(id)
                 return None
             self.verified.array[id] = mark
-        return data
+        return data  # type: ignore[no-any-return]
 
     def put(self, key: bytes, stamp: str, data: bytes) -> None:
         """Store the content of a file as it was read, if there is room."""
         self.cache.count_fetch(1, len(data))
-        for id in self.cache.free_one(self.cache.ids_of_key(key)).tolist():
+        for id in self.cache.free_one(self.cache.ids_of_key(key), partial(_is_of, key)).tolist():
             head = _head(stamp, id, key)
             self.cache.put_many([id], [(head, data)])
             self.verified.array[id] = _mark(head)
 
     def drop(self, key: bytes) -> None:
         """Drop the content of a file. This counts neither as a hit nor as a miss."""
-        record = self._find(key, count=False)
-        if record is not None:
+        record = self.cache.find(self.cache.ids_of_key(key), partial(_is_of, key), count=False)
+        if isinstance(record, tuple):
             self._drop(_id_in(record[0]))
 
     def _drop(self, id: int) -> None:
@@ -82,14 +82,13 @@ class FileTable:
         with contextlib.suppress(TimeoutError):  # another process writes: it is compared again at the next open
             self.cache.drop([id])
 
-    def _find(self, key: bytes, *, count: bool = True) -> tuple[bytes, bytes] | None:
-        ids = self.cache.ids_of_key(key)
-        record = self.cache.find(ids, lambda record: record[0].partition(b"\0")[2] == key, count=count)
-        return record if isinstance(record, tuple) else None
-
 
 def _head(stamp: str, id: int, key: bytes) -> bytes:
     return f"{stamp} {id}\0".encode() + key
+
+
+def _is_of(key: bytes, record: tuple[bytes, bytes]) -> bool:
+    return record[0].partition(b"\0")[2] == key
 
 
 def _id_in(head: bytes) -> int:

@@ -165,16 +165,10 @@ STEPS |= {
     "class_attribute": lambda x: flipped(x, Config.source),
     "class_method": lambda x: flipped(x, Config.get()),
     "static_method": Config.flip,
-    "own_class_attribute": ClassLevel(),
-    "own_class_level_list": ClassLevelList(),
-    "instance": Instance(),
-    "method_of_an_instance": Instance().__call__,
-    "property": WithProperty(),
-    "descriptor": WithDescriptor(),
-    "slots": WithSlots(),
-    "metaclass": WithMeta(),
-    "nn_module": Module(),
-}
+    "own_class_attribute": ClassLevel(), "own_class_level_list": ClassLevelList(), "instance": Instance(),
+    "method_of_an_instance": Instance().__call__, "property": WithProperty(), "descriptor": WithDescriptor(),
+    "slots": WithSlots(), "metaclass": WithMeta(), "nn_module": Module(),
+}  # fmt: skip
 
 
 class Sources(enum.Enum):
