@@ -58,6 +58,7 @@ def disk(kind: str, tmp_path: Path) -> Path:
 
 def usable(cache: SampleCache, kind: str) -> None:
     """After whatever happened, the cache stores and gives, and its bookkeeping is right."""
+    assert 0 <= cache.uncached_steps < 1 << 20
     hits(cache)
     assert problems(cache) == []
     fill(cache, kind)
@@ -127,6 +128,7 @@ garbage = st.lists(st.tuples(st.integers(0, 1 << 20), numbers), min_size=1, max_
 @given(where=st.sampled_from(["index", "data", *ARRAYS]), garbage=garbage)
 @example(where="first", garbage=[(4, (1 << 32) - 1)])  # the mark of a free block, in a chain
 @example(where="next", garbage=[(4, (1 << 32) - 1)])
+@example(where="header", garbage=[(2 * Field.UNCACHED + 1, 255)])
 @both
 def test_garbage_in_the_files(disk: Path, tmp_path: Path, kind: str, where: str, garbage: list) -> None:
     store = Path(tempfile.mkdtemp(dir=tmp_path))

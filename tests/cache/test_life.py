@@ -3,6 +3,7 @@
 import gc
 import os
 import pickle
+import resource
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -141,6 +142,20 @@ def test_more_processes_than_rows_still_count(tmp_path: Path) -> None:
         one.add((Count.HITS, 1), (Count.MISSES, 2))
     assert counters[0].totals()[:3] == [4, 8, 0]
     lock.close()
+
+
+def test_a_limit_on_the_size_of_files() -> None:
+    """Nothing counts as stored that was not written."""
+
+    def child() -> None:
+        with SampleCache(100, capacity="4MiB", fingerprint="f") as cache:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, resource.RLIM_INFINITY))
+            for id in range(40):
+                cache.put_many([id], [np.full(50_000, id + 1, np.uint8)])
+            values = cache.get_many(range(40))
+            assert all(value is MISS or (value == id + 1).all() for id, value in enumerate(values))
+
+    assert Child(child).wait() == 0
 
 
 def test_a_record_in_scattered_blocks_is_lent_whole() -> None:

@@ -4,7 +4,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -175,13 +175,37 @@ def test_a_tier_that_fails_is_paused(at: str, source: ThrottledSource, caplog: p
         assert at == "get_many" or cached.stats().tier_rejected >= COUNT - 8
 
 
-@pytest.mark.parametrize("value", [b"noise", ("0", sample(0)), None, (7, sample(0), 1), "no values", "no list"])
-def test_a_tier_that_returns_something_else(value: Any) -> None:
+WRONG: dict[str, Callable[[Any, list[Any]], Any]] = {
+    "bytes": lambda ids, values: [b"noise"] * len(ids), "None": lambda ids, values: [None] * len(ids),
+    "arrays": lambda ids, values: [(values, values[0], values[0])] * len(ids), "no values": lambda ids, values: [],
+    "no list": lambda ids, values: 3, "a dict": lambda ids, values: dict(zip(ids.tolist(), values, strict=True)),
+    "other samples": lambda ids, values: values[::-1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_tier_that_returns_something_else(kind: str) -> None:
     store = DictStore()
     with sf.CachedDataset(SAMPLES, capacity=SOME, store=store) as cached:
-        store.get_many = lambda ids: {"no values": [], "no list": 3}.get(value, [value] * len(ids))  # type: ignore
+        read_all(sf.DataLoader(cached, 8))
+        cached.cache.tier.flush()
+        right, store.get_many = store.get_many, lambda ids: WRONG[kind](ids, right(ids))  # type: ignore[method-assign]
         for _ in range(2):
             read_all(sf.DataLoader(cached, 8))
+
+
+def test_a_tier_that_hangs_or_cannot_be_closed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tiers, "CLOSE_SECONDS", 0.01)
+    store = DictStore()
+    store.go.clear()
+    store.close = lambda: 1 / 0  # type: ignore
+    with sf.CacheLoader(capacity=SOME, store=store, name="values") as cache:
+        cache.get(1, sample)
+        cache.clear()
+        store.go.set()
+    assert "stallfree could not close" in caplog.text
 
 
 def test_a_full_tier_rejects(tmp_path: Path) -> None:

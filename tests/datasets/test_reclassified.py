@@ -148,6 +148,24 @@ def test_other_processes_follow(tmp_path: Path) -> None:
         assert (one != two).any(axis=1).sum() > len(DRAWN) // 2
 
 
+def test_a_cache_that_another_process_writes_to_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All learn of the random step as soon as it has ended, or goes on."""
+    told, tell = [], SampleCache.uncache_steps
+
+    def busy(cache: SampleCache, count: int) -> bool:
+        told.append(count)
+        if len(told) < 3:
+            raise sf.WaitError("another process writes")
+        return tell(cache, count)
+
+    monkeypatch.setattr(SampleCache, "uncache_steps", busy)
+    with sf.CachedDataset(Signals(), capacity="1MiB", transform=CropOrPad(), form="prepared") as cached:
+        with one_warning("CropOrPad"), sf.DataLoader(cached, batch_size=4) as loader:
+            assert differing([batches(loader) for _ in range(3)]) == [6, 6]
+        assert cached.cache.uncached_steps == 1
+        assert len(told) == 3
+
+
 def test_a_process_that_dies_while_it_drops(monkeypatch: pytest.MonkeyPatch) -> None:
     drop = Space.drop
 

@@ -160,6 +160,25 @@ def test_a_claim_while_another_thread_gives_it_back(locks: Locks, monkeypatch: p
     assert (other.claim(1), taken_elsewhere(lock, 1, 2)) == (False, 1)
 
 
+def test_closing_waits_for_a_thread_that_writes(tmp_path: Path) -> None:
+    lock, holding, go, free = FileLock(tmp_path / "lock"), threading.Event(), threading.Event(), list[bool]()
+
+    def write() -> None:
+        with lock.hold(1, "writing"):
+            holding.set()
+            while not go.wait(0.01) and threading.main_thread().is_alive():
+                free.append(Child(lambda: os._exit(FileLock(lock.path)._file.lock(0))).wait() == 1)  # type: ignore
+
+    def close() -> None:
+        holding.wait()
+        threading.Timer(0.1, go.set).start()
+        lock.close()
+
+    run_threads(write, close)
+    assert free
+    assert not any(free)
+
+
 def test_a_finalizer_may_close_one_while_another_is_opened(tmp_path: Path) -> None:
     """Garbage collection may run at any allocation, also while a lock of the same file is opened."""
 

@@ -22,7 +22,9 @@ import torch
 import stallfree as sf
 from children import PATIENCE, gone, received, until
 from children import Child as Forked
+from loader_data import Made
 from stallfree.ipc import process
+from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.ipc.process import Child, Owner, Parent, call_in_child, prepare_for_forks
 
 slow = pytest.mark.slow
@@ -117,6 +119,37 @@ def test_one_that_does_not_end_is_killed_with_what_it_started(tmp_path: Path) ->
     child.end(time.monotonic() + 0.01)
     assert child.exit_code == -signal.SIGKILL
     until(lambda: gone(int(file.read_text())))
+
+
+def test_a_program_that_waits_for_all_its_children(tmp_path: Path) -> None:
+    """Nobody learns how a worker ended."""
+
+    def sample(id: int) -> int:
+        if id == 25 and not (tmp_path / "killed").exists():
+            (tmp_path / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return id
+
+    def child() -> None:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        with sf.DataLoader(Made(40, sample), 4, num_workers=2, timeout=30) as loader:
+            assert [torch.cat([*loader]).tolist() for _ in range(3)] == [[*range(40)]] * 3
+
+    assert Forked(child).wait() == 0
+
+
+def test_threads_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = FetchThreads(2)
+    first = threads.submit(int, "5")
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    for _ in range(3):
+        with contextlib.suppress(RuntimeError):
+            assert threads.submit(int, "6").result(PATIENCE) == 6
+    assert first.result() == 5
+    threads.shutdown()
 
 
 def test_a_start_that_fails() -> None:

@@ -114,8 +114,9 @@ class MemoryArena(Arena):
         if not self._written[first] and (len(blocks) == 1 or (blocks[1:] - blocks[:-1] == 1).all()):
             # By a system call: storing into memory that this process has not used costs a fault for each page.
             self._written[first : first + count] = True
-            if os.pwrite(self._fd, data.data, first * self.block) == data.nbytes:
-                return
+            with contextlib.suppress(OSError):  # such as a limit on the size of files
+                if os.pwrite(self._fd, data.data, first * self.block) == data.nbytes:
+                    return
         self.rows[blocks] = data
 
     def row_for_writing(self, block: int) -> Array | None:

@@ -469,7 +469,7 @@ class SampleCache(Closing):
         False.
         """
         header = self._index.header
-        with self._changing("dropping from"):
+        with self._changing("dropping from", self._patience):
             if header[Field.UNCACHED] >= count:
                 return False
             self._space.drop(np.flatnonzero(self._index.first))

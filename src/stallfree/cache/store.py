@@ -41,7 +41,7 @@ def open_cache(store: Store, num_ids: int, *, capacity: int, policy: Policy, **o
         return SampleCache(num_ids, capacity=capacity, policy=policy, store=store, **options)  # type: ignore[arg-type]
     cache = SampleCache(num_ids, capacity=capacity, policy=policy, **options)
     try:
-        fingerprint, example = cache.fingerprint, (0, options["example"])
+        fingerprint, example = cache.fingerprint, (0, 0, options["example"])
         name = options["name"] or fingerprint[:20]
         tier = store.attach(num_ids + 1, fingerprint=fingerprint, name=name, example=example)  # type: ignore[union-attr]
         cache.tier = TierClient(tier, cache)

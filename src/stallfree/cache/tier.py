@@ -12,7 +12,8 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError, Future, wait
+from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,7 +22,6 @@ from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.ipc.fetch_threads import FetchThreads
-from stallfree.ipc.process import finalize_here
 from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.platform import at_fork
@@ -125,7 +125,7 @@ log = logging.getLogger("stallfree")
 class TierClient:
     """Reads samples from a tier, and writes new samples to it in a thread. Thread-safe and fork-safe.
 
-    The value of an id in the tier is a pair: the number of uncached steps with which the sample was prepared, and the
+    The value of an id in the tier is the number of uncached steps with which the sample was prepared, the id, and the
     sample. Samples of another number are misses. The id after the last one holds the largest number that is known, so
     that other hosts and later jobs learn that a step proved random.
 
@@ -150,7 +150,7 @@ class TierClient:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._end: weakref.finalize[Any, Any] | None = None
+        self._end: Finalize | None = None  # which forked workers call when they end
         self._pool: FetchThreads | None = None
         self._queued = 0  # bytes, including those being written
         self._last: deque[Future[None]] = deque(maxlen=1)
@@ -181,7 +181,7 @@ class TierClient:
             self._follow()
         values = self._ask(ids)
         numbers = self._compare(ids, values)
-        samples = [value[1] if number == uncached else MISS for value, number in zip(values, numbers, strict=True)]
+        samples = [value[2] if number == uncached else MISS for value, number in zip(values, numbers, strict=True)]
         self._state[ids] = [0 if sample is MISS else _STORED for sample in samples]
         return samples
 
@@ -189,7 +189,7 @@ class TierClient:
         if not self._reading.good:
             return [MISS] * len(ids)
         try:
-            values = self.tier.get_many(ids)
+            values = list(self.tier.get_many(ids))
             if len(values) != len(ids):
                 raise ValueError(f"get_many returned {len(values)} values for {len(ids)} ids")
         except Exception:
@@ -200,7 +200,7 @@ class TierClient:
 
     def _compare(self, ids: Array, values: list[Any]) -> list[int]:
         """Return the number of uncached steps of each value; adopt a higher number, and drop values of a lower one."""
-        numbers = [_number(value) for value in values]
+        numbers = [_number(value, id) for value, id in zip(values, ids.tolist(), strict=True)]
         if max(numbers, default=0) > self._cache.uncached_steps:
             with contextlib.suppress(StallfreeError):  # another process writes to the cache: the next batch tries again
                 self._cache.uncache_steps(max(numbers))
@@ -214,7 +214,7 @@ class TierClient:
         """Adopt the number of uncached steps that another host or an earlier job has stored."""
         self._followed = time.monotonic()
         marker = np.array([self._cache.num_ids])
-        highest = _number(self._ask(marker)[0])
+        highest = _number(self._ask(marker)[0], self._cache.num_ids)
         if highest > self._cache.uncached_steps:
             with contextlib.suppress(StallfreeError):
                 self._cache.uncache_steps(highest)
@@ -238,7 +238,7 @@ class TierClient:
         records, keep = [], []
         for at, value in enumerate(values):
             try:
-                records.append(encode((uncached, value), allow_pickle=self._allow_pickle))
+                records.append(encode((uncached, int(ids[at]), value), allow_pickle=self._allow_pickle))
                 keep.append(at)
             except CodecError as error:
                 self._say("codec", f"some samples are not written to {self.tier!r}: {error}")
@@ -267,7 +267,7 @@ class TierClient:
             with self._lock:
                 if self._pool is None:
                     self._pool = FetchThreads(1)
-                    self._end = finalize_here(self, _finish_writes, self._pool, self._last)
+                    self._end = Finalize(self, _finish_writes, (self._pool, self._last), exitpriority=100)
                 self._last.append(self._pool.submit(self._write, queued, copies, size, uncached))
         except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is exiting
             self._written(queued, np.zeros(fit, bool), size)
@@ -294,7 +294,7 @@ class TierClient:
 
     def _mark(self, uncached: int) -> None:
         """Store the number of uncached steps for other hosts and later jobs."""
-        at, record = np.array([self._cache.num_ids]), encode((uncached, None))
+        at, record = np.array([self._cache.num_ids]), encode((uncached, self._cache.num_ids, None))
         memory = np.empty(record_size(*record), np.uint8)
         write_record(*record, memory)
         self.tier.drop(at)
@@ -314,11 +314,10 @@ class TierClient:
             self._writing.failed("drop samples of", self.tier)
 
     def flush(self) -> None:
-        """Wait until all samples that this process has put are stored or rejected."""
+        """Wait until all samples that this process has put are stored or rejected, for `CLOSE_SECONDS` at most."""
         with self._lock:
             last = [*self._last]
-        for write in last:
-            write.result()
+        wait(last, CLOSE_SECONDS)
 
     def _say(self, what: str, message: str) -> None:
         if what not in self._said:
@@ -329,7 +328,10 @@ class TierClient:
         """Write the queue, for `CLOSE_SECONDS` at most, and detach from the tier. Idempotent."""
         if self._end is not None:
             self._end()
-        self.tier.close()
+        try:
+            self.tier.close()
+        except Exception:
+            self._writing.failed("close", self.tier)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TierClient, (self.tier, self._cache)
@@ -365,10 +367,10 @@ class _Health:
             log.warning("%r failed %d times in a row: it is not used for %g s", tier, _FAILURES, _PAUSE_SECONDS)
 
 
-def _number(value: Any) -> int:
-    """Return the number of uncached steps of a value from a tier; -1 if it has none."""
-    valid = type(value) is tuple and len(value) == 2 and type(value[0]) is int and value[0] < _MOST_STEPS
-    return value[0] if valid else -1
+def _number(value: Any, id: int) -> int:
+    """Return the number of uncached steps of a value from a tier; -1 if it is not a value of `id`."""
+    valid = type(value) is tuple and len(value) == 3 and type(value[0]) is type(value[1]) is int
+    return value[0] if valid and value[1] == id and value[0] < _MOST_STEPS else -1
 
 
 _all: weakref.WeakSet[TierClient] = weakref.WeakSet()

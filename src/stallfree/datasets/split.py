@@ -125,17 +125,20 @@ class TransformSplit:
     def _reclassify(self, at: int, why: str) -> NoReturn:
         """Move the step at `at`, and those behind it, behind the cache."""
         assert self._cache is not None
-        count = self._cached_steps - at
-        with contextlib.suppress(WaitError):
-            self._cache.uncache_steps(count)
-        if self._uncache(count) and not self.quiet:
+        if self._uncache(self._cached_steps - at) and not self.quiet:
             self._warn(why)
         raise Reclassified
 
     def follow(self) -> None:
-        """Adopt the split that another process has stored in the cache."""
-        if self._cache is not None and self._cache.uncached_steps > self.uncached:
-            new = self._uncache(self._cache.uncached_steps)
+        """Adopt the split that another process has stored in the cache, or store that of this process."""
+        if self._cache is None:
+            return
+        stored = self._cache.uncached_steps
+        if stored < self.uncached:
+            with contextlib.suppress(WaitError):  # another process writes: the next batch tries again
+                self._cache.uncache_steps(self.uncached)
+        elif stored > self.uncached:
+            new = self._uncache(stored)
             if new and os.getpid() == self._home and not self.quiet:
                 self._warn("one of the samples showed it")
 

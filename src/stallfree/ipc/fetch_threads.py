@@ -28,16 +28,17 @@ class FetchThreads(Executor):
         self._lock, self._closed = threading.Lock(), False
 
     def submit(self, call: Callable[..., Any], /, *arguments: Any, **_: Any) -> Future[Any]:
-        """Call `call(*arguments)` in a thread. Raises `RuntimeError` after the end."""
+        """Call `call(*arguments)` in a thread. Raises `RuntimeError` after the end, and if no thread can be started."""
         future: Future[Any] = Future()
         with self._lock:
             if self._closed:
                 raise RuntimeError("the threads are closed")
-            self._tasks.put((future, call, arguments))
             if len(self._threads) < self._count and not self._idle.acquire(blocking=False):
-                name, arguments = f"stallfree-fetch-{len(self._threads)}", (self._tasks, self._idle)
-                self._threads.append(threading.Thread(target=_run, args=arguments, name=name, daemon=True))
-                self._threads[-1].start()
+                name, shared = f"stallfree-fetch-{len(self._threads)}", (self._tasks, self._idle)
+                thread = threading.Thread(target=_run, args=shared, name=name, daemon=True)
+                thread.start()  # an error if there are too many threads
+                self._threads.append(thread)
+            self._tasks.put((future, call, arguments))
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:

@@ -139,4 +139,5 @@ class FileLock:
             file.users -= 1
             if file.users == 0:
                 del _files[self._key]
+                file.thread_lock.acquire(timeout=2.0)  # a thread may be writing, and later ones find it taken
                 os.close(file.fd)

@@ -43,7 +43,7 @@ from stallfree.typevars import T
 REPORT_SECONDS = 2.0
 """Seconds for the first fork to report in; doubled after each one that did not, since the machine may be busy."""
 
-_CHECK_SECONDS, _LEADER_SECONDS, _START_SECONDS = 0.1, 10.0, 60.0
+_CHECK_SECONDS, _LEADER_SECONDS, _START_SECONDS, _KILL_SECONDS = 0.1, 10.0, 60.0, 10.0
 _SERVER_GONE = 255
 """The exit code that `multiprocessing` gives to the processes of a fork server that has ended."""
 
@@ -330,10 +330,11 @@ class Child(Channel):
                 with contextlib.suppress(OSError):  # it may not have its own session yet
                     os.killpg(self.pid, signal.SIGKILL)
             self._process.kill()
-        self._process.join()
+        self._process.join(_KILL_SECONDS)
         self.exit_code = self._process.exitcode
         self.close()
-        self._process.close()
+        with contextlib.suppress(ValueError):  # its storage does not answer, or the program has waited for it
+            self._process.close()
 
 
 def end_all(children: Iterable[Child], seconds: float) -> None:

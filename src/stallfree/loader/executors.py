@@ -159,10 +159,7 @@ class ThreadExecutor(Executor):
             self._awaited = False
             with contextlib.suppress(BlockingIOError):
                 os.read(self._read, 4096)
-        results = []
-        while self._done:
-            results.append(self._done.popleft())
-        return results
+        return [self._done.popleft() for _ in range(len(self._done))]
 
     def forget(self, token: int) -> None:
         self._wanted = token
@@ -214,7 +211,7 @@ class GatherThreads(ThreadExecutor):
             self._tasks.put(None)
         for thread in self._threads:
             if threading.current_thread() is not thread:  # the garbage collector may run in any thread
-                thread.join()
+                thread.join(_STOP_SECONDS)
         super().close()
 
 

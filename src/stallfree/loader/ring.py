@@ -114,7 +114,7 @@ class Slots:
         With `free`, the memory is returned to the system now, although they still map it.
         """
         if self._folder is not None:
-            with contextlib.suppress(FileNotFoundError):  # never filled
+            with contextlib.suppress(FileNotFoundError, ValueError):  # never filled
                 if free:
                     (self._maps.get(slot) or self._map(slot)).madvise(mmap.MADV_REMOVE)
                 self._file(slot).unlink()

@@ -59,6 +59,7 @@ def test_all_processes_of_a_node_share_the_server_of_the_first() -> None:
     server, folder = server_of(), default_root() / "redis-one"
     assert sum(psutil.Process(one.pid).children() == [server] for one in children) == 1
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert os.getsid(server.pid) != os.getsid(0), "Ctrl-C does not end it"
     assert "requirepass" not in " ".join(server.cmdline())
     assert not [at for at in server.net_connections() if at.status == psutil.CONN_LISTEN], "it has no port"
     with redis.Redis(unix_socket_path=str(folder / "socket")) as client, pytest.raises(redis.AuthenticationError):

@@ -196,7 +196,7 @@ def test_servers_and_arguments_that_cannot_be_used(tmp_path: Path, pair: list[Se
     for host, message in zip(hosts, ("no list of dicts", "hots", "port", "port"), strict=True):
         with pytest.raises(InputError, match=message):
             RedisStore([host])
-    for options in ({}, {"hosts": []}, {"hosts": {"host": "a"}}, {"port": -1}, {"name": "/"}):
+    for options in ({}, {"capacity_per_node": 0}, {"hosts": []}, {"hosts": {"host": "a"}}, {"port": -1}, {"name": "/"}):
         with pytest.raises(InputError):
             RedisStore(**({"capacity_per_node": "1MiB", **options} if options else {}))  # type: ignore[arg-type]
     with pytest.raises(InputError, match="each of them once"):

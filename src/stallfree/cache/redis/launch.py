@@ -52,6 +52,7 @@ _openings: Counter[str] = Counter()  # of each store by this process
 
 _EXEC = """
 import ctypes, os, sys
+os.setsid()  # out of reach of Ctrl-C
 ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], [sys.argv[2], "-"])

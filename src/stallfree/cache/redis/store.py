@@ -128,9 +128,9 @@ class RedisStore(Closing):
     ) -> None:
         need_linux("RedisStore", "use store='memory'")
         load_client()
-        if capacity_per_node is None and hosts is None:
-            raise errors.argument_conflict("RedisStore() without capacity_per_node: give the bytes of a node's server")
         self.capacity = None if capacity_per_node is None else parse_size(capacity_per_node, "capacity_per_node")
+        if not self.capacity and hosts is None:
+            raise errors.argument_conflict("RedisStore() without capacity_per_node: give the bytes of a node's server")
         parse_number(timeout, "timeout")
         port = parse_whole(port, "port", 0)
         self.name, self.allow_pickle = check_name(name), allow_pickle
