@@ -191,7 +191,7 @@ def test_a_tier_that_returns_something_else(kind: str) -> None:
         cached.cache.tier.flush()
         right, store.get_many = store.get_many, lambda ids: WRONG[kind](ids, right(ids))  # type: ignore[method-assign]
         for _ in range(2):
-            read_all(sf.DataLoader(cached, 8))
+            assert all(is_right(id, value) for id, value in enumerate(cached.__getitems__(range(COUNT))))
 
 
 def test_a_tier_that_hangs_or_cannot_be_closed(

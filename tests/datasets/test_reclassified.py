@@ -149,7 +149,7 @@ def test_other_processes_follow(tmp_path: Path) -> None:
 
 
 def test_a_cache_that_another_process_writes_to_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All learn of the random step as soon as it has ended, or goes on."""
+    """The others learn of the random step when it has ended, or goes on."""
     told, tell = [], SampleCache.uncache_steps
 
     def busy(cache: SampleCache, count: int) -> bool:
@@ -161,9 +161,9 @@ def test_a_cache_that_another_process_writes_to_meanwhile(monkeypatch: pytest.Mo
     monkeypatch.setattr(SampleCache, "uncache_steps", busy)
     with sf.CachedDataset(Signals(), capacity="1MiB", transform=CropOrPad(), form="prepared") as cached:
         with one_warning("CropOrPad"), sf.DataLoader(cached, batch_size=4) as loader:
-            assert differing([batches(loader) for _ in range(3)]) == [6, 6]
+            batches(loader)
         assert cached.cache.uncached_steps == 1
-        assert len(told) == 3
+    assert len(told) == 3
 
 
 def test_a_process_that_dies_while_it_drops(monkeypatch: pytest.MonkeyPatch) -> None:
