@@ -24,7 +24,9 @@ import psutil
 import pytest
 from hypothesis import HealthCheck, settings
 
-from stallfree.sources import file_opens
+from stallfree.datasets import probe
+from stallfree.ipc import process
+from stallfree.sources import cached_files, file_opens
 from stallfree.vision import crops
 from warm import Interpreter
 
@@ -62,6 +64,7 @@ def signals_and_times() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     file_opens.TICK = 0
+    process.REPORT_SECONDS, probe._SECONDS, cached_files._SECONDS = 10.0, 60.0, 60.0
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -25,6 +25,7 @@ def test_each_leak_fails_the_test_that_made_it(
     seen = {line.split()[0] for line in str(failed.value).splitlines()[1:]}
     assert seen == {"descriptor", "file", "mapping", "process", "thread"}
     assert not path.exists(), "one leak does not fail the tests that follow"
+    monkeypatch.undo()
     watched = conftest.watched(request, store_root)
     next(watched)
     threading.Thread(target=threading.Event().wait, args=(0.05,)).start()  # ends by itself

@@ -35,5 +35,5 @@ class TestDiskTier(sf.testing.TierContract):
 class TestRedisStore(sf.testing.TierContract):
     @pytest.fixture
     def store(self) -> Iterator[sf.RedisStore]:
-        with sf.RedisStore(capacity_per_node="16MiB", name=f"contract-{os.getpid()}") as store:
+        with sf.RedisStore(capacity_per_node="16MiB", name=f"contract-{os.getpid()}", timeout=60.0) as store:
             yield store

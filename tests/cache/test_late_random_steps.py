@@ -59,7 +59,7 @@ def options(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable
             store = sf.DiskTier(tmp_path / "tier", capacity="4MiB", persist=bool(persist))
             return {"store": store, "capacity": "128KiB"}
         if server is not None:
-            return {"store": sf.RedisStore(hosts=[server.host]), "capacity": "128KiB"}
+            return {"store": sf.RedisStore(hosts=[server.host], timeout=60.0), "capacity": "128KiB"}
         return {"store": {"disk": tmp_path / "disk"}.get(kind, kind), "capacity": "1MiB", "persist": bool(persist)}
 
     yield make

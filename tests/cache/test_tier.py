@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import stallfree as sf
-from children import Child
+from children import Child, until
 from loader_data import Made
 from stallfree.cache import tier as tiers
 from stallfree.cache.policies import make_policy
@@ -86,6 +86,17 @@ def get(cache: SampleCache, *ids: int) -> Any:
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is in the queue of a process is waited for, however busy the machine is."""
+    monkeypatch.setattr(tiers, "_DRAIN_SECONDS", 60.0)
+
+
+def written(cached: sf.CachedDataset[Any]) -> None:
+    """Wait until no process has samples in its queue."""
+    until(lambda: not (cached.cache.tier._state & tiers._MOVING).any())
+
+
+@pytest.fixture
 def source() -> Iterator[ThrottledSource]:
     with closing(ThrottledSource(SAMPLES)) as with_counters:
         yield with_counters
@@ -112,9 +123,11 @@ def test_after_the_first_epoch_nothing_is_fetched(
     persistent = library is sf and workers > 0
     options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": context, "shuffle": True}
     with sf.CachedDataset(source, capacity=SOME, store=disk) as cached:
+        written(cached)  # what the first look has read
         loader = library.DataLoader(cached, 8, persistent_workers=persistent, **options)
         for _ in range(3):
             read_all(loader)
+            written(cached)
             stats = cached.stats()
             assert source.requests == stats.storage_reads == COUNT
         if library is sf:
@@ -130,11 +143,14 @@ def test_the_next_job_begins_with_what_is_on_the_disk(tmp_path: Path, source: Th
     for _ in range(2):
         with sf.CachedDataset(source, capacity=SOME, store=store) as cached:
             first_look = source.requests
+            written(cached)
             read_all(sf.DataLoader(cached, 8))
+            written(cached)
     assert source.requests == first_look <= COUNT + 8
     shutil.rmtree(store.folder)
 
 
+@pytest.mark.usefixtures("patient")
 def test_values_by_key(disk: sf.DiskTier) -> None:
     with sf.CacheLoader(capacity="200KiB", store=disk, name="keys", policy="lru") as cache:
         for _ in range(2):
@@ -218,6 +234,7 @@ def test_a_full_tier_rejects(tmp_path: Path) -> None:
         assert cached.stats().tier_rejected == COUNT - stored
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_damaged_record_comes_from_the_source(disk: sf.DiskTier, source: ThrottledSource) -> None:
     with sf.CachedDataset(source, capacity=0, store=disk) as cached:
         read_all(sf.DataLoader(cached, 8))

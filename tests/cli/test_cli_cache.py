@@ -16,6 +16,7 @@ from typer.testing import CliRunner, Result
 import stallfree as sf
 from children import Child
 from redis_servers import needs_server
+from stallfree.cache.redis import servers
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.cli import app, cache
 from stallfree.errors import InputError
@@ -87,10 +88,12 @@ def test_watch_in_a_terminal() -> None:
 
 
 @needs_server
-def test_a_server_of_a_store() -> None:
+def test_a_server_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
     with sf.RedisStore(capacity_per_node="64MiB", name="shown", timeout=60.0):
         (server,) = [child for child in psutil.Process().children(recursive=True) if "-server" in child.name()]
-        row = row_of("shown", run("ls").output)
+        with monkeypatch.context() as patient:
+            patient.setattr(servers, "PAUSE", 60.0)
+            row = row_of("shown", run("ls").output)
         server.suspend()
         lost = row_of("shown", run("ls").output)
         server.resume()

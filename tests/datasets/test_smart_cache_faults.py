@@ -2,9 +2,10 @@
 
 import os
 import signal
-import threading
+import time
 from multiprocessing import active_children
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -14,6 +15,7 @@ import torch
 import stallfree as sf
 from children import Child
 from smart_data import Rows, ids_of, is_started, until
+from stallfree.datasets import window
 
 LOADERS: dict[str, Any] = {"stallfree": sf.DataLoader, "torch": torch.utils.data.DataLoader}
 
@@ -78,15 +80,16 @@ def test_late_replacements_join_later_and_none_is_left_out(tmp_path: Path) -> No
         del loader
 
 
-def test_waiting_for_late_replacements(tmp_path: Path) -> None:
+def test_waiting_for_late_replacements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They come once the wait for them has begun."""
     gate = tmp_path / "gate"
+    clock = SimpleNamespace(**vars(time) | {"sleep": lambda seconds: (gate.touch(), time.sleep(seconds))})
     with smart(Rows(20, gate=gate), on_late="wait") as data:
-        loader, opening = torch.utils.data.DataLoader(data, batch_size=5), threading.Timer(0.05, gate.touch)
+        loader = torch.utils.data.DataLoader(data, batch_size=5)
         ids_of(loader)
         until(data.window.is_filled)
-        opening.start()
+        monkeypatch.setattr(window, "time", clock)
         assert sorted(ids_of(loader)) == list(range(2, 12))
-        opening.join()
         stats = data.stats()
         assert (stats.lag, stats.late_epochs, stats.wait_seconds > 0) == (0, 1, True)
         del loader

@@ -1,9 +1,11 @@
 """What hangs: storage, for which `timeout` holds without workers too, and forks that copied a lock in use."""
 
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ import torch
 
 import stallfree as sf
 from cached_data import Given
-from loader_data import Made, loading, values_of
+from loader_data import Made, lists_of, loading, values_of
 from stallfree import platform
 from stallfree.ipc import fetch_threads, process
 from stallfree.loader import executors
@@ -39,6 +41,17 @@ def source() -> Iterator[Hanging]:
     made.answer.set()
 
 
+def patient(iterator: Any) -> Iterator[Any]:
+    """Goes on after a wait that was too long, as on a busy machine."""
+    while True:
+        try:
+            yield next(iterator)
+        except StopIteration:
+            return
+        except sf.WaitError:
+            continue
+
+
 CACHED = pytest.mark.parametrize("cached", [False, True])
 
 
@@ -46,12 +59,12 @@ CACHED = pytest.mark.parametrize("cached", [False, True])
 def test_the_timeout_without_workers(source: Hanging, cached: bool) -> None:
     with loading(source, 2, cached=cached, timeout=0.5) as loader:
         batches = iter(loader)
-        assert [next(batches).tolist() for _ in range(2)] == [[0, 1], [2, 3]]
+        assert lists_of(islice(patient(batches), 2)) == [[0, 1], [2, 3]]
         for _ in range(2):
             with pytest.raises(sf.WaitError, match=r"batch 2 of epoch 0 .* 0\.5 s.*its samples are \[4, 5\]"):
                 next(batches)
         source.answer.set()
-        assert [batch.tolist() for batch in batches] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+        assert lists_of(patient(batches)) == [[4, 5], [6, 7], [8, 9], [10, 11]]
 
 
 @CACHED
@@ -63,7 +76,7 @@ def test_close_waits_no_longer_than_some_seconds(
         batches = iter(loader)
         next(batches)
         loader.close()
-        assert "1 threads left behind, still waiting for storage" in caplog.text
+        assert re.search(r"[1-9]\d* threads left behind, still waiting for storage", caplog.text)
         with pytest.raises(sf.StallfreeError, match="this iteration is over"):
             next(batches)
         source.answer.set()
@@ -74,7 +87,7 @@ def test_a_fetch_again_after_an_eviction_has_the_limit_too(source: Hanging) -> N
     source.answer.set()
     data = sf.CachedDataset(source, capacity="1MiB", transform=sf.mark_random(lambda id: id))
     with data, sf.DataLoader(data, 2, sampler=[4, 5], timeout=0.05) as loader:
-        assert len(list(loader)) == 1
+        assert len(list(patient(iter(loader)))) == 1
         source.answer.clear()
         batches = iter(loader)  # both are resident, so that no fetch is started
         data.cache.clear()
@@ -130,17 +143,23 @@ FORKED: dict[str, Any] = {"batch_size": 3, "num_workers": 1, "multiprocessing_co
 
 
 class Hangs:
-    """Called in forked processes, of which it lets hang those that `chosen` names by the number of the call."""
+    """Called in forked processes, of which it lets hang those that `chosen` names by the number of the call and the
+    parent. As `REPORT_SECONDS`, it gives these little time to report in, and the others more than they need.
+    """
 
-    def __init__(self, file: Path, chosen: Callable[[int], bool]) -> None:
+    def __init__(self, file: Path, chosen: Callable[[int, int], bool]) -> None:
         self._file, self._chosen = file, chosen
+        file.touch()
 
     def __call__(self) -> None:
         with self._file.open("a") as file:
             file.write(f"{os.getpid()} {os.getppid()}\n")
-        if self._chosen(len(self.calls) - 1):
+        if self._chosen(len(self.calls) - 1, os.getppid()):
             signal.pause()
         platform.begin_child()
+
+    def __mul__(self, _: int) -> float:
+        return 0.2 if self._chosen(len(self.calls), os.getpid()) else 60.0
 
     @property
     def calls(self) -> list[list[int]]:
@@ -149,12 +168,12 @@ class Hangs:
 
 
 @pytest.fixture
-def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int], bool]], Hangs]:
-    """Lets forked processes hang, which counts after 0.2 s."""
-    monkeypatch.setattr(process, "REPORT_SECONDS", 0.2)
+def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[int, int], bool]], Hangs]:
+    """Lets forked processes hang."""
 
-    def install(chosen: Callable[[int], bool]) -> Hangs:
+    def install(chosen: Callable[[int, int], bool]) -> Hangs:
         hangs = Hangs(tmp_path / "calls", chosen)
+        monkeypatch.setattr(process, "REPORT_SECONDS", hangs)
         monkeypatch.setattr(process, "begin_child", hangs)
         return hangs
 
@@ -163,14 +182,14 @@ def hanging(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callab
 
 def test_a_worker_that_does_not_report_in_is_replaced(hanging: Any) -> None:
     """More often than a batch may kill workers, for it is not the batch's fault."""
-    hangs = hanging(lambda call: call < executors.LIVES)
+    hangs = hanging(lambda call, _: call < executors.LIVES)
     with sf.DataLoader(DATA, **FORKED) as loader:
         assert sorted(values_of(loader)) == list(range(12))
         assert loader.stats().workers_replaced == executors.LIVES == len(hangs.calls) - 1
 
 
 def test_a_loader_that_is_closed_does_not_wait_for_one(hanging: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hanging(lambda call: True)
+    hanging(lambda *_: True)
     monkeypatch.setattr(executors, "_STOP_SECONDS", 1e9)
     with sf.DataLoader(DATA, **FORKED) as loader:
         iter(loader)
@@ -178,7 +197,7 @@ def test_a_loader_that_is_closed_does_not_wait_for_one(hanging: Any, monkeypatch
 
 @pytest.mark.parametrize("whose", ["its start", "its workers"])
 def test_a_coordinator_that_hangs_is_replaced(whose: str, hanging: Any) -> None:
-    ways = {"its start": lambda call: call < 2, "its workers": lambda call: hangs.calls[call][1] == hangs.calls[0][0]}
+    ways = {"its start": lambda call, _: call < 2, "its workers": lambda call, by: call > 0 and by == hangs.calls[0][0]}
     hangs = hanging(ways[whose])
     with sf.SharedLoader(DATA, group="hangs", **FORKED) as loader:
         assert sorted(values_of(loader)) == list(range(12))

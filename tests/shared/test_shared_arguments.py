@@ -203,7 +203,7 @@ def test_a_job_that_resumes_has_the_seed_of_its_state() -> None:
         next(taken)
         state = json.loads(json.dumps(one.state_dict()))
         left = ids_of(taken)
-    with resumable(seed=None) as one, resumable(seed=None, timeout=1) as other:
+    with resumable(seed=None) as one, resumable(seed=None) as other:
         one.load_state_dict(state)
         assert ids_of(one) == left
         one.close()

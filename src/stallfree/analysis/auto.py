@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from stallfree.analysis.measure import MOST_SAMPLES, measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
@@ -37,6 +38,7 @@ from stallfree.errors import InputError, StallfreeWarning, argument_conflict, te
 from stallfree.ipc.folders import SharedFolder, default_root
 from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import call_in_child
+from stallfree.loader.executors import WorkerSetup, prepare_process, problem_of_init
 from stallfree.loader.pool import Options
 from stallfree.pipeline.compose import Compose, Source, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
@@ -133,12 +135,13 @@ class AutoCache:
         self._dataset, self._capacity, self._workers, self._transform = dataset, capacity, workers, transform
         self.num_workers = max(1, cpu_count() // max(1, find_ranks().here)) if workers is None else workers
         self._seed = 0
+        self._init: Callable[[int], None] | None = None
         self._folder: SharedFolder | None = None
         self._reader: Reader | None = None
 
     def tuned(self, options: Options) -> Options:
         """The options of the next epoch, which reads from this cache. Decides before the first epoch."""
-        self._seed = options.seed
+        self._seed, self._init = options.seed, options.worker_init
         self.follow()
         if self._reader is None:
             self._reader = self._decide()
@@ -147,7 +150,7 @@ class AutoCache:
         each = options.ahead // max(1, options.workers)
         return replace(options, reader=self._reader, workers=self.num_workers, ahead=each * max(1, self.num_workers))
 
-    def follow(self, change: str = "") -> None:
+    def follow(self, change: str = "") -> Reader | None:
         """Keep no samples from now on if the data set has changed, by its attributes or by `change`."""
         if self._reader is not None and (changes := self._reader.settings.changes() or [change] * bool(change)):
             if self.cached is not None:
@@ -155,6 +158,7 @@ class AutoCache:
                 warnings.warn(words, StallfreeWarning, stacklevel=users_level())
                 self.cached = None  # closed with the last iteration that reads from it
             self._reader = self._without()
+        return self._reader
 
     def use_workers(self, workers: int) -> None:
         """Use so many worker processes from the next epoch on."""
@@ -242,6 +246,7 @@ class AutoCache:
 
         def run(cut: Callable[[], Any], build: Callable[[Any], Source]) -> Any:
             def cut_and_measure() -> tuple[Any, Any]:
+                self._as_worker()
                 made = cut()
                 return made, self._look_and_measure(build(made), trial.began)
 
@@ -257,6 +262,7 @@ class AutoCache:
     def _look_and_measure(self, source: Source, began: float) -> tuple[Any, Costs, list[Sample]]:
         """The result of a look, the costs of samples, and more samples. Raises `InputError` if they are random."""
         kept = list[Any]()
+        self._as_worker()
 
         def run(call: Callable[[], Any], what: str) -> Any:
             kept.append(call())
@@ -271,6 +277,14 @@ class AutoCache:
         seconds = self._seconds_left(began, len(source), len(used))
         threads = IO_THREADS * max(1, self.num_workers)
         return kept[0], *measure_samples(source, first, ids, seconds=seconds, threads=threads)
+
+    def _as_worker(self) -> None:
+        """Make this child process as the worker process that would make the samples."""
+        if self.num_workers and get_worker_info() is None:
+            setup = WorkerSetup(0, self.num_workers, None, self._dataset, self._seed, self._init)  # type: ignore[arg-type]
+            prepare_process(setup)
+            if (problem := problem_of_init(setup)) is not None:
+                raise problem
 
     def _take(self, trial: Trial, source: Source, result: tuple[Any, Costs, list[Sample]]) -> None:
         looked, costs, samples = result
@@ -308,7 +322,7 @@ class AutoCache:
         """Create the cache of a verdict, with the samples that were made for it, or attach to it."""
         source, files = trial.source, verdict.form == "files"
         if source is None or files:
-            source = cut_any(self._dataset)[0] if verdict.cut else self._dataset
+            source = cut_any(self._dataset)[0] if verdict.cut else self._dataset if files else as_source(self._dataset)
         self.cached = trial.files
         if self.cached is None:
             self.cached = self._create(source, verdict.form, verdict.capacity, None if files else trial.first)

@@ -212,13 +212,8 @@ class DiskTier:
         if not folders.is_path(folder) or str(folder) == "memory" or folders.is_address(folder):
             raise errors.InputError(f"DiskTier(folder={folder!r:.80}): give the path of a folder on a local disk")
         self.folder = Path(folder).expanduser().absolute()
-        self.capacity = parse_size(capacity, "capacity")
+        self.capacity = self.room = parse_size(capacity, "capacity")
         self.persist = bool(persist)
-
-    @property
-    def room(self) -> int:
-        """Bytes for the samples of one data set."""
-        return self.capacity
 
     def attach(self, num_ids: int, *, fingerprint: str, name: str, example: Any) -> "_DiskSamples":
         """Return the samples of one data set in this folder. See `TierStore`."""

@@ -276,6 +276,14 @@ class Epochs(EpochsBase):
         if tuner is None:
             reader.check_settings()
 
+    def heed_loop(self) -> Reader:
+        """Heed what the loop has changed of the data set; return the reader for what is left of the epoch."""
+        reader: Reader = self.options.reader
+        if self._tuner is None:
+            reader.check_settings()
+            return reader
+        return self._tuner.follow() or reader
+
     def _set_seed(self, seed: int) -> None:
         self.source.set_seed(seed)
         if seed != self.options.seed:

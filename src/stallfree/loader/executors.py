@@ -122,6 +122,12 @@ class TrainingProcess(Executor):
         result.started = started if result.started else 0.0
         return [result]
 
+    def restart(self) -> None:
+        """Start the fetches again, by another reader of the builder."""
+        for task, pending in [*self._tasks.values()]:
+            pending.cancel()
+            self.submit(task)
+
     def forget(self, token: int) -> None:
         for _, pending in self._tasks.values():
             pending.cancel()

@@ -22,6 +22,7 @@ from stallfree.loader.event_log import EventLog
 from stallfree.loader.executors import Executor, GatherThreads, TrainingProcess, WorkerProcesses, WorkerSetup
 from stallfree.loader.messages import NO_SLOT, Result, Task
 from stallfree.loader.ring import Ring
+from stallfree.pipeline.settings import Settings
 from stallfree.platform import cpu_count, shares_memory
 from stallfree.raising import users_level
 from stallfree.stats import LoaderStats
@@ -147,10 +148,17 @@ class WorkerPool:
             executor.forget(self.token)
         return self.token
 
-    def note_settings(self) -> None:
-        """Take changes of the data set as its own, if it has made samples in this process."""
-        if isinstance(self._main, TrainingProcess):
-            self.builder.reader.settings.note()
+    @property
+    def settings(self) -> Settings | None:
+        """The attributes of the data set, if it makes samples in this process."""
+        return self.builder.reader.settings if isinstance(self._main, TrainingProcess) else None
+
+    def use(self, reader: Reader) -> None:
+        """Make the samples of the following batches by `reader`, in this process."""
+        if reader.source is not self.builder.reader.source or reader.cache is not self.builder.reader.cache:
+            assert isinstance(self._main, TrainingProcess)
+            self.builder.reader = copy.copy(reader)
+            self._main.restart()
 
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""

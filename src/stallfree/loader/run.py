@@ -20,6 +20,7 @@ from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHO
 from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Options, WorkerPool
 from stallfree.pipeline.codec import read_own_record
+from stallfree.pipeline.objects import comes_from
 from stallfree.raising import note_samples, raisable, shorten
 from stallfree.sources.mapped import MapSource
 from stallfree.typevars import BatchT_co
@@ -324,6 +325,11 @@ class Pass(EpochPass):
         super().__init__(epochs, progress, delivery(options, progress.plan.on_delivered), options.log, in_loop=in_loop)
         self._keeps_pool = options.persistent
         self._results: dict[int, Result] = {}  # of finished batches that were not delivered
+        self._glance: list[Any] = []
+        """The attributes of the data set when the last batch was delivered."""
+        source = options.reader.source
+        self._alone = not getattr(source, "threads", True) or comes_from(type(source), "stallfree")
+        """Whether none of the user's code fetches in threads while the loop runs."""
         try:
             self._start_more()
         except BaseException:
@@ -331,12 +337,17 @@ class Pass(EpochPass):
             raise
 
     def _take(self) -> tuple[Any, Ids]:
+        settings = self.pool.settings
+        if settings is not None and settings.moved(self._glance):
+            self.pool.use(self._epochs.heed_loop())
         while True:
             result = self._next_result()
             if result is None:
                 raise self.progress.end()
             batch = self._hand_out(result)
             if batch is not None:
+                if settings is not None and self._alone:
+                    self._glance = settings.glance()
                 return batch
 
     def _next_result(self) -> Result | None:
@@ -451,7 +462,9 @@ class Pass(EpochPass):
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
             self.counts["queue_depth"] = 0
-        self.pool.note_settings()
+        settings = self.pool.settings
+        if settings is not None and not settings.moved(self._glance):  # else the next epoch follows it
+            settings.note()  # the data set itself may have changed while it made samples
         self.progress.plan.end()
         if not self._keeps_pool:
             self.pool.close()

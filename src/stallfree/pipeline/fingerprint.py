@@ -192,13 +192,14 @@ def _form(thing: Any, walker: _Walker) -> Any:
         for part in inspect.signature(own).parameters.values()
     ):
         pipeline = objects.attribute(thing, "pipeline")  # a source's own fingerprint covers only its records
-        return own(), pipeline if callable(pipeline) else None
-    if isinstance(objects.attribute(thing, "__wrapped__"), types.FunctionType):
+        inherits = objects.is_library(own)  # a class of the user's may change what it inherits it for
+        return own(), pipeline if callable(pipeline) else None, type(thing) if inherits else None
+    if objects.is_library(type(thing)) and isinstance(objects.attribute(thing, "__wrapped__"), types.FunctionType):
         return thing.__wrapped__
     reducer = copyreg.dispatch_table.get(type(thing))
     reduced = reducer(thing) if reducer else thing.__reduce_ex__(2)
     if isinstance(reduced, str):
-        return type(thing), reduced
+        return type(thing), pickle.dumps(thing)  # an error unless that is its name
     make, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
     hidden = _left_out(thing, state, walker) if _pickles_itself(type(thing)) else []  # type: ignore[arg-type]
     if isinstance(state, tuple) and len(state) == 2:
@@ -216,13 +217,13 @@ def _pickles_itself(cls: type) -> bool:
 
 
 def _left_out(thing: Any, state: Any, walker: _Walker) -> list[tuple[str, bytes]]:
-    """Return digests of the attributes that a class leaves out of its pickles, such as large tables.
+    """Return digests of the attributes that a class leaves out of its pickles, or changes, such as large tables.
 
     Those without a fingerprint, such as locks and open files, do not count.
     """
-    attributes, hidden = objects.attribute(thing, "__dict__"), []
-    for name in sorted(attributes) if type(attributes) is dict else ():
-        if type(state) is not dict or name not in state:
+    attributes, hidden = objects.attributes(thing), []
+    for name in sorted(attributes):
+        if type(state) is not dict or name not in state or state[name] is not attributes[name]:
             with tolerant() as unknown, suppress(Exception):  # such as an object whose own code fails
                 digest = _digest((attributes[name],), walker.numbers)
                 hidden += [(name, digest)] * (not unknown)
@@ -239,10 +240,15 @@ def _state(state: Any, cls: type) -> Any:
 
 
 def _named(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that code names. Locks, loggers and their like count by their type."""
+    """Return values that code names. Locks, loggers and their like count by their type.
+
+    So do the user's modules: what code names of them is named, too.
+    """
 
     def silent(value: Any) -> bool:
-        return objects.module_of(type(value)).partition(".")[0] in _SILENT and not isinstance(value, weakref.ref)
+        module = objects.module_of(type(value))
+        library = module.partition(".")[0] in _SILENT and module not in ("weakref", "multiprocessing.sharedctypes")
+        return library or (isinstance(value, types.ModuleType) and not objects.is_library(value))
 
     return {name: type(value).__qualname__ if silent(value) else value for name, value in values.items()}
 
@@ -298,11 +304,18 @@ def _form_of_builtin(function: Any, walker: _Walker) -> Any:
     return f"{module}.{name} {objects.library_version(module)}", None if isinstance(owner, types.ModuleType) else owner
 
 
+@_form.register(types.ModuleType)
+def _form_of_module(module: Any, walker: _Walker) -> Any:
+    if objects.is_library(module):
+        return f"{module.__name__} {objects.library_version(module.__name__)}"
+    return module.__name__, _named({name: value for name, value in vars(module).items() if name[:2] != "__"})
+
+
 @_form.register(set)
 @_form.register(frozenset)
 def _form_of_set(items: Any, walker: _Walker) -> Any:
     if type(items) not in (set, frozenset):
-        return _form.dispatch(object)(items, walker)
+        return type(items), frozenset(items), objects.attributes(items)
     if set(map(type, items)) in ({str}, {int}, {bytes}):
         return sorted(items)
     return sorted(_digest((item,), walker.numbers) for item in items)
@@ -379,7 +392,6 @@ def _file_of(array: Any) -> str | None:
 _FORMS: list[tuple[tuple[type, ...], Callable[[Any], Any]]] = [
     ((PurePath, complex), str),
     ((*objects.GENERATOR_TYPES, type(np.ma.masked)), lambda thing: None),
-    ((types.ModuleType,), lambda thing: f"{thing.__name__} {objects.library_version(thing.__name__)}"),
     ((types.MethodType,), lambda thing: (thing.__self__, thing.__func__)),
     ((functools.partial,), lambda thing: (type(thing), thing.func, thing.args, thing.keywords)),
     ((enum.Enum,), lambda thing: (type(thing), thing.name, thing.value)),

@@ -33,11 +33,12 @@ LIBRARIES = {
     *("simplejpeg", "turbojpeg", "kornia", "timm", "albumentations", "albucore", "monai", "nibabel", "SimpleITK"),
     *("pydicom", "h5py", "zarr", "numcodecs", "netCDF4", "xarray", "lmdb", "msgpack", "fsspec", "s3fs", "gcsfs"),
     *("boto3", "botocore", "requests", "soundfile", "librosa", "decord", "av", "transformers", "tokenizers"),
-    *("datasets", "huggingface_hub", "safetensors", "webdataset", "lightning", "pytorch_lightning", "accelerate"),
+    *("huggingface_hub", "safetensors", "webdataset", "lightning", "pytorch_lightning", "accelerate"),
     *("ray", "redis", "tqdm", "loguru", "rich", "yaml", "attr", "attrs", "einops", "tensorboard"),
 }
 """Libraries whose code is not looked at: it is identified by a version, and its outcomes show whether it is random.
 
+Many projects have a package of their own called `datasets`: that of Hugging Face has a version.
 All other code is the user's, also that of a project that is installed.
 """
 _MOST_FILES = 1024
@@ -53,13 +54,14 @@ def attribute(thing: object, name: str, default: Any = None) -> Any:
 
 def is_known(module: str) -> bool:
     """Return whether `module` belongs to the standard library or to a known library."""
-    return module.partition(".")[0] in LIBRARIES
+    top = module.partition(".")[0]
+    return top in LIBRARIES or (top == "datasets" and hasattr(sys.modules.get(top), "__version__"))
 
 
 def library_version(module: str) -> str | None:
     """Return the version of the library that contains `module`; None for the user's own code."""
     top = module.partition(".")[0]
-    if top not in LIBRARIES:
+    if not is_known(module):
         return None
     in_python = top in sys.stdlib_module_names
     return "python" if in_python else str(attribute(sys.modules.get(top), "__version__", "unknown"))
@@ -70,8 +72,9 @@ def module_of(thing: Any) -> str:
 
     A decorator of a library gives its functions the name of another module.
     """
-    names = thing.__globals__ if isinstance(thing, FunctionType) else {}
-    name = names.get("__name__", attribute(thing, "__name__" if isinstance(thing, ModuleType) else "__module__"))
+    if isinstance(thing, FunctionType):
+        return str(thing.__globals__.get("__name__", ""))  # "" for code that was executed from a text
+    name = attribute(thing, "__name__" if isinstance(thing, ModuleType) else "__module__")
     return name if isinstance(name, str) else "builtins"
 
 
@@ -242,7 +245,7 @@ _TYPES = {"collections.abc", "typing"}
 
 VALUES = (str, bytes, int, float, complex, type(None), np.ndarray, np.generic, torch.Tensor, PurePath)
 CONTAINERS = (dict, list, tuple, set, frozenset, deque)
-_MOST_ITEMS, _MOST_OBJECTS = 4096, 20_000
+_MOST_ITEMS, _MOST_OBJECTS = 256, 20_000
 _ENTRIES = ("__call__", "forward", "__getitem__", "__getitems__")
 _UNCALLED = {
     *("__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__format__", "__hash__", "__eq__"),

@@ -1,6 +1,7 @@
 """Attributes of a data set and its steps, to notice those that change after samples were cached."""
 
 import copy
+import ctypes
 import sys
 import warnings
 import weakref
@@ -14,10 +15,14 @@ from stallfree.pipeline.fingerprint import content
 from stallfree.pipeline.objects import CONTAINERS, VALUES, attribute, attributes_used, comes_from
 from stallfree.raising import users_level
 
-_ITEMS, _SPREAD = 1 << 20, 256
-"""Maximum number of items of a container that are compared, and number of the elements of an array."""
-_NAMESPACES = {"types", "argparse", "functools"}
+_ITEMS, _INNER, _FEW, _SPREAD = 1 << 20, 1 << 16, 32, 256
+"""Items of a container up to which they are compared, containers among them too, and also in each batch; and the number
+of the elements of an array that are compared."""
+_NAMESPACES = {"types", "argparse", "functools", "collections"}
 """Modules of Python whose objects hold settings; those of the others change while they are used."""
+_STEERING = {"multiprocessing.sharedctypes", "multiprocessing.synchronize", "threading"}
+"""Modules of objects by which a program steers its workers."""
+_Simple: Any = ctypes.c_int.__base__
 _OWN = {"pipeline", "sources", "vision", "clara"}
 """Packages of stallfree whose objects do."""
 
@@ -40,6 +45,15 @@ class Settings:
         self._states = {  # by the identity of the owner, which is kept alive, and the name
             (id(owner), name): (owner, *_state_of(value)) for owner, name, value in used if _is_setting(owner, name)
         }
+
+    def glance(self) -> list[Any]:
+        """Return the noted values as they are now, for `moved`; of those that may change in place a small content."""
+        values = [attribute(owner, name) for (_, name), (owner, *_) in self._states.items()]
+        return [_state_of(value) if _is_small(value) else value for value in values]
+
+    def moved(self, before: list[Any]) -> bool:
+        """Return whether one of these values has changed since an earlier `glance`."""
+        return not all(was is now or _is_same(was, now) for was, now in zip(before, self.glance(), strict=False))
 
     def changes(self) -> list[str]:
         """Return what has changed since the last call of `note` or of this method."""
@@ -84,24 +98,37 @@ def _is_setting(owner: Any, name: str) -> bool:
 
 def _state_of(value: Any) -> tuple[type, Any, Any]:
     """Return what is compared of a value: its type, a reference to it if its identity counts, and its content."""
-    kind, compared = type(value), None
+    kind, compared = type(value), None  # type: tuple[type, Any]
     if isinstance(value, CONTAINERS):
-        return kind, None, copy.copy(value) if len(value) <= _ITEMS else len(value)
+        items: Any = () if len(value) > _INNER else value.values() if isinstance(value, dict) else value
+        inner = [copy.copy(item) for item in items if type(item) in (dict, list)]
+        return kind, None, (copy.copy(value), inner) if len(value) <= _ITEMS else len(value)
+    if kind.__module__ == "multiprocessing.sharedctypes":
+        value = value.get_obj()
     if isinstance(value, torch.Tensor):
         compared = attribute(value, "_version"), value.dtype, None if value.is_nested else value.shape
     elif isinstance(value, np.ndarray):
-        items: Any = value.ravel() if value.dtype.kind == "T" else value.flat  # which damages such strings
+        items = value.ravel() if value.dtype.kind == "T" else value.flat  # which damages such strings
         step = value.size + 1 if isinstance(value, np.memmap) else max(1, value.size // _SPREAD)
         compared = value.shape, value.dtype, content(np.asarray(items[::step]))
     elif isinstance(value, (*VALUES, range)):
         return kind, None, value
+    elif isinstance(value, (ctypes.Array, ctypes.Structure, _Simple)):
+        compared = bytes(value)
+    elif kind.__name__ == "Event":
+        compared = value.is_set()
     try:
         return kind, weakref.ref(value), compared
     except TypeError:
         return kind, value, compared
 
 
-def _is_same(before: tuple[Any, ...], now: tuple[Any, ...]) -> bool:
+def _is_small(value: Any) -> bool:
+    """Return whether a value may change in place, and can be compared in microseconds."""
+    return len(value) <= _FEW if isinstance(value, CONTAINERS) else type(value).__module__ in _STEERING
+
+
+def _is_same(before: Any, now: Any) -> bool:
     try:
         return bool(before == now)
     except Exception:  # items without a truth, such as arrays

@@ -31,7 +31,7 @@ from stallfree.pipeline.classify import known
 from stallfree.pipeline.fingerprint import fingerprint
 from stallfree.pipeline.values import private
 from stallfree.platform import at_fork
-from stallfree.sources.mapped import BaseSource, value_at
+from stallfree.sources.mapped import BaseSource, directory_of, value_at
 
 _FORMAT = 3
 
@@ -72,7 +72,7 @@ class Recorder:
         self._names, self._transforms, self._unpacked = source.names, source.transforms, source.unpacked
         self._kind, self._learns, self.calls = type(source.dataset).__name__, learns, list[Call]()
         stand_ins = {name: StandIn(self, number) for number, name in enumerate(source.names)}
-        self._dataset = with_values(source.without, stand_ins)
+        self._dataset = with_values(source.dataset, stand_ins)
 
     def make(self, id: int) -> Any:
         """Return sample `id` with outputs in it. Raises `InputError` if a use of one was refused, even if caught."""
@@ -328,7 +328,8 @@ class CutSource(BaseSource):
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set without its transforms, and the form of the records."""
-        return f"CutSource {_FORMAT} {fingerprint(self.without, self.names, str(self.plan))}"
+        of = self.without, self.names, str(self.plan), directory_of(self.dataset)
+        return f"CutSource {_FORMAT} {fingerprint(*of)}"
 
 
 def with_values(holder: Any, values: Mapping[str, Any]) -> Any:

@@ -60,7 +60,7 @@ class ServedFile(io.BytesIO):
 
     def __init__(self, data: bytes, name: Any) -> None:
         super().__init__(data)
-        self.name, self.mode = name, "rb"  # type: ignore[misc]
+        self.name, self.mode = os.fspath(name), "rb"  # type: ignore[misc]
 
     def fileno(self) -> int:
         """The number of a descriptor of an anonymous file with this content, at this position."""
@@ -90,7 +90,7 @@ class ServedFile(io.BytesIO):
         """Raise `io.UnsupportedOperation`."""
         raise io.UnsupportedOperation("File not open for writing")
 
-    writelines = truncate = write
+    writelines, truncate, readall = write, write, io.BytesIO.read
 
 
 class Files:
@@ -217,7 +217,7 @@ def _open_remote(files: Files, real: Any, fs: Any, path: Any, mode: str = "rb", 
 
 
 def _imread(files: Files, real: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-    plain = len(args) + len(kwargs) <= 1 and kwargs.keys() <= {"flags"}
+    plain = len(args) + len(kwargs) <= 1 and kwargs.keys() <= {"flags"} and not isinstance((*args, 0)[0], np.ndarray)
     data = files.content(filename, MOST_BYTES) if plain else None
     flags = args or (kwargs.get("flags", 1),)
     image = sys.modules["cv2"].imdecode(np.frombuffer(data, np.uint8), *flags) if data else None

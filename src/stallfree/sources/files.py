@@ -51,7 +51,8 @@ class DecodeImage:
         mode: `"RGB"` or `"L"` (greyscale).
 
     Raises:
-        InputError: for another `output` or `mode`, and when called with bytes that are no whole picture.
+        InputError: for another `output` or `mode`, and when called with bytes that are no whole picture;
+            with `output="pil"` that is Pillow's error.
 
     Example:
         ```python
@@ -87,6 +88,8 @@ class DecodeImage:
                 converted: Image.Image = image.convert(self.mode)
                 return converted
         except Exception as error:
+            if self.output == "pil":  # as under torchvision
+                raise
             raise image_unreadable(f"no whole picture in these {len(data)} bytes: {error}") from error
 
     def fingerprint(self) -> str:
@@ -165,10 +168,19 @@ class FileDataset(BaseSource):
         Sizes are those of at most 256 local files, evenly spread.
         """
         labels = None if self._labels is None else self._labels.values
-        return f"FileDataset {self._paths.fingerprint()} {fingerprint(labels)}"
+        return f"FileDataset {self._paths.fingerprint()} {fingerprint(type(self), labels)}"
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} files, first {self._paths[0]!r})"
+
+
+class FilesOf(FileDataset):
+    """The files of a data set of another library, which may change: `dataset`."""
+
+    dataset: Any
+
+    def __len__(self) -> int:
+        return len(self.dataset)
 
 
 class ImageFolder(FileDataset):

@@ -1,6 +1,7 @@
 """Sources of samples: what all of them share, and any map-style data set as a source."""
 
 import operator
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -14,6 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from stallfree.errors import IdError, dataset_changed, dataset_empty, dataset_type, iterable_unsupported
 from stallfree.pipeline.compose import Compose, OnItem, Source, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.objects import attributes
 from stallfree.raising import note_sample, raisable
 
 _FOLDER = "torchvision.datasets.folder"
@@ -151,7 +153,16 @@ class MapSource(BaseSource):
 
     def fingerprint(self) -> str:
         """The fingerprint of the data set object: its class, its code and its attributes."""
-        return f"MapSource {fingerprint(self.dataset)}"
+        return f"MapSource {fingerprint(self.dataset, directory_of(self.dataset))}"
+
+
+def directory_of(dataset: Any) -> str | None:
+    """Return the current directory if an attribute of a data set is a relative path there, or a list of such paths."""
+    for value in attributes(dataset).values():
+        path = value[0] if isinstance(value, (list, tuple)) and value else value
+        if isinstance(path, (str, PurePath)) and not os.path.isabs(path) and os.path.exists(path):
+            return os.getcwd()
+    return None
 
 
 class SingleItems:
@@ -273,16 +284,18 @@ def _folder_source(dataset: Any) -> Source | None:
     It is recognised by name and module, so that torchvision is not imported here.
     """
     # A class of the user's may do anything with its transforms.
-    reads = getattr(getattr(type(dataset), "__getitem__", None), "__module__", "")
-    if reads != _FOLDER or mark_of(dataset) is not None or getattr(dataset.loader, "__module__", "") != _FOLDER:
+    reads = {getattr(getattr(type(dataset), name, None), "__module__", "") for name in ("__getitem__", "__len__")}
+    if reads != {_FOLDER} or hasattr(type(dataset), "__getitems__") or mark_of(dataset) is not None:
         return None
     backend = getattr(sys.modules.get("torchvision"), "get_image_backend", lambda: "PIL")()
-    if dataset.loader.__name__ != "pil_loader" and (dataset.loader.__name__, backend) != ("default_loader", "PIL"):
+    loads = getattr(dataset.loader, "__module__", ""), getattr(dataset.loader, "__name__", "")
+    if loads != (_FOLDER, "pil_loader") and (*loads, backend) != (_FOLDER, "default_loader", "PIL"):
         return None
-    from stallfree.sources.files import DecodeImage, FileDataset
+    from stallfree.sources.files import DecodeImage, FilesOf
 
     paths, labels = zip(*dataset.samples, strict=True)
-    files = FileDataset(paths, labels, decode=DecodeImage("pil"))
+    files = FilesOf(paths, labels, decode=DecodeImage("pil"))
+    files.dataset = dataset
     transforms = enumerate((dataset.transform, dataset.target_transform))
     files.pipeline = Compose([*files.pipeline, *(OnItem(at, step) for at, step in transforms if step is not None)])
     files.watched = [(dataset, name, getattr(dataset, name)) for name in ("transform", "target_transform", "loader")]

@@ -173,7 +173,7 @@ class TarDataset(BaseSource):
 
         Of the shards it contains the paths, and name, size and time of each file in them.
         """
-        return f"TarDataset {fingerprint(self._shards, self._digests, self._keys)}"
+        return f"TarDataset {fingerprint(type(self), self._shards, self._digests, self._keys)}"
 
     def __repr__(self) -> str:
         return f"TarDataset({len(self)} samples in {len(self._shards)} shards, first {self._shards[0]!r})"

@@ -72,7 +72,7 @@ def test_all_processes_of_a_node_share_the_server_of_the_first() -> None:
 
 
 @needs_server
-def test_a_server_that_has_died_is_replaced_when_an_epoch_begins() -> None:
+def test_a_server_that_has_died_is_replaced_when_an_epoch_begins(tmp_path: Path) -> None:
     stores: list[sf.RedisStore] = []
     run_threads(lambda: stores.append(open_store()))  # the thread that starts it may end
     with stores[0] as store:
@@ -80,9 +80,16 @@ def test_a_server_that_has_died_is_replaced_when_an_epoch_begins() -> None:
         put(tier, ALL)
         tier.begin_epoch()
         assert held(tier) == ALL.tolist()
-        worker = Child(lambda: until(lambda: held(tier) == [], "lost") or until(lambda: len(held(tier)) == 3, "back"))
+
+        def work() -> None:
+            until(lambda: held(tier) == [], "it is lost")
+            (tmp_path / "lost").touch()
+            until(lambda: len(held(tier)) == 3, "it is back")
+
+        worker = Child(work)
         kill(before)
         assert (held(tier), put(tier, ALL).any(), tier.status()[0].lost) == ([], False, True)
+        until((tmp_path / "lost").exists)  # before another one has anything
         until(lambda: before.pid not in (tier.begin_epoch() or [server_of().pid]), "another one runs")
         assert put(tier, ALL[:3]).all()
         assert held(tier) == [0, 1, 2]

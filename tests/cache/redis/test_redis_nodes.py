@@ -20,6 +20,7 @@ import stallfree as sf
 from children import gone
 from redis_jobs import LIMIT, Here, Job, Rows, check_batch, job, open_rows, open_store, reads
 from redis_servers import needs_server, until
+from stallfree.cache import tier as tiers
 from stallfree.ipc.folders import default_root, sweep
 
 pytestmark = needs_server
@@ -34,11 +35,17 @@ def pair() -> Iterator[Job]:
         yield made
 
 
+def written(cached: sf.CachedDataset) -> None:
+    """Wait until no process of this node has samples in its queue: after 250 ms they would be read again."""
+    until(lambda: not (cached.cache.tier._state & tiers._MOVING).any())
+
+
 @contextlib.contextmanager
 def rows(here: Here, **options: Any) -> Iterator[sf.CachedDataset]:
     """The data set in one of the processes, until all have ended."""
     open_rows(here, COUNT, options)
     here["meet"].wait(LIMIT)
+    written(here["cached"])
     here["looked at"] = reads(here["folder"]) if here["number"] == 0 else []
     here["meet"].wait(LIMIT)
     yield here["cached"]
@@ -61,7 +68,7 @@ def train(here: Here, order: str, method: str | None, options: dict[str, Any]) -
             if order != "local":  # whose epochs follow from the loader's
                 sampler.set_epoch(epoch)
             served.append([id for values, ids in loader for id in check_batch(values, ids)])
-            cached.cache.tier.flush()
+            written(cached)
             here["meet"].wait(LIMIT)
         if order != "torch":
             loader.close()
@@ -126,7 +133,7 @@ def train_by_importance(here: Here, plan: str) -> list[tuple[list[int], list[int
                     loss = 0.1 + ((batch.ids * 37 + number * 11) % 101).float() / 10
                     loader.update(batch.ids, loss)
                     distributed.all_reduce(loss.sum())  # as that of the gradients
-                cached.cache.tier.flush()
+                written(cached)
                 distributed.barrier()
                 epochs.append((planned, resident, served))
     distributed.destroy_process_group()
