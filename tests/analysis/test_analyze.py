@@ -156,9 +156,8 @@ BAD: list[tuple[Any, Any, dict[str, Any], str]] = [
     (range(9), len, {"batch_size": None}, "batch_size=None"),
     (range(9), len, {"workers": 3}, "making the loader failed: .*'workers'"),
     ([[1] * (1 + id) for id in range(9)], len, {}, "making a batch failed: RuntimeError: "),
-    (UNREADABLE, len, {}, NAMED),
-    (torch.utils.data.ConcatDataset([UNREADABLE]), len, {}, NAMED),
-]
+    (UNREADABLE, len, {}, NAMED), (torch.utils.data.ConcatDataset([UNREADABLE]), len, {}, NAMED),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dataset", "step", "arguments", "message"), BAD)
@@ -200,18 +199,15 @@ def test_the_commands_end_to_end(folder: Path) -> None:
     assert told.strip() == str(report.predict(cache="50%", cpus=24, devices=8, jobs=8))
 
 
-@pytest.mark.parametrize(
-    ("command", "message"),
-    [
-        ("predict absent.json", "absent.json cannot be read as a report"),
-        ("analyze my_job.py:raises", "my_job.py:raises failed: KeyError: 'which'"),
-        ("analyze my_job.py:wrong", r"return \(dataset, loader_arguments, step\)"),
-        ("analyze absent.py:build", "no function 'absent.py:build': give a file or a module"),
-        ("analyze broken.py:build", "broken.py:build failed: SyntaxError"),
-        ("analyze my_job.py:build --json no/folder/r.json", "no/folder/r.json cannot be written"),
-        ("analyze my_job.py:build --cache 101%", "cache='101%'"),
-    ],
-)
+@pytest.mark.parametrize(("command", "message"), [
+    ("predict absent.json", "absent.json cannot be read as a report"),
+    ("analyze my_job.py:raises", "my_job.py:raises failed: KeyError: 'which'"),
+    ("analyze my_job.py:wrong", r"return \(dataset, loader_arguments, step\)"),
+    ("analyze absent.py:build", "no function 'absent.py:build': give a file or a module"),
+    ("analyze broken.py:build", "broken.py:build failed: SyntaxError"),
+    ("analyze my_job.py:build --json no/folder/r.json", "no/folder/r.json cannot be written"),
+    ("analyze my_job.py:build --cache 101%", "cache='101%'"),
+])  # fmt: skip
 @pytest.mark.usefixtures("folder")
 def test_the_command_refuses(command: str, message: str) -> None:
     with pytest.raises(InputError, match=message):

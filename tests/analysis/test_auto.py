@@ -82,14 +82,10 @@ def noise(numbers: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return numbers + random.random()
 
 
-@pytest.mark.parametrize(
-    ("data", "workers", "room"),
-    [
-        (Numbers(COUNT, [squared, shaken], size=256), 0, "120kB"),
-        (Numbers(COUNT, [squared, shaken], size=256), 2, ROOM),
-        (Slow(transform=noise), 1, ROOM),
-    ],
-)
+@pytest.mark.parametrize(("data", "workers", "room"), [
+    (Numbers(COUNT, [squared, shaken], size=256), 0, "120kB"), (Numbers(COUNT, [squared, shaken], size=256), 2, ROOM),
+    (Slow(transform=noise), 1, ROOM),
+])  # fmt: skip
 def test_samples_are_those_without_a_cache(data: Any, workers: int, room: str) -> None:
     """Also after a resume in mid-epoch."""
     options: dict[str, Any] = {"shuffle": True, "num_workers": workers, "seed": 3}
@@ -136,18 +132,15 @@ def test_a_decision_leaves_no_trace_in_the_generators(data: Any) -> None:
     assert torch_states[0] == torch_states[1], "each iteration draws its seed, as torch's do"
 
 
-@pytest.mark.parametrize(
-    ("data", "form", "words"),
-    [
-        (Numbers(COUNT, [squared, shaken]), "prepared", "all 40 samples, as they are after the transforms that"),
-        (ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"), "fetched", "as they are read"),
-        (Slow(), "fetched", "all 40 samples, as they are read"),
-        (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
-        (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),
-        (Augmented(), None, "no samples in memory: its samples are random, and no part of them can be kept"),
-        (Numbers(COUNT), None, "no samples in memory: it would save less than a tenth"),
-    ],
-)
+@pytest.mark.parametrize(("data", "form", "words"), [
+    (Numbers(COUNT, [squared, shaken]), "prepared", "all 40 samples, as they are after the transforms that"),
+    (ThrottledSource(Numbers(COUNT, [shaken], size=2000), bandwidth="1MB/s"), "fetched", "as they are read"),
+    (Slow(), "fetched", "all 40 samples, as they are read"),
+    (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
+    (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),
+    (Augmented(), None, "no samples in memory: its samples are random, and no part of them can be kept"),
+    (Numbers(COUNT), None, "no samples in memory: it would save less than a tenth"),
+])  # fmt: skip
 def test_what_is_chosen_and_said(data: Any, form: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:
     with sf.DataLoader(data, 8, num_workers=1, cache="auto", capacity=ROOM) as loader:
         epochs(loader, 1)
@@ -182,9 +175,7 @@ class Large(Files):
 
 
 @pytest.mark.parametrize("kind", [Files, Large])
-def test_files_are_cached_where_samples_are_random_or_too_large(
-    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_random_or_large_samples_are_kept(kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a measurement by which these files lie in slow storage."""
     measure, slow = auto.measure_files, {"miss": 1.0, "hit": {"files": 1e-6}}
     monkeypatch.setattr(auto, "measure_files", lambda *args, **options: replace(measure(*args, **options), **slow))
@@ -214,8 +205,7 @@ def test_jobs_with_the_same_data_share_the_first_decision_and_the_cache(
     monkeypatch.setattr(auto, "granted", lambda capacity, root: next(shares))
     jobs: list[Any] = [sf.DataLoader(data, 8, num_workers=0, cache="auto") for _ in range(2)]
     with jobs[0] as one, jobs[1] as two:
-        epochs(one, 1)
-        epochs(two, 1)
+        epochs(one, 1), epochs(two, 1)
         assert two.decision == one.decision
         assert capfd.readouterr().err.count("cache='auto'") == 1, "only who decides prints it"
         assert two.cached.cache.path == one.cached.cache.path
@@ -254,9 +244,7 @@ class Held(Slow):
         return self.file.read(100)[50] + random.random(), id
 
 
-def test_workers_are_not_chosen_for_a_data_set_that_holds_an_open_file(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_no_workers_for_a_data_set_that_holds_an_open_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     data = Held(tmp_path / "file")
     with data.file, sf.DataLoader(data, 8, cache="auto", capacity=ROOM, persistent_workers=True) as loader:
         for values, ids in loader:
@@ -279,16 +267,13 @@ def test_workers_are_not_fewer_than_the_user_gave_and_none_for_a_short_epoch(wor
         assert loader.num_workers == used
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto', or leave them out"),
-        ({"transform": str}, "give cache='auto', or leave them out"),
-        ({"cache": "auto", "transform": 3}, "transform=3 cannot be called"),
-        ({"cache": "auto", "capacity": "0%"}, "share above 0%"),
-        ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"cache": "memory", "capacity": "1GiB"}, "give cache='auto', or leave them out"),
+    ({"transform": str}, "give cache='auto', or leave them out"),
+    ({"cache": "auto", "transform": 3}, "transform=3 cannot be called"),
+    ({"cache": "auto", "capacity": "0%"}, "share above 0%"),
+    ({"cache": "auto", "capacity": "1GiB", "sampler": sf.ImportanceSampler(12)}, "give it a CachedDataset"),
+])  # fmt: skip
 def test_arguments_that_make_no_sense_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(sf.InputError, match=message):
         sf.DataLoader(Numbers(), 4, **options)

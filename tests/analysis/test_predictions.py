@@ -43,20 +43,13 @@ def test_the_knee_is_where_fetching_stops_to_bind(g: float, p: float, s: float) 
     assert job(g, p, s).enough_cache() == pytest.approx(exact, abs=0.0101)
 
 
-@pytest.mark.parametrize(
-    ("times", "warm_up", "rate", "lasts"),
-    [
-        ([4.0, *[0.1] * 50], 1, 80, 6.0),  # the warm-up takes longer than the run, and is not timed
-        ([0.1] * 50, 0, 80, 2.0),
-        ([0.5] * 3, 1, 16, 1.5),  # the batches end early
-        ([6.0] * 9, 10, 8 / 6, 6.0),  # slow batches are timed in spite of a long warm-up
-        ([0.5], 1, None, 0.5),
-        ([], 0, None, 0.0),
-    ],
-)
-def test_what_is_timed(
-    times: list[float], warm_up: int, rate: float | None, lasts: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("times", "warm_up", "rate", "lasts"), [
+    ([4.0, *[0.1] * 50], 1, 80, 6.0),  # the warm-up takes longer than the run, and is not timed
+    ([0.5] * 3, 1, 16, 1.5),  # the batches end early
+    ([6.0] * 9, 10, 8 / 6, 6.0),  # slow batches are timed in spite of a long warm-up
+    ([0.1] * 50, 0, 80, 2.0), ([0.5], 1, None, 0.5), ([], 0, None, 0.0),
+])  # fmt: skip
+def test_what_is_timed(times: Any, warm_up: int, rate: Any, lasts: float, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
 
     def batches() -> Iterator[int]:
@@ -70,8 +63,7 @@ def test_what_is_timed(
 
 
 def test_the_intervals_of_rounds_hold_the_truth_nearly_always() -> None:
-    rng = np.random.default_rng(3)
-    rounds = 100 * (1 + 0.05 * rng.standard_normal((400, 4)))
+    rounds = 100 * (1 + 0.05 * np.random.default_rng(3).standard_normal((400, 4)))
     means = [combined(list(map(float, row))) for row in rounds[:, :3]]
     assert np.mean([mean.low < 100 < mean.high for mean in means]) > 0.92  # type: ignore[operator]
     inside = [abs(row[3] - row[:3].mean()) < next_half_width(row[:3]) for row in rounds]
@@ -104,8 +96,7 @@ def test_predictions_are_the_formula() -> None:
     shared = report.predict(cache="50%", jobs=4)
     assert (shared.F, shared.G) == (pytest.approx(report.predict(cache="50%").F / 4), 1000)
     # F reaches 1000 / 1.02, within 2% of G, where 1.02/1000 = x/50000 + (1-x)/250: the end of the fetch stall
-    best = report.data["curve"]["best"]
-    assert best == pytest.approx((1 / 250 - 1.02 / 1000) / (1 / 250 - 1 / 50_000), abs=0.01)
+    assert report.data["curve"]["best"] == pytest.approx((1 / 250 - 1.02 / 1000) / (1 / 250 - 1 / 50_000), abs=0.01)
     assert report.data["advice"][0]["do"].startswith("Cache 75% of the samples")
     assert report.data["advice"][0]["gain"] == pytest.approx(4, rel=0.02)
 
@@ -250,26 +241,15 @@ def check(report: Report, asked: dict[str, Any]) -> Prediction:
     return told
 
 
-jobs = st.fixed_dictionaries(
-    {
-        **dict.fromkeys("GPS", any_rate),
-        "C": st.floats(100, 1e6),
-        "hit": st.floats(1, 3),  # P of hits, as many times P
-        "shared": st.one_of(st.just(1.0), st.floats(0.4, 1.0)),  # the warm job, as a share of min(P, G)
-        "workers": st.integers(0, 8),
-        "parted": st.booleans(),
-        "host": st.sampled_from([1, 2, 24]),
-    }
-)
-questions = st.fixed_dictionaries(
-    {},
-    optional={
-        "cache": st.sampled_from(["0%", "35%", "90%", "100%"]),
-        "cpus": st.sampled_from([1, 2, 5, 24]),
-        "devices": st.sampled_from([1, 4]),
-        "jobs": st.sampled_from([1, 3]),
-    },
-)
+jobs = st.fixed_dictionaries({
+    **dict.fromkeys("GPS", any_rate), "C": st.floats(100, 1e6), "hit": st.floats(1, 3),  # P of hits, as many times P
+    "shared": st.one_of(st.just(1.0), st.floats(0.4, 1.0)),  # the warm job, as a share of min(P, G)
+    "workers": st.integers(0, 8), "parted": st.booleans(), "host": st.sampled_from([1, 2, 24]),
+})  # fmt: skip
+questions = st.fixed_dictionaries({}, optional={
+    "cache": st.sampled_from(["0%", "35%", "90%", "100%"]), "cpus": st.sampled_from([1, 2, 5, 24]),
+    "devices": st.sampled_from([1, 4]), "jobs": st.sampled_from([1, 3]),
+})  # fmt: skip
 
 
 def report_of(job: dict[str, Any]) -> Report:
@@ -308,9 +288,7 @@ HAND: list[tuple[dict[str, Any], int, dict[str, Any], str, float, list[str]]] = 
 
 
 @pytest.mark.parametrize(("rates", "workers", "asked", "binds", "throughput", "said"), HAND)
-def test_what_is_named_by_hand(
-    rates: dict[str, Any], workers: int, asked: dict[str, Any], binds: str, throughput: float, said: list[str]
-) -> None:
+def test_what_is_named_by_hand(rates: Any, workers: int, asked: Any, binds: str, throughput: float, said: Any) -> None:
     report = make(rates, workers=workers)
     told = check(report, asked)
     assert (told.binds, told.throughput) == (binds, pytest.approx(throughput, rel=0.01))

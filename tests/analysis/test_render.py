@@ -37,9 +37,7 @@ def everywhere(value: Any, word: str) -> Any:
 
 
 @pytest.mark.parametrize(("page_of", "example"), [(report_page, report), (simulation_page, simulation)])
-def test_a_page_holds_its_data_escaped_and_asks_for_nothing(
-    page_of: Any, example: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_escapes_data_and_asks_for_nothing(page_of: Any, example: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     data = everywhere(example(), HARM)
     page = Page(page_of(data))
     links = [found for found in page.with_attributes() if found[1] in ("src", "href", "srcset", "action", "data")]
@@ -91,8 +89,7 @@ def test_a_run_is_its_events_from_the_first_on() -> None:
     random.Random(0).shuffle(events)
     run = run_data("log", events)
     assert (run["seconds"], run["left_out"]) == (pytest.approx(0.25), 0)
-    expected = sorted(recording(), key=lambda event: (event.start, event.end))
-    for row, e in zip(run["events"], expected, strict=True):
+    for row, e in zip(run["events"], sorted(recording(), key=lambda e: (e.start, e.end)), strict=True):
         assert row == [pytest.approx(e.start - 5.0), pytest.approx(e.end - 5.0), e.actor, e.what, e.batch, e.epoch]
     part = run_data("log", recording(), seconds=0.095)
     assert len(part["events"]) == sum(event.start < 5.095 for event in recording()) == 6

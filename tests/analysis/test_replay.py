@@ -74,21 +74,19 @@ def typical_example(lengths: np.ndarray) -> bytes:
 @settings(max_examples=6)
 @given(
     room=st.integers(1, 40),
-    batch_size=st.integers(1, 9),
+    size=st.integers(1, 9),
     trace=st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=120), min_size=1, max_size=4),
     seed=st.none() | st.integers(0, 10**6),
 )
-@example(room=24, batch_size=1, trace=[[*range(60)] * 2, [*range(59, -1, -1)]], seed=3914)
-def test_it_decides_as_the_live_cache(
-    policy: str, room: int, batch_size: int, trace: list[list[int]], seed: int | None
-) -> None:
+@example(room=24, size=1, trace=[[*range(60)] * 2, [*range(59, -1, -1)]], seed=3914)
+def test_it_decides_as_live_caches(policy: str, room: int, size: int, trace: list[list[int]], seed: int | None) -> None:
     """For records of one size, and with a seed for records of random sizes."""
     epochs = [np.array(ids) for ids in trace]
     if seed is None:
-        check_live(policy, epochs, 200_000 + room * 64, batch_size)
+        check_live(policy, epochs, 200_000 + room * 64, size)
     else:
         lengths = np.random.default_rng(seed).integers(200, 9000, 60)
-        total = check_live(policy, epochs, 120_000 + room * 5000, batch_size, lengths)
+        total = check_live(policy, epochs, 120_000 + room * 5000, size, lengths)
         assert total.storage_bytes >= total.misses * 200
 
 
@@ -99,17 +97,15 @@ def test_it_decides_as_the_live_cache_when_only_some_are_queued(policy: str) -> 
     assert check_live(policy, [rng.permutation(8000), rng.zipf(1.2, 6000) % 8000], 500_000, 64).evictions > 1000
 
 
-def check_live(
-    policy: str, epochs: list[np.ndarray], capacity: int, batch_size: int, lengths: np.ndarray | None = None
-) -> Any:
-    expected, resident, blocks = live(epochs, policy, capacity, batch_size, lengths)
+def check_live(policy: str, epochs: list[np.ndarray], room: int, size: int, lengths: np.ndarray | None = None) -> Any:
+    expected, resident, blocks = live(epochs, policy, room, size, lengths)
     options: dict[str, Any] = {"capacity": blocks}
     if lengths is not None:
-        options = {"capacity": capacity, "sizes": record_sizes(lengths.tolist())}
+        options = {"capacity": room, "sizes": record_sizes(lengths.tolist())}
     if policy == "importance":
         num_ids = max(int(ids.max()) for ids in epochs) + 1 if lengths is None else len(lengths)
         options["scores"] = importance(len(epochs), num_ids)
-    outcome = replay(epochs, policy=policy, batch_size=batch_size, **options)
+    outcome = replay(epochs, policy=policy, batch_size=size, **options)
     assert [(e.hits, e.misses, e.evictions, e.rejected) for e in outcome.epochs] == expected
     assert outcome.resident.tolist() == resident
     return outcome.total
@@ -168,16 +164,14 @@ def test_plans_and_shares() -> None:
 
 
 BAD: list[tuple[Any, dict[str, Any], str]] = [
-    (5, {}, "trace_or_plans=5"),
-    ([[0, -1]], {}, "0 or more"),
-    ([[0.5]], {}, "integers"),
+    (5, {}, "trace_or_plans=5"), ([[0, -1]], {}, "0 or more"), ([[0.5]], {}, "integers"),
     ([10**15], {}, "the id 1000000000000000 takes .* of memory"),
     ([0, 5], {"capacity": "1MiB", "sizes": [1, 2, 3]}, "sizes has 3 numbers: give one for each of the ids 0 to 5"),
     ([0, 1], {"policy": "importance"}, "policy='importance': give a number for each of the ids"),
     ([0, 1], {"policy": "importance", "scores": [1]}, "each of the ids 0 to 1, or a row"),
     ([0, 1], {"policy": "importance", "scores": [1, float("nan")]}, "none of them NaN"),
     ([0, 1], {"policy": "oracle", "scores": [1, 2]}, "'importance' only, not for 'oracle'"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("trace", "arguments", "message"), BAD)

@@ -1,5 +1,7 @@
 """The time of loops that overlap, and what is said of it."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,21 +32,13 @@ NAMED = "give the loader at train.py:9 persistent_workers=True; starting its wor
 CACHE, NOTHING = "`stallfree run --cache` measures", "Next: nothing, data arrive in time"
 
 
-@pytest.mark.parametrize(
-    ("first", "waited", "between", "changed", "said"),
-    [
-        (3.0, 0.1, 15.0, {}, [NAMED]),
-        (3.0, 4.0, 7.4, {}, [NAMED, CACHE]),
-        (3.0, 0.1, 7.4, {"num_workers": 0}, [CACHE]),
-        (3.0, 0.1, 7.4, {"persistent_workers": True}, [CACHE]),
-        (3.0, 0.1, 7.4, {"passes": 1}, [CACHE]),
-        (3.0, 20.0, 1.0, {}, [CACHE]),  # a first batch takes as long as others do, times the workers
-        (0.05, 0.05, 7.4, {}, [NOTHING]),
-    ],
-)
-def test_what_is_said_of_a_loader_of_five_passes(
-    first: float, waited: float, between: float, changed: dict[str, int], said: list[str]
-) -> None:
+@pytest.mark.parametrize(("first", "waited", "between", "changed", "said"), [
+    (3.0, 0.1, 15.0, {}, [NAMED]), (3.0, 4.0, 7.4, {}, [NAMED, CACHE]), (3.0, 0.1, 7.4, {"num_workers": 0}, [CACHE]),
+    (3.0, 0.1, 7.4, {"persistent_workers": True}, [CACHE]), (3.0, 0.1, 7.4, {"passes": 1}, [CACHE]),
+    (3.0, 20.0, 1.0, {}, [CACHE]),  # a first batch takes as long as others do, times the workers
+    (0.05, 0.05, 7.4, {}, [NOTHING]),
+])  # fmt: skip
+def test_what_is_said_of_five_passes(first: float, waited: float, between: float, changed: Any, said: Any) -> None:
     """Persistent workers are named where the start of workers is the reason."""
     times = Times(passes=5, batches=100, first_seconds=first, waited_seconds=waited, between_seconds=between).json()
     row = Row("Pictures", 32, 2, False, "train.py:9").json() | times | changed

@@ -34,10 +34,8 @@ def test_the_article() -> None:
 def test_the_steady_state_at_any_scale(load: float) -> None:
     """The law holds for microseconds and for minutes, for many loaders that deliver in bursts too."""
     for pipeline in (Pipeline(4, load, load / 8, load / 3), Pipeline(48, load, load / 200, load / 100, variation=0)):
-        comparison = compare(pipeline, seeds=2, seconds=load)
-        assert [figure["mean"] for figure in comparison["steady"]] == [
-            pytest.approx(law, rel=0.02) for law in comparison["law"]
-        ]
+        found = compare(pipeline, seeds=2, seconds=load)
+        assert [figure["mean"] for figure in found["steady"]] == [pytest.approx(law, rel=0.02) for law in found["law"]]
 
 
 def test_what_had_not_ended_is_known_too() -> None:
@@ -69,11 +67,9 @@ def test_the_law_of_constant_times(loaders: int, load: float, transfer: float, c
 
 @settings(max_examples=8)
 @given(st.integers(1, 5), times, times, times, st.booleans(), st.integers(0, 99))
-def test_what_holds_in_every_run(
-    loaders: int, load: float, transfer: float, compute: float, prefetch: bool, seed: int
-) -> None:
+def test_what_always_holds(loaders: int, load: float, transfer: float, compute: float, ahead: bool, seed: int) -> None:
     """One thing at a time, each batch loaded before it is copied and copied before it is computed, none lost."""
-    run = simulate(Pipeline(loaders, load, transfer, compute, prefetch), seconds=10, seed=seed)
+    run = simulate(Pipeline(loaders, load, transfer, compute, ahead), seconds=10, seed=seed)
     assert run == simulate(run.pipeline, seconds=10, seed=seed)
     ends: dict[str, float] = {}
     for event in sorted(run.events, key=lambda event: event.start):
@@ -84,7 +80,7 @@ def test_what_holds_in_every_run(
         assert done[event.what].setdefault(event.batch, event) is event
     for before, after in (("load", "copy"), ("copy", "compute")):
         assert all(done[before][batch].end <= event.start + 1e-9 for batch, event in done[after].items())
-    if not prefetch:
+    if not ahead:
         both = sorted((e for e in run.events if e.what != "load"), key=lambda e: e.start)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(both))
 
