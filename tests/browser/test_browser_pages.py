@@ -240,11 +240,8 @@ def test_a_recorded_run(open_page: Open) -> None:
     }
     seek(opened, 200)  # 50 ms: two fetches beside a prep
     assert doing(opened) == {
-        "gather": "idle",
-        "loader 0": "prep 1/0, fetch 1/2, fetch 1/3",
-        "loader 10": "fetch 1/1",
-        "device": "idle",
-    }
+        "gather": "idle", "loader 0": "prep 1/0, fetch 1/2, fetch 1/3", "loader 10": "fetch 1/1", "device": "idle",
+    }  # fmt: skip
     assert queued(opened) == ["–"], "a batch that is fetched and not prepared is not ready"
     cut = open_page(simulation_page(recorded(seconds=0.095)))
     seek(cut, 1000)

@@ -38,11 +38,9 @@ class Noted:
 
 
 WAYS: dict[str, Callable[[Any], Any]] = {
-    "an iterable": lambda noted: noted,
-    "a generator": iter,
-    "torch's loader": torch.utils.data.DataLoader,
+    "an iterable": lambda noted: noted, "a generator": iter, "torch's loader": torch.utils.data.DataLoader,
     "one whose sampler draws a seed": lambda noted: torch.utils.data.DataLoader(noted, shuffle=True),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -100,23 +100,20 @@ CONTAINERS: dict[str, Callable[[], Any]] = {
     "tensor": lambda: numbers(4, 3),
     "dict": lambda: {"images": numbers(4, 3), 7: numbers(4), "names": ["a", "b"], "none": None},
     "nested": lambda: [{"a": (numbers(2), [numbers(3)])}, (), {}, [numbers(1), 5, "text", b"bytes", 1.5, True]],
-    "ordered": lambda: OrderedDict(b=numbers(2), a=numbers(3)),
-    "default": lambda: defaultdict(list, {"x": numbers(4)}),
+    "ordered": lambda: OrderedDict(b=numbers(2), a=numbers(3)), "default": lambda: defaultdict(list, {"x": numbers(4)}),
     "the same twice": lambda: [{"a": one, "b": [one, one[1:3]]} for one in [numbers(5)]],
     "user's dict": lambda: UserDict({"x": numbers(3)}),
     "encoding": lambda: Encoding({"ids": numbers(2, 3), "mask": numbers(2, 3)}, ["a", "b"]),
     "output": lambda: Output(logits=numbers(2, 3), loss=numbers(1)),
-    "read-only": lambda: types.MappingProxyType({"x": numbers(3)}),
-    "list of its own": lambda: Named(numbers(3), 1),
+    "read-only": lambda: types.MappingProxyType({"x": numbers(3)}), "list of its own": lambda: Named(numbers(3), 1),
     "named tuple": lambda: Pair(numbers(3), Point(numbers(2), 1.5)),
     "what sort gives": lambda: [torch.sort(numbers(5)), torch.Size([2, 3])],
     "dataclass": lambda: Graph(numbers(3), "its name", {"a": numbers(2, 2)}),
-    "frozen dataclass": lambda: Frozen(numbers(3)),
-    "attrs": lambda: Defined(numbers(3), "a note"),
+    "frozen dataclass": lambda: Frozen(numbers(3)), "attrs": lambda: Defined(numbers(3), "a note"),
     "packed": lambda: pack_sequence([numbers(2, 3), numbers(4, 3), numbers(1, 3)], enforce_sorted=False),
     "a class": lambda: {"kind": Graph, "x": numbers(1)},
     "no tensor": lambda: [[], {}, None, 3, "text", (), {"a": [1, 2]}],
-}
+}  # fmt: skip
 
 
 def flat(value: Any) -> list[Any]:
@@ -170,8 +167,7 @@ def test_a_container_arrives_as_it_was_with_its_tensors_on_the_device(kind: str,
     if isinstance(found, Output | Encoding):  # attributes that show an entry show the new one
         assert all(getattr(found, name) is found[name] for name in found)
     for tensor in tensors(found):
-        stays = isinstance(batch, PackedSequence) and tensor is found.batch_sizes
-        assert device.on_device(tensor) is not stays
+        assert device.on_device(tensor) is not (isinstance(batch, PackedSequence) and tensor is found.batch_sizes)
     assert [id(tensor) for tensor in tensors(batch)] == [number for number, _ in before]
     assert all(torch.equal(tensor, old) for tensor, (_, old) in zip(tensors(batch), before, strict=True))
 

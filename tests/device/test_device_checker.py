@@ -52,11 +52,8 @@ class Crate(Parcel):
 
 
 KINDS: dict[str, Callable[[World, torch.Tensor], Any]] = {
-    "plain": lambda world, value: value.clone(),
-    "lent": World.lend,
-    "parcel": Parcel,
-    "crate": Crate,
-}
+    "plain": lambda world, value: value.clone(), "lent": World.lend, "parcel": Parcel, "crate": Crate,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -217,14 +214,10 @@ def scenes(draw: st.DrawFn) -> Scene:
     orders = st.lists(st.builds(Order, leaves, st.sampled_from(troubles)), max_size=7)
     return Scene(
         draw(st.lists(st.tuples(orders, st.none() | st.integers(0, 5)), min_size=1, max_size=3)),
-        draw(st.integers(1, 3)),
-        transform,
-        draw(st.booleans()),
+        draw(st.integers(1, 3)), transform, draw(st.booleans()),
         tuple(draw(st.lists(st.sampled_from(["", "", "wait", "move", "hold"]), min_size=1, max_size=4))),
-        draw(st.sampled_from([0.0, 0.01])),
-        draw(st.sampled_from([0.0, 0.03])),
-        draw(st.integers(0, 1 << 30)),
-    )
+        draw(st.sampled_from([0.0, 0.01])), draw(st.sampled_from([0.0, 0.03])), draw(st.integers(0, 1 << 30)),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("count", [25, pytest.param(2000, marks=pytest.mark.slow)])

@@ -84,8 +84,7 @@ def in_thread(function: Callable[[], Any]) -> Any:
 def test_memory_is_pinned_for_all_devices_in_the_context_of_the_prefetchers_own(driver: Driver) -> None:
     memory = np.zeros(8192, np.uint8)
     undo = in_thread(lambda: sf.DevicePrefetcher([], "cuda:1").pin(memory))
-    portable = 1
-    assert driver.registered == {memory.ctypes.data: (memory.nbytes, portable, 1)}
+    assert driver.registered == {memory.ctypes.data: (memory.nbytes, 1, 1)}  # flags: portable; and its device
     assert driver.current == 0
     in_thread(undo)
     assert not driver.registered
@@ -99,8 +98,7 @@ def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(driver: Dri
     driver.launch()
     undo_nothing()
     assert driver.registered, "what was not pinned was unpinned"
-    undo()
-    undo()  # CUDA does not know it any more
+    undo(), undo()  # CUDA does not know it any more
     driver.launch()
 
 

@@ -240,8 +240,7 @@ def test_a_state_leaves_exactly_what_was_not_given(world: World | None, loader: 
         other = make(loader(), "cpu", 3)
         other.load_state_dict(state)
         assert other.state_dict() == state
-        expected = [100 + id for id in range(COUNT)] if given > COUNT else list(range(given, COUNT))
-        assert take(world, other) == expected
+        assert take(world, other) == ([*range(100, 100 + COUNT)] if given > COUNT else [*range(given, COUNT)])
         other.close()
 
 
@@ -256,9 +255,7 @@ def test_a_state_is_that_of_the_latest_iteration(world: World | None) -> None:
 
     prefetcher = sf.DevicePrefetcher(Latest(), "cpu")
     first, second = iter(prefetcher), iter(prefetcher)
-    take(world, first, 2)
-    take(world, second, 3)
-    take(world, first)
+    take(world, first, 2), take(world, second, 3), take(world, first)
     assert prefetcher.state_dict()["at"] == 3
     prefetcher.close()
 

@@ -113,11 +113,9 @@ def test_the_sanitizer_finds_nothing() -> None:
         print(int(total))
     """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
-        capture_output=True,
-        text=True,
-    )
+        [sys.executable, "-c", textwrap.dedent(program)], env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True, text=True,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "data race" not in done.stderr.lower() + done.stdout.lower()
     assert len(set(done.stdout.split())) == 1
@@ -135,8 +133,7 @@ def test_copies_and_steps_overlap_in_a_trace() -> None:
             spans["HtoD" in event.name].append((event.time_range.start, event.time_range.end))
     copies, steps = spans[True], [span for span in spans[False] if span[1] - span[0] > 1000]
     assert len(copies) >= 20
-    beside = sum(any(start < end_ and start_ < end for start_, end_ in steps) for start, end in copies)
-    assert beside >= 15
+    assert sum(any(start < end_ and start_ < end for start_, end_ in steps) for start, end in copies) >= 15
 
 
 @pytest.mark.parametrize("segments", ["expandable_segments:False", "expandable_segments:True"])

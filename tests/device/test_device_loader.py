@@ -71,9 +71,8 @@ def labels(world: World, batches: Iterator[Any], end: int | None = None) -> list
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slots(
-    world: World, monkeypatch: pytest.MonkeyPatch, workers: int
-) -> None:
+def test_epochs_are_those_of_the_host(world: World, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+    """And pictures go straight out of pinned slots."""
     sizes, plain = list[int](), world.stage
 
     def stage(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
@@ -96,9 +95,7 @@ def test_epochs_are_those_of_the_host_and_pictures_go_straight_out_of_pinned_slo
 
 
 @pytest.mark.parametrize("own", [True, False])
-def test_the_wait_that_counts_is_that_of_the_training_loop(
-    world: World, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_wait_of_the_loop_counts(world: World, own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The waits of the prefetcher's thread for workers are not counted, nor are its calls of `next` as steps. A
     prefetcher around a loader does what the loader does by itself.
     """
@@ -139,9 +136,7 @@ def loaded(world: World, workers: int, load: float, batches: int) -> Iterator[to
 
 @given(st.integers(1, 6), SECONDS, SECONDS, SECONDS, st.sampled_from([1, 2, 4]))
 @settings(max_examples=8)
-def test_the_slowest_of_loading_copying_and_training_sets_the_pace(
-    workers: int, load: float, copy: float, step: float, depth: int
-) -> None:
+def test_the_slowest_of_three_sets_the_pace(workers: int, load: float, copy: float, step: float, depth: int) -> None:
     world, times = World(copy_seconds=copy), list[float]()
     with world.installed():
         prefetcher = sf.DevicePrefetcher(loaded(world, workers, load, 12 * workers), "cuda", depth)

@@ -92,8 +92,7 @@ def test_a_loader_gives_the_same_crops_with_either_placement(tmp_path: Path, for
 
 @pytest.mark.parametrize(("loader", "workers"), [(sf.DataLoader, 2), (torch.utils.data.DataLoader, 0)])
 def test_without_a_device_the_loop_or_a_prefetcher_sends_the_pictures(loader: Any, workers: int) -> None:
-    step = on_device()
-    data = [(step(encode(photograph(30, 40, seed))), seed) for seed in range(6)]
+    data = [(on_device()(encode(photograph(30, 40, seed))), seed) for seed in range(6)]
     batches = list(loader(data, 3, num_workers=workers))
     assert [numbers.tolist() for _, numbers in batches] == [[0, 1, 2], [3, 4, 5]]
     sent = sf.DevicePrefetcher(loader(data, 3), "cpu", transform_on_device=lambda batch: batch[0].float())
