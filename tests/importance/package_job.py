@@ -30,15 +30,13 @@ def package_size(samples: int) -> int:
 class Job:
     """What a training process has: a data set, a cache, flags."""
 
-    def __init__(
-        self, folder: Path, samples: int = 200, *, capacity: int = 1 << 20, step: Any = None, **rows: Any
-    ) -> None:
-        self.folder, self.log = folder / "packages", folder / "log"
-        self.source = Rows(samples, log=self.log, **rows)
+    def __init__(self, path: Path, count: int = 200, *, capacity: int = 1 << 20, step: Any = None, **rows: Any) -> None:
+        self.folder, self.log = path / "packages", path / "log"
+        self.source = Rows(count, log=self.log, **rows)
         example, policy = (np.zeros(8, np.int32), 0), "importance"
-        self.cache = SampleCache(samples, capacity=capacity, fingerprint="rows", policy=policy, example=example)
+        self.cache = SampleCache(count, capacity=capacity, fingerprint="rows", policy=policy, example=example)
         self.reader = Reader(self.source, self.cache, Compose([step] if step else []), Compose([]))
-        self.shared = SharedFlags(samples)
+        self.shared = SharedFlags(count)
         self.packager: Packager | None = None
         self.works: list[PackageWork] = []
 

@@ -17,9 +17,7 @@ from stallfree.importance.plans import Draw, Known, draw_plan, leaning, ranks, s
 
 
 def epoch_of(rule: Any, task: Task, resident: Array, seed: int) -> Draw:
-    count = len(task.losses)
-    known = Known(task.losses, np.zeros(count, np.int32), resident)
-    return draw_plan(rule, known, seed, 1)
+    return draw_plan(rule, Known(task.losses, np.zeros(len(task.losses), np.int32), resident), seed, 1)
 
 
 def estimates(draws: list[Draw], task: Task, *, power: float = 1.0) -> tuple[list[float], list[Array]]:
@@ -29,15 +27,10 @@ def estimates(draws: list[Draw], task: Task, *, power: float = 1.0) -> tuple[lis
     return sums, [each @ task.gradients[draw.plan.ids] for each, draw in zip(weights, draws, strict=True)]
 
 
-@pytest.mark.parametrize(
-    ("given", "some"),
-    [
-        ({}, lambda task: []),
-        ({"target_io": 0.2, "p_min": 0.02}, lambda task: np.argsort(task.losses)),
-        ({"plan": "infobatch", "prune": 0.8}, lambda task: np.argsort(task.gradients[:, 0])),
-    ],
-    ids=["no cache", "low floor, the unimportant are resident", "infobatch"],
-)
+@pytest.mark.parametrize(("given", "some"), [
+    ({}, lambda task: []), ({"target_io": 0.2, "p_min": 0.02}, lambda task: np.argsort(task.losses)),
+    ({"plan": "infobatch", "prune": 0.8}, lambda task: np.argsort(task.gradients[:, 0])),
+], ids=["no cache", "low floor, the unimportant are resident", "infobatch"])  # fmt: skip
 def test_the_expected_gradient_is_the_full_one(given: Any, some: Any) -> None:
     """Whoever is resident; and the test notices weights that are tempered."""
     task = Task(150)
@@ -89,9 +82,8 @@ share = st.floats(0.01, 1)
 
 @settings(max_examples=30)
 @given(st.integers(1, 500), share, share, st.floats(0, 1), st.booleans(), st.integers(0, 2**32))
-def test_probabilities_are_what_the_weights_say_and_above_the_floor(
-    count: int, target: float, floor: float, held: float, rotating: bool, seed: int
-) -> None:
+def test_probabilities(count: int, target: float, floor: float, held: float, rotating: bool, seed: int) -> None:
+    """They are what the weights say, and above the floor."""
     rng = np.random.default_rng(seed)
     cache = Residents(count, np.flatnonzero(rng.random(count) < held), given=rotating)
     sampler = sf.ImportanceSampler(count, target_io=target, p_min=min(floor, target), cache=cache, seed=seed)
@@ -173,16 +165,12 @@ def test_infobatch_draws_all_while_nothing_is_known() -> None:
     assert plan.weights.tolist() == [2.0 if id < 25 else 1.0 for id in plan.ids]
 
 
-@pytest.mark.parametrize(
-    ("given", "full"),
-    [
-        ({}, {0}), ({"warm_up": 3}, {0, 1, 2}), ({"plan": "icache", "full_every": 4}, {0, 4, 8, 12}),
-        ({"plan": "infobatch", "num_epochs": 16}, {0, 14, 15}),
-        ({"plan": "infobatch", "num_epochs": 9}, {0, *range(7, 16)}), ({"plan": "infobatch"}, {0}),
-        ({"num_epochs": 4}, {0}), ({"plan": "full"}, set(range(16))),
-    ],
-    ids=str,
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "full"), [
+    ({}, {0}), ({"warm_up": 3}, {0, 1, 2}), ({"plan": "icache", "full_every": 4}, {0, 4, 8, 12}),
+    ({"plan": "infobatch", "num_epochs": 16}, {0, 14, 15}),
+    ({"plan": "infobatch", "num_epochs": 9}, {0, *range(7, 16)}), ({"plan": "infobatch"}, {0}),
+    ({"num_epochs": 4}, {0}), ({"plan": "full"}, set(range(16))),
+], ids=str)  # fmt: skip
 def test_which_epochs_take_all(given: dict[str, Any], full: set[int]) -> None:
     sampler = knowing(sf.ImportanceSampler(200, max_age=99, **given), np.arange(200))
     assert {epoch for epoch in range(16) if len(sampler.plan(epoch).ids) == 200} == full
@@ -300,5 +288,4 @@ def test_overdue_samples_are_a_part_of_what_may_be_read() -> None:
     options: dict[str, Any] = {"target_io": 0.5, "p_min": 0.05, "max_age": 6, "warm_up": 1, "full_every": None}
     sampler = sf.ImportanceSampler(4000, plan="unbiased", seed=0, **options)
     sampler.update(np.arange(4000), np.linspace(0, 1, 4000) ** 2)
-    drawn = [len(sampler.plan(epoch).ids) for epoch in range(20)]
-    assert max(drawn[6:]) < 0.52 * 4000
+    assert max([len(sampler.plan(epoch).ids) for epoch in range(20)][6:]) < 0.52 * 4000

@@ -65,13 +65,10 @@ def check(batch: sf.Batch, expected: dict[int, float]) -> list[int]:
     return ids
 
 
-@pytest.mark.parametrize(
-    ("plan", "policy", "on_miss", "workers"),
-    [
-        ("unbiased", "minio", None, 0), ("unbiased", "importance", "swap", 2), ("icache", "minio", "swap", 0),
-        ("icache", "importance", "substitute", 0), ("infobatch", "minio", "swap", 2),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("plan", "policy", "on_miss", "workers"), [
+    ("unbiased", "minio", None, 0), ("unbiased", "importance", "swap", 2), ("icache", "minio", "swap", 0),
+    ("icache", "importance", "substitute", 0), ("infobatch", "minio", "swap", 2),
+])  # fmt: skip
 def test_ids_labels_weights_and_losses_belong_together(plan: str, policy: str, on_miss: Any, workers: int) -> None:
     with cached(policy) as (source, dataset):
         sampler = sf.ImportanceSampler(COUNT, plan=plan, cache=dataset.cache, on_miss=on_miss, beta=2)

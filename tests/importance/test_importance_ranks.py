@@ -106,8 +106,7 @@ def test_losses_are_brought_together(tmp_path: Path) -> None:
     """Each rank knows the last losses of all; of a sample that two had, the mean; residents are those of all."""
 
     def run(rank: int) -> Any:
-        cache = Residents(COUNT, [0, 1, 2, 10 + rank])
-        sampler = sf.ImportanceSampler(COUNT, cache=cache, seed=1)
+        sampler = sf.ImportanceSampler(COUNT, cache=Residents(COUNT, [0, 1, 2, 10 + rank]), seed=1)
         iter(sampler)
         sampler.update([3 + rank, 9], [10.0 + rank, 4.0 * rank])
         iter(sampler)
@@ -139,11 +138,10 @@ def window() -> sf.DataLoader:
 
 
 LOADERS: dict[str, Callable[[], sf.DataLoader]] = {
-    "order": lambda: sf.DataLoader(SAMPLES, 4, shuffle=True, ranks="auto"),
-    "window": window,
+    "order": lambda: sf.DataLoader(SAMPLES, 4, shuffle=True, ranks="auto"), "window": window,
     "importance": lambda: sf.DataLoader(SAMPLES, 4, sampler=sf.ImportanceSampler(COUNT, plan="icache", beta=2)),
     "importance with a cache": importance_cached,
-}
+}  # fmt: skip
 
 
 def read(loader: sf.DataLoader) -> int:

@@ -49,8 +49,6 @@ class Some(Packages):
 arrays = (np.arange(12.0).reshape(3, 4), torch.arange(10).view(2, 5), torch.zeros(0), np.float32(2))
 values = st.sampled_from([None, 3.5, "text", (1, "a", None), {"a": [1, 2.0]}, *arrays]) | st.binary(max_size=3000)
 quick = settings(max_examples=15, suppress_health_check=list(HealthCheck))
-
-
 packages = st.lists(st.tuples(st.integers(0, NUM_IDS - 1), values), min_size=1, max_size=8)
 
 
@@ -101,8 +99,7 @@ def test_flipped_bytes_are_noticed(tmp_path: Path) -> None:
         start = some.file_size()
         assert some.put([3, 999], [22, 6994])
         size, fd = some.file_size() - start, some._file.fileno()
-        before = os.pread(fd, 1, start + at % size)
-        os.pwrite(fd, bytes([before[0] ^ 1 << at % 8]), start + at % size)
+        os.pwrite(fd, bytes([os.pread(fd, 1, start + at % size)[0] ^ 1 << at % 8]), start + at % size)
         assert some.all_of(int(some.holding([3])[0])) == {}
         assert some.holding([3, 999]).tolist() == [-1, -1]
     assert some.shared.stats()["packages_dropped"] == 90

@@ -18,19 +18,14 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-@pytest.mark.parametrize(
-    ("rank", "world", "local", "ranks"),
-    [
-        ("", "", "", Ranks(0, 1, 1)), ("3", "4", "", Ranks(3, 4, 4)), ("9", "16", "8", Ranks(9, 16, 8)),
-        ("one", "", "", "RANK='one' in the environment: give a whole number, or unset it"),
-        ("1", "", "", "rank 1 of 1, 1 on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each other"),
-        ("-1", "2", "", "rank -1 of 2, 2 on this host"), ("", "0", "", "rank 0 of 0, 0 on this host"),
-        ("", "2", "3", "rank 0 of 2, 3 on this host"),
-    ],
-)  # fmt: skip
-def test_by_the_environment(
-    rank: str, world: str, local: str, ranks: Ranks | str, environment: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("rank", "world", "local", "ranks"), [
+    ("", "", "", Ranks(0, 1, 1)), ("3", "4", "", Ranks(3, 4, 4)), ("9", "16", "8", Ranks(9, 16, 8)),
+    ("one", "", "", "RANK='one' in the environment: give a whole number, or unset it"),
+    ("1", "", "", "rank 1 of 1, 1 on this host: RANK, WORLD_SIZE and LOCAL_WORLD_SIZE contradict each other"),
+    ("-1", "2", "", "rank -1 of 2, 2 on this host"), ("", "0", "", "rank 0 of 0, 0 on this host"),
+    ("", "2", "3", "rank 0 of 2, 3 on this host"),
+])  # fmt: skip
+def test_by_environment(rank: str, world: str, local: str, ranks: Ranks | str, environment: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", rank), ("WORLD_SIZE", world), ("LOCAL_WORLD_SIZE", local)):
         environment.setenv(name, value)
     if isinstance(ranks, Ranks):

@@ -73,17 +73,11 @@ def divisions(draw: st.DrawFn) -> tuple[int, int, int]:
 
 
 @given(
-    division=divisions(),
-    samples=st.integers(1, 60),
-    make=st.sampled_from(SAMPLES),
-    drop_last=st.booleans(),
-    skipped=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
+    division=divisions(), samples=st.integers(1, 60), make=st.sampled_from(SAMPLES), drop_last=st.booleans(),
+    skipped=st.booleans(), seed=st.integers(0, 2**32),
+)  # fmt: skip
 @settings(max_examples=60)
-def test_batches_are_those_of_torch(
-    division: tuple[int, int, int], samples: int, make: Any, drop_last: bool, skipped: bool, seed: int
-) -> None:
+def test_batches_are_torchs(division: Any, samples: int, make: Any, drop_last: bool, skipped: bool, seed: int) -> None:
     chunk, size, ranks = division
     chance = random.Random(seed)
     order = chance.sample(range(100), samples)
@@ -94,8 +88,7 @@ def test_batches_are_those_of_torch(
         sampler: Any = torch.utils.data.BatchSampler(order, size, drop_last)
         assert [unit[0] for unit in units] == list(sampler)
     for rank in range(ranks):
-        of_rank = Ranks(rank, ranks, ranks)
-        rebatching = partial(Rebatching, samples, chunk, size, of_rank, drop_last, epoch.planned)
+        rebatching = partial(Rebatching, samples, chunk, size, Ranks(rank, ranks, ranks), drop_last, epoch.planned)
         assert len(rebatching()) == len(units)
         chunks = rebatching().chunks
         assert chunks == -(-min(len(units) * size * ranks, samples) // chunk)

@@ -103,8 +103,7 @@ class Model:
     def act(self, key: int) -> None:
         job = self.jobs[key]
         if job.held and self.draw.random() < 0.7:
-            number = job.held.pop(0)
-            self.free(self.schedule.release(key, number))
+            self.free(self.schedule.release(key, job.held.pop(0)))
         elif not job.open and self.draw.random() < 0.02:
             self.skip(key)
         elif not job.open:
@@ -129,8 +128,7 @@ def test_all_members_get_all_batches_once(seed: int, slots: int, joins: int, lea
     model = Model(seed, slots)
     for step in range(600):
         if step % 60 == 0 and len(model.jobs) < joins:
-            begin = model.resume if model.jobs and model.draw.random() < 0.3 else model.join
-            begin()
+            model.resume() if model.jobs and model.draw.random() < 0.3 else model.join()
         if leaves and len(model.jobs) > 1 and model.draw.random() < 0.02:
             model.leave(model.draw.choice(sorted(model.jobs)))
         before = {key: job.next for key, job in model.jobs.items()}

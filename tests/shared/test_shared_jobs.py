@@ -65,9 +65,7 @@ def test_a_cache_that_jobs_share_is_filled_once(group: Group) -> None:
 
 
 @pytest.mark.parametrize("table", ["there", "missing", "unreadable"])
-def test_what_a_job_does_to_its_batches_no_other_job_sees(
-    table: str, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_job_sees_what_another_does_to_batches(table: str, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """With and without a page table that shows which pages were written."""
     jobs, plain = [group.job(), group.job()], os.open
     if table == "missing":

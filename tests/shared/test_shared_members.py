@@ -174,9 +174,7 @@ def test_a_newcomer_after_the_death_of_a_coordinator_begins_with_an_epoch_of_its
 
 
 @pytest.mark.parametrize(("timeout", "after"), [(60, 0.1), (2, 60)])
-def test_the_coordinator_is_stopped(
-    timeout: float, after: float, group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_coordinator_is_stopped(timeout: float, after: float, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is seen to be stopped, or does not answer, is replaced, and does nothing more afterwards."""
     monkeypatch.setattr(link, "_STOPPED_SECONDS", after)
     monkeypatch.setattr(link, "_CHECK_SECONDS", 0.1)
