@@ -89,15 +89,12 @@ def test_the_message_names_the_value(place: str, value: Any, tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("kind", ["cached", "windowed", "shared", "analyzed"])
-@pytest.mark.parametrize(
-    ("dataset", "said"),
-    [
-        (None, "NoneType"), (5, "int"), (Plain, "Plain is a class"), (Plain(0), "length 0"), ([], "length 0"),
-        ("/data/train", r"'/data/train' is of type str: give a data set.*ImageFolder"),
-        (Path("/data/train"), "is of type PosixPath: give a data set"), (b"abc", "is of type bytes: give a data set"),
-        (iter([1]), "iterator"), (Drawn(), "Drawn is an IterableDataset"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "said"), [
+    (None, "NoneType"), (5, "int"), (Plain, "Plain is a class"), (Plain(0), "length 0"), ([], "length 0"),
+    ("/data/train", r"'/data/train' is of type str: give a data set.*ImageFolder"),
+    (Path("/data/train"), "is of type PosixPath: give a data set"), (b"abc", "is of type bytes: give a data set"),
+    (iter([1]), "iterator"), (Drawn(), "Drawn is an IterableDataset"),
+])  # fmt: skip
 def test_what_is_no_data_set(kind: str, dataset: Any, said: str) -> None:
     with pytest.raises(sf.InputError, match=said):
         make(kind, **{"data" if kind == "windowed" else "dataset": dataset})

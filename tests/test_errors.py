@@ -8,9 +8,8 @@ import pytest
 import stallfree.errors as errors
 from stallfree.errors import DOCUMENTATION, StallfreeError, WorkerError, text_of
 
-ALL: list[type[StallfreeError]] = [
-    kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, StallfreeError)
-]
+KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
+ALL: list[type[StallfreeError]] = [kind for kind in KINDS if issubclass(kind, StallfreeError)]
 BUILTINS: dict[str, type[Exception]] = {
     "IdError": IndexError, "InputError": ValueError, "BatchError": RuntimeError, "CapacityError": ValueError,
     "FingerprintError": ValueError, "StorageError": OSError, "CodecError": TypeError, "WaitError": TimeoutError,
@@ -34,8 +33,7 @@ def test_an_error_is_caught_as_pythons_own_is_pickled_and_ends_with_its_page(kin
 
 def test_all_are_listed() -> None:
     assert set(BUILTINS) <= {kind.__name__ for kind in ALL}
-    others = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, Exception)]
-    assert all(issubclass(kind, StallfreeError | Warning) for kind in others)
+    assert all(issubclass(kind, StallfreeError | Warning) for kind in KINDS)
     assert issubclass(errors.WaitError, RuntimeError)
 
 

@@ -64,9 +64,7 @@ def test_users_see_the_public_names() -> None:
         sf.DataLoadr  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_without_shared_memory_a_temporary_folder_is_taken_with_a_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_shared_memory_is_a_warning_and_a_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/dev/shm" and real(path, mode))
     monkeypatch.delenv("STALLFREE_ROOT")

@@ -12,10 +12,7 @@ from stallfree import mark_deterministic
 Json = dict[str, Any]
 
 BOTH = ["image", "label"]
-LOAD: list[Json] = [
-    {"name": "LoadNifti", "args": {"fields": BOTH}},
-    {"name": "ConvertToChannelsFirst", "args": {"fields": BOTH}},
-]
+LOAD: list[Json] = [{"name": name, "args": {"fields": BOTH}} for name in ("LoadNifti", "ConvertToChannelsFirst")]
 LOAD_IMAGE: list[Json] = [{**step, "args": {"fields": "image"}} for step in LOAD]
 NOISE: Json = {"name": "AddGaussianNoise", "args": {"fields": "image", "probability": 1.0, "variance": 0.01}}
 SHAPE = (4, 5, 6)
@@ -55,16 +52,10 @@ def make_data(root: Path, samples: int = 10, shape: Sequence[int] = SHAPE) -> Pa
 def section(kind: str, transforms: Sequence[Json], **args: Any) -> Json:
     """A section of a configuration; None removes an argument."""
     all_args = {
-        "data_list_file_path": "{DATASET_JSON}",
-        "data_file_base_dir": "{DATA_ROOT}",
-        "data_list_key": "training",
-        "output_crop_size": list(SHAPE),
-        "output_batch_size": 2,
-        "num_workers": 0,
-        "prefetch_size": 0,
-        **({"num_cache_objects": 4, "replace_percent": 0.25} if kind.endswith("WithCache") else {}),
-        **args,
-    }
+        "data_list_file_path": "{DATASET_JSON}", "data_file_base_dir": "{DATA_ROOT}", "data_list_key": "training",
+        "output_crop_size": list(SHAPE), "output_batch_size": 2, "num_workers": 0, "prefetch_size": 0,
+        **({"num_cache_objects": 4, "replace_percent": 0.25} if kind.endswith("WithCache") else {}), **args,
+    }  # fmt: skip
     given = {name: value for name, value in all_args.items() if value is not None}
     return {"image_pipeline": {"name": kind, "args": given}, "pre_transforms": list(transforms)}
 

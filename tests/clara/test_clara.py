@@ -112,8 +112,7 @@ def test_urls_and_absolute_paths_with_a_transform_of_the_users_own(tmp_path: Pat
         ]
         memory.pipe("/clara/list.json", json.dumps({"training": entries}).encode())
         own = {"path": "clara_data.Own", "args": {"fields": "image"}}
-        part = section(NUMBERS, [own, NOISE], shuffle=False)
-        config = write_config(tmp_path, train=part)
+        config = write_config(tmp_path, train=section(NUMBERS, [own, NOISE], shuffle=False))
         with load(config, DATASET_JSON="memory://clara/list.json", DATA_ROOT="memory://clara") as pipelines:
             assert numbers(pipelines.train) == [0, 1, 2]
             assert next(iter(pipelines.train))["label"].tolist() == [[0.0, 0.5], [1.0, 0.5]]
@@ -144,8 +143,7 @@ def test_what_is_cached_is_the_deterministic_prefix(data: Path, tmp_path: Path) 
     """Transforms of Clara, and of MONAI under their own names."""
     pad = {"name": "SpatialPadd", "args": {"keys": BOTH, "spatial_size": [6, 6, 6], "mode": "edge"}}
     crop = {"name": "CropFixedSizeCenter", "args": {"fields": BOTH, "size": list(SHAPE)}}
-    part = section(CACHED, [*LOAD, pad, crop, NOISE, crop])
-    with open_(tmp_path, data, train=part) as pipelines:
+    with open_(tmp_path, data, train=section(CACHED, [*LOAD, pad, crop, NOISE, crop])) as pipelines:
         dataset = pipelines.train.dataset
         names = [type(step).__name__ for step in sf.split(dataset.source.pipeline).deterministic]
         assert names == ["LoadImaged", "EnsureChannelFirstd", "SpatialPadd", "CenterSpatialCropd"]
@@ -246,13 +244,11 @@ def test_sizes(image: torch.Tensor, tmp_path: Path) -> None:
 
 
 def test_random_transforms(image: torch.Tensor) -> None:
-    crop = apply("CropFixedSizeRandomCenter", image, size=[2, 2, 2])
-    assert crop.shape == (1, 2, 2, 2)
+    assert apply("CropFixedSizeRandomCenter", image, size=[2, 2, 2]).shape == (1, 2, 2, 2)
     flipped = apply("RandomAxisFlip", image, probability=1.0)
     assert any(torch.equal(flipped, image.flip(axis)) for axis in (1, 2, 3))
     assert torch.equal(apply("RandomAxisFlip", image, probability=0.0), image)
-    noise = apply("AddGaussianNoise", torch.zeros(1, 30, 30, 30), probability=1.0, variance=4.0)
-    assert abs(noise.std() - 2) < 0.1
+    assert abs(apply("AddGaussianNoise", torch.zeros(1, 30, 30, 30), probability=1.0, variance=4.0).std() - 2) < 0.1
 
 
 def test_configurations_of_the_published_kind(data: Path, tmp_path: Path) -> None:
@@ -327,31 +323,25 @@ def test_bad_files(tmp_path: Path) -> None:
             load(path)
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"DATA_ROOT": ""}, r"is '\{DATASET_JSON\}', and nothing says .* \{DATASET_JSON\} .*DATASET_JSON=\.\.\."),
-        ({"DATA_ROOT": "", "DATASET_JSON": "a"}, r"train\.pre_transforms\[1\]\.args\.fields\[1\] is '\{second\}'"),
-        ({"DATASET_JSON": "{x}/a", "x": "{DATASET_JSON}"}, r"stands for itself \(DATASET_JSON -> x -> DATASET_JSON\)"),
-    ],
-)
+@pytest.mark.parametrize(("variables", "message"), [
+    ({"DATA_ROOT": ""}, r"is '\{DATASET_JSON\}', and nothing says .* \{DATASET_JSON\} .*DATASET_JSON=\.\.\."),
+    ({"DATA_ROOT": "", "DATASET_JSON": "a"}, r"train\.pre_transforms\[1\]\.args\.fields\[1\] is '\{second\}'"),
+    ({"DATASET_JSON": "{x}/a", "x": "{DATASET_JSON}"}, r"stands for itself \(DATASET_JSON -> x -> DATASET_JSON\)"),
+])  # fmt: skip
 def test_bad_placeholders(variables: dict[str, str], message: str, tmp_path: Path) -> None:
     noise = {"name": "AddGaussianNoise", "args": {"fields": ["image", "{second}"]}}
     refused(tmp_path, section(CACHED, [LOAD[0], noise]), message, **variables)
 
 
-@pytest.mark.parametrize(
-    ("kind", "content", "message"),
-    [
-        (CACHED, {"testing": []}, r"has no 'training': set data_list_key to one of its lists \('testing'\)"),
-        (CACHED, {"training": []}, r"'training' of the data list .*is \[\], expected at least one"),
-        (CACHED, {"training": [{"image": IMAGE}]}, r"training\[0\] .*expected \{\"image\": path, \"label\""),
-        (CACHED, {"training": [{"image": IMAGE, "label": 1}]}, r"label=1, .*ClassificationImagePipeline"),
-        (NUMBERS, {"training": [{"image": 3, "label": 1}]}, r"image=3, expected the path of one file"),
-        (NUMBERS, {"training": [{"image": IMAGE, "label": 10**400}]}, r"label=1000.* expected a number.*Segmentation"),
-        (NUMBERS, {"training": [{"image": IMAGE, "label": one} for one in (1, [1, 2])]}, r"\[1\].*first label is 1"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "content", "message"), [
+    (CACHED, {"testing": []}, r"has no 'training': set data_list_key to one of its lists \('testing'\)"),
+    (CACHED, {"training": []}, r"'training' of the data list .*is \[\], expected at least one"),
+    (CACHED, {"training": [{"image": IMAGE}]}, r"training\[0\] .*expected \{\"image\": path, \"label\""),
+    (CACHED, {"training": [{"image": IMAGE, "label": 1}]}, r"label=1, .*ClassificationImagePipeline"),
+    (NUMBERS, {"training": [{"image": 3, "label": 1}]}, r"image=3, expected the path of one file"),
+    (NUMBERS, {"training": [{"image": IMAGE, "label": 10**400}]}, r"label=1000.* expected a number.*Segmentation"),
+    (NUMBERS, {"training": [{"image": IMAGE, "label": one} for one in (1, [1, 2])]}, r"\[1\].*first label is 1"),
+])  # fmt: skip
 def test_bad_data_lists(kind: str, content: Any, message: str, data: Path, tmp_path: Path) -> None:
     path = tmp_path / "data_list.json"
     path.write_text(json.dumps(content))

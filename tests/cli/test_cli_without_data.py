@@ -41,10 +41,9 @@ def test_the_table_compares_policies(tmp_path: Path) -> None:
         assert found["total"]["storage_operations"] == outcome.total.misses
         assert found["total"]["evictions"] == outcome.total.evictions
     assert rows(output)[:3] == [
-        ["minio:", "1", "0", "2,000", "0.00%", "0", "1,300"],
-        ["minio:", "2-3", "700", "1,300", "35.00%", "0", "1,300"],
+        ["minio:", "1", "0", "2,000", "0.00%", "0", "1,300"], ["minio:", "2-3", "700", "1,300", "35.00%", "0", "1,300"],
         ["minio:", "all", "1,400", "4,600", "23.33%", "0", "3,900"],
-    ]
+    ]  # fmt: skip
     later = expected[1].epochs[1:]
     shown = [int(rows(output)[4][column].replace(",", "")) for column in (2, 5)]
     assert shown == pytest.approx([sum(e.hits for e in later) / 2, sum(e.evictions for e in later) / 2], abs=1)
@@ -111,24 +110,21 @@ def test_a_log(tmp_path: Path) -> None:
 ONE = '{"start": 1, "end": 1, "actor": "device", "what": "compute", "batch": 0}\n'
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message", "log"),
-    [
-        ((*MADE, "--capacity", "4GiB"), "--capacity='4GiB' is no number of samples", ""),
-        ((*MADE, "--capacity", "101"), "--capacity='101' is more than all 100 samples", ""),
-        ((*MADE, "--capacity", "1", "--policy", "importance"), "--policy importance needs", ""),
-        (("replay", "--capacity", "1%", "--samples", "900000M"), "are free: give fewer --samples or --epochs", ""),
-        (ARTICLE[:5], "given: --loaders, --load. Give all of --loaders 8 --load", ""),
-        ((*ARTICLE, "--load", "80"), "--load='80' has no unit", ""),
-        ((*ARTICLE, "--loaders", 0), "loaders=0: give a whole number, 1 or more", ""),
-        ((*ARTICLE, "--events", "log"), "given: --loaders, --load, --transfer, --compute. Give", ""),
-        (("simulate", "--events", "/nowhere/log"), "/nowhere/log cannot be read", ""),
-        (("simulate", "--events", "log"), "there are no events", ""),
-        (("simulate", "--events", "log"), r"cannot be read as a log.*\(after 1 events\)", ONE + "no json\n"),
-        (("simulate", "--events", "log"), "at one instant", ONE),
-        (("simulate", "--events", "log", "--seconds", "nan"), "seconds=nan: give a number above 0", ONE),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message", "log"), [
+    ((*MADE, "--capacity", "4GiB"), "--capacity='4GiB' is no number of samples", ""),
+    ((*MADE, "--capacity", "101"), "--capacity='101' is more than all 100 samples", ""),
+    ((*MADE, "--capacity", "1", "--policy", "importance"), "--policy importance needs", ""),
+    (("replay", "--capacity", "1%", "--samples", "900000M"), "are free: give fewer --samples or --epochs", ""),
+    (ARTICLE[:5], "given: --loaders, --load. Give all of --loaders 8 --load", ""),
+    ((*ARTICLE, "--load", "80"), "--load='80' has no unit", ""),
+    ((*ARTICLE, "--loaders", 0), "loaders=0: give a whole number, 1 or more", ""),
+    ((*ARTICLE, "--events", "log"), "given: --loaders, --load, --transfer, --compute. Give", ""),
+    (("simulate", "--events", "/nowhere/log"), "/nowhere/log cannot be read", ""),
+    (("simulate", "--events", "log"), "there are no events", ""),
+    (("simulate", "--events", "log"), r"cannot be read as a log.*\(after 1 events\)", ONE + "no json\n"),
+    (("simulate", "--events", "log"), "at one instant", ONE),
+    (("simulate", "--events", "log", "--seconds", "nan"), "seconds=nan: give a number above 0", ONE),
+])  # fmt: skip
 def test_bad_input(
     arguments: tuple[object, ...], message: str, log: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

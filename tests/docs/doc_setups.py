@@ -103,9 +103,7 @@ def step(*batch): pass
 
 
 WORLDS = {
-    "docs/tutorial.md": "",
-    "examples/tutorial.ipynb": "",
-    "docs/clara.md": _CLARA,
+    "docs/tutorial.md": "", "examples/tutorial.ipynb": "", "docs/clara.md": _CLARA,
     "docs/howto/volumes.md": WORLD + _VOLUMES,
     "docs/howto/migrate.md": WORLD + _VOLUMES + _SHARDS + "files = volumes\n",
     "docs/howto/integrations.md": f"""{WORLD}{_SHARDS}
@@ -115,7 +113,7 @@ for name in "ab": fsspec.filesystem("memory").pipe(f"/{{name}}.jpg", Path("pictu
 Path("frames.raw").write_bytes(bytes(1024))
 def decode(frame): return np.frombuffer(frame, np.uint8).copy()
 """,
-}
+}  # fmt: skip
 """What is run before the first block of a page; one that is not here has `WORLD`."""
 
 _REPORT = """

@@ -25,8 +25,7 @@ def test_figures_are_medians_of_rounds_and_ratios_are_taken_within_a_round(monke
         Contender("peer", "a peer", "nowhere:rate", venv="no such environment"),
     ]
     figures = {"rate": Figure("samples/s"), "seconds": Figure("s", ".2f", less=True)}
-    conditions = [Condition("1", "once", {"factor": 1})]
-    case = Case("How fast?", "In memory.", contenders, figures, conditions, rounds=2)
+    case = Case("How fast?", "In memory.", contenders, figures, [Condition("1", "once", {"factor": 1})], rounds=2)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     result = run_case("made_up", case, Options())
     assert [title for title, _ in result["columns"]][-1] == "stallfree: times as fast as this"

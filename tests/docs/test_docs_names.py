@@ -87,8 +87,7 @@ def made() -> set[tuple[str, str]]:
         if isinstance(kind, partial):
             found.add((kind.keywords["page"], kind.func.__name__))
         elif isinstance(kind, type) and issubclass(kind, StallfreeError) and not isinstance(given, ast.Attribute):
-            page = kind.page if given is None else ast.literal_eval(given)
-            found.add((page, kind.__name__))
+            found.add((kind.page if given is None else ast.literal_eval(given), kind.__name__))
     return found - {("", name) for _, name in found}
 
 
@@ -98,6 +97,5 @@ def test_every_error_has_a_page_and_every_page_an_error() -> None:
         address = re.search(r'^(?:site_url:|Documentation =) "?([^"\n]+)', (ROOT / file).read_text(), re.MULTILINE)
         assert address is not None
         assert address[1] == DOCUMENTATION
-    named = [name for names in SCRIPT["TOPICS"].values() for name in names.split()]
-    assert sorted(named) == sorted(ERRORS)
+    assert sorted(name for names in SCRIPT["TOPICS"].values() for name in names.split()) == sorted(ERRORS)
     assert SCRIPT["INDEX"].read_text(encoding="utf-8") == SCRIPT["index"](), "run: python docs/errors_table.py"

@@ -109,9 +109,7 @@ def test_an_image_folder(pictures: Path, module: str, make: Any, steady: int) ->
     """Samples are its own; those of the steps before the first random one are cached; crops are fresh in each epoch."""
     datasets = library("torchvision.datasets")
     assert library("torchvision").get_image_backend() == "PIL"
-    dataset = datasets.ImageFolder(
-        pictures, make(library(f"torchvision.{module}")), target_transform=lambda label: label + 10
-    )
+    dataset = datasets.ImageFolder(pictures, make(library(f"torchvision.{module}")), target_transform=lambda n: n + 10)
     source = as_source(dataset)
     assert isinstance(source, sf.FileDataset)
     assert source.fetch(0) == (Path(dataset.samples[0][0]).read_bytes(), 0)

@@ -45,8 +45,7 @@ def in_two_processes(function: Callable[[int], None]) -> None:
         function(rank)
         gc.collect()  # ends loaders, which a forked process does not do when it ends
 
-    children = [Child(run, rank) for rank in range(2)]
-    assert [child.wait() for child in children] == [0, 0]
+    assert [child.wait() for child in [Child(run, rank) for rank in range(2)]] == [0, 0]
 
 
 def seen_in(loader: Any, epochs: int = EPOCHS) -> Seen:
@@ -174,8 +173,7 @@ def lightning(cases: list[str], rank: int) -> None:
         for kind in (Line, Hook):
             expected = train(kind, lambda: torch_loader(**CASES[case]()))  # noqa: B023
             assert train(kind, lambda: own_loader(**CASES[case]())) == expected, case  # noqa: B023
-    dealt = train(Line, lambda: own_loader(shuffle=True, ranks="auto"))
-    assert both_ranks(dealt) == [list(range(SAMPLES))] * EPOCHS
+    assert both_ranks(train(Line, lambda: own_loader(shuffle=True, ranks="auto"))) == [list(range(SAMPLES))] * EPOCHS
     with pytest.warns(StallfreeWarning, match="each of the 2 ranks gets all samples"):
         train(Line, own_loader, use_distributed_sampler=False, max_epochs=1)
     if len(cases) > 1:
@@ -223,16 +221,13 @@ def trainer(rank: int) -> None:
         train(Bare)
 
 
-@pytest.mark.parametrize(
-    ("packages", "check"),
-    [
-        ("", plain), ("accelerate", partial(accelerated, ["shuffled"])),
-        ("lightning.pytorch", partial(lightning, ["shuffled"])), ("accelerate transformers", trainer),
-        pytest.param("accelerate", partial(accelerated, list(ALL)), marks=pytest.mark.slow),
-        pytest.param("accelerate", split, marks=pytest.mark.slow),
-        pytest.param("lightning.pytorch", partial(lightning, list(CASES)), marks=pytest.mark.slow),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("packages", "check"), [
+    ("", plain), ("accelerate", partial(accelerated, ["shuffled"])),
+    ("lightning.pytorch", partial(lightning, ["shuffled"])), ("accelerate transformers", trainer),
+    pytest.param("accelerate", partial(accelerated, list(ALL)), marks=pytest.mark.slow),
+    pytest.param("accelerate", split, marks=pytest.mark.slow),
+    pytest.param("lightning.pytorch", partial(lightning, list(CASES)), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_each_rank_sees_what_it_sees_with_torchs_loader(packages: str, check: Callable[[int], None]) -> None:
     for package in packages.split():  # imported here, and not in each of the processes
         pytest.importorskip(package, reason=f"{package} is not installed: pip install {package}")

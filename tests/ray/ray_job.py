@@ -64,8 +64,7 @@ def equal() -> None:
         assert [digest(batch) for batch in remote] == expected[2]
         assert remote.stats().workers_replaced == 0
     with loader(Made(16, fails), shuffle=False, on_error="skip") as remote:
-        flags = [flag for batch in remote for flag in batch.tolist()]
-        assert flags == [1] * 15, "samples are made on the cluster"
+        assert [flag for batch in remote for flag in batch.tolist()] == [1] * 15, "samples are made on the cluster"
     damaged = pytest.raises(ValueError, match=r"the file is damaged\n.*sample 7")
     with loader(Made(16, fails), shuffle=False) as remote, damaged:
         list(remote)

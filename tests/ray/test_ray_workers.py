@@ -86,14 +86,13 @@ def test_a_job_on_a_cluster(name: str, tmp_path: Path) -> None:
 
 DATA = Made(4, int)
 WRONG: list[tuple[Callable[[], Any], str]] = [
-    (lambda: sf.RayWorkers(0), "1 or more"),
-    (lambda: sf.RayWorkers("auto"), "1 or more"),  # type: ignore[arg-type]
+    (lambda: sf.RayWorkers(0), "1 or more"), (lambda: sf.RayWorkers("auto"), "1 or more"),  # type: ignore[arg-type]
     (lambda: sf.RayWorkers(1, {"CPU": "two"}), "give a number of 0 or more"),  # type: ignore[dict-item]
     (lambda: sf.RayWorkers(1, ["CPU"]), "amounts by name"),  # type: ignore[arg-type]
     (lambda: sf.DataLoader(DATA, workers=sf.RayWorkers(1), cache="auto"), "cache='auto'"),
     (lambda: sf.DataLoader(DATA, workers=sf.RayWorkers(1), num_workers=2), "num_workers=2: give one of them"),
     (lambda: sf.DataLoader(DATA, workers=4), "RayWorkers"),  # type: ignore[arg-type]
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG)

@@ -17,9 +17,7 @@ from stallfree.pipeline.codec import encode, record_size
 PAGE = 4096
 
 
-def capacity_for(
-    blocks: int, num_ids: int, *, policy: str = "minio", example: Any = MISS, on_disk: bool = False
-) -> int:
+def capacity_for(blocks: int, num_ids: int, policy: str = "minio", example: Any = MISS, on_disk: bool = False) -> int:
     """The smallest capacity, in whole pages, of which a cache makes `blocks` blocks or more."""
     options: dict[str, Any] = {"fingerprint": "", "policy": policy, "scored": make_policy(policy).scored}
     options |= {"on_disk": on_disk, "structure": None, "typical": 128 << 10}
@@ -59,8 +57,7 @@ def read(cache: SampleCache, ids: Any) -> list[int]:
     """Return which samples are hits; each must be right."""
     ids = np.asarray(ids, np.int64)
     values = {at: value for at, value in enumerate(cache.get_many(ids)) if value is not MISS}
-    wrong = [id for at, value in values.items() if not is_signed(id := int(ids[at]), value)]
-    assert wrong == []
+    assert [id for at, value in values.items() if not is_signed(id := int(ids[at]), value)] == []
     return ids[list(values)].tolist()  # type: ignore[no-any-return]
 
 

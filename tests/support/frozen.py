@@ -97,10 +97,8 @@ def unique() -> str:
 
 
 def loader(dataset: Any, workers: int, **options: Any) -> Any:
-    batch = max(8, len(dataset) // 32)
-    return sf.DataLoader(
-        dataset, batch, num_workers=workers, persistent_workers=workers > 0, collate_fn=list, seed=1, **options
-    )
+    options |= {"num_workers": workers, "persistent_workers": workers > 0, "collate_fn": list, "seed": 1}
+    return sf.DataLoader(dataset, max(8, len(dataset) // 32), **options)
 
 
 def cached(dataset: Any, workers: int, make: Callable[[Any, int], Any] = loader, **options: Any) -> Epochs | None:

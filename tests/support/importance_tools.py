@@ -39,12 +39,10 @@ class Residents:
 class Drifting(Residents):
     """A `share` of all ids is resident; with each question, a share `change` of all is drawn anew."""
 
-    def __init__(
-        self, num_ids: int, seed: int, *, share: float = 0.5, change: float = 0.3, given: bool = False
-    ) -> None:
-        super().__init__(num_ids, given=given)
+    def __init__(self, count: int, seed: int, *, share: float = 0.5, change: float = 0.3, given: bool = False) -> None:
+        super().__init__(count, given=given)
         self._rng, self._share, self._change = np.random.default_rng(seed), share, change
-        self.there = self._rng.random(num_ids) < share
+        self.there = self._rng.random(count) < share
 
     def resident(self, ids: Any) -> Array:
         some = self._rng.random(self.num_ids) < self._change
@@ -81,10 +79,8 @@ class Served:
     Iterate `epoch(number)`: ids and weights of each batch, each `late` batches after it was taken from the plan.
     """
 
-    def __init__(
-        self, sampler: sf.ImportanceSampler, batch_size: int = 8, *, drop_last: bool = False, late: int = 2
-    ) -> None:
-        self._sampler, self._batch_size, self._drop_last, self._late = sampler, batch_size, drop_last, late
+    def __init__(self, sampler: sf.ImportanceSampler, size: int = 8, *, drop_last: bool = False, late: int = 2) -> None:
+        self._sampler, self._batch_size, self._drop_last, self._late = sampler, size, drop_last, late
 
     def epoch(self, number: int) -> Iterator[tuple[Array, Array]]:
         sampler, waiting = self._sampler, deque[Array]()

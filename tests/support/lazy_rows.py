@@ -224,9 +224,7 @@ class InGenerator(Rows):
         return SimpleNamespace(read=self.requests.send)
 
 
-PLACES: tuple[type[Rows], ...] = (
-    *(InAttribute, BehindFlag, InReader, InDict, InLruCache, InGlobal, InThreadLocal, InGenerator, OverSocket),
-)
+PLACES = (InAttribute, BehindFlag, InReader, InDict, InLruCache, InGlobal, InThreadLocal, InGenerator, OverSocket)
 
 
 @contextlib.contextmanager

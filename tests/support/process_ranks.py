@@ -36,6 +36,5 @@ def in_ranks(count: int, folder: Path, run: Callable[[int], Any]) -> list[Any]:
             os.environ.pop(variable, None)
         (folder / f"{rank}.json").write_text(json.dumps(run(rank)))
 
-    children = [Child(main, rank) for rank in range(count)]
-    assert [child.wait() for child in children] == [0] * count
+    assert [child.wait() for child in [Child(main, rank) for rank in range(count)]] == [0] * count
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]

@@ -133,8 +133,7 @@ class Job:
     def record(self, node: int, seen_by: int = 0) -> dict[str, Any]:
         """The address of a node's server, as another node knows it."""
         id = (self.roots[node] / f"redis-{STORE}" / ID).read_text()
-        records = read_records(self.roots[seen_by] / f"redis-{STORE}")
-        return next(record for record in records if record["id"] == id)
+        return next(one for one in read_records(self.roots[seen_by] / f"redis-{STORE}") if one["id"] == id)
 
     @contextlib.contextmanager
     def admin(self, node: int, password: str | None = None) -> Iterator[redis.Redis]:

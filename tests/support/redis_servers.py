@@ -5,11 +5,11 @@ import shutil
 import signal
 import socket
 import socketserver
-import subprocess
 import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
 from typing import Any
 
 import psutil
@@ -44,7 +44,7 @@ class Server(Closing):
         self._sockets = tempfile.mkdtemp(prefix="sf-")  # the path of a socket has at most 107 bytes
         self.path = f"{self._sockets}/s"
         self.port = 0
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Popen[bytes] | None = None
         self.start()
 
     @property
@@ -58,9 +58,7 @@ class Server(Closing):
             port = self.port or free_port()
             lines = [f"{kind} {port}", "bind 127.0.0.1", f"unixsocket {self.path}", 'save ""', "appendonly no"]
             lines += [f"dir {self._folder}", *self._extra]
-            process = subprocess.Popen(
-                [find_server(), "-"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, cwd=self._folder
-            )
+            process = Popen([find_server(), "-"], stdin=PIPE, stdout=DEVNULL, cwd=self._folder)
             assert process.stdin is not None
             with process.stdin as stdin:
                 stdin.write("\n".join(lines).encode() + b"\n")

@@ -1,7 +1,7 @@
 """Data and transforms for the tests of the Smart Cache, importable by processes that tests start."""
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from multiprocessing import parent_process
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,7 @@ class Rows(BaseSource):
     Until the file `gate` exists, processes that this one starts wait in `fetch`. Each fetch adds its id to `log`.
     """
 
-    def __init__(
-        self, samples: int = 20, *, bad: Sequence[int] = (), gate: Path | None = None, log: Path | None = None
-    ) -> None:
+    def __init__(self, samples: int = 20, *, bad: Any = (), gate: Path | None = None, log: Path | None = None) -> None:
         self.samples, self.bad, self.gate, self.log = samples, frozenset(bad), gate, log
         self.pipeline = Compose([])
 

@@ -39,12 +39,10 @@ class Item:
 
 
 OTHERS: dict[str, Callable[[int], Any]] = {
-    "ragged": lambda id: torch.arange(id + 1),
-    "with_none": lambda id: (floats(id), None),
+    "ragged": lambda id: torch.arange(id + 1), "with_none": lambda id: (floats(id), None),
     "item": lambda id: Item(floats(id), f"n{id}"),
-    "mixed": lambda id: torch.tensor(id) if id % 3 else torch.tensor(float(id)),
-    "nothing": lambda id: None,
-}
+    "mixed": lambda id: torch.tensor(id) if id % 3 else torch.tensor(float(id)), "nothing": lambda id: None,
+}  # fmt: skip
 """Samples for which torch's default `collate_fn` raises an error, or may."""
 
 
@@ -145,8 +143,7 @@ def case_of(seed: int) -> Case:
     persistent = workers > 0 and draw.random() < 0.4
     if workers:
         arguments |= {"num_workers": workers, "prefetch_factor": draw.randint(1, 3), "persistent_workers": persistent}
-        method = {250: "forkserver", 0: "spawn"}.get(seed % 500, "fork")
-        arguments["multiprocessing_context"] = method
+        arguments["multiprocessing_context"] = {250: "forkserver", 0: "spawn"}.get(seed % 500, "fork")
     epochs = [_epoch(draw, persistent, shuffled) for _ in range(1 if one_shot else draw.randint(1, 3))]
     shown = {name: value for name, value in arguments.items() if not callable(value)}
 
@@ -170,10 +167,9 @@ def _data(draw: random.Random, count: int, workers: int, shuffled: bool) -> tupl
         values = torch.arange(3 * count).reshape(count, 3)
         data = {
             "tensors": lambda: TensorDataset(values.clone(), values.float()),
-            "list": lambda: [KINDS["nested"](id) for id in range(count)],
-            "tensor": values.clone,
+            "list": lambda: [KINDS["nested"](id) for id in range(count)], "tensor": values.clone,
             "array": lambda: values.numpy().copy(),
-        }[shape]
+        }[shape]  # fmt: skip
         return data, Collate("list", draws=draws) if shuffled or draw.random() < 0.3 else None, shape
     kind = draw.choice([*KINDS] if draw.random() < 0.75 else [*OTHERS])
     kind = "ragged" if kind == "mixed" and workers else kind  # torch's workers do not collate several dtypes
@@ -200,8 +196,7 @@ def _sampler(draw: random.Random, count: int, workers: int) -> tuple[Any, str]:
     seed, few = draw.randint(0, 9), draw.randint(1, 30)
     ids = [draw.randrange(count) for _ in range(few)]
     ways: dict[str, Callable[[], Any]] = {
-        "list": lambda: ids,
-        "sequential": lambda: SequentialSampler(range(count)),
+        "list": lambda: ids, "sequential": lambda: SequentialSampler(range(count)),
         "random": lambda: RandomSampler(range(count)),
         "random, own generator": lambda: RandomSampler(range(count), generator=torch.Generator().manual_seed(seed)),
         "with replacement": lambda: RandomSampler(range(count), replacement=True, num_samples=few),
@@ -209,7 +204,7 @@ def _sampler(draw: random.Random, count: int, workers: int) -> tuple[Any, str]:
         "weighted": lambda: WeightedRandomSampler([1.0 + id for id in range(count)], few),
         "distributed": lambda: DistributedSampler(range(count), num_replicas=2, rank=seed % 2, seed=seed),
         "iterator": lambda: iter(ids),
-    }
+    }  # fmt: skip
     if not workers:  # with workers, ids are drawn ahead, and torch's loader begins each order twice
         ways["at once"] = lambda: Ids(count, "at once")
         ways["one by one"] = lambda: Ids(count, "one by one")
@@ -222,10 +217,9 @@ def _batch_sampler(draw: random.Random, count: int, workers: int) -> tuple[Any, 
     size, last = draw.randint(1, 5), draw.random() < 0.3
     lists = [[draw.randrange(count) for _ in range(draw.randint(0 if draw.random() < 0.1 else 1, 4))] for _ in range(6)]
     ways: dict[str, Callable[[], Any]] = {
-        "lists": lambda: lists,
-        "in order": lambda: BatchSampler(SequentialSampler(range(count)), size, last),
+        "lists": lambda: lists, "in order": lambda: BatchSampler(SequentialSampler(range(count)), size, last),
         "random": lambda: BatchSampler(RandomSampler(range(count)), size, last),
-    }
+    }  # fmt: skip
     if not workers:
         ways["at once"] = lambda: Ids(count, "at once", size)
         ways["one by one"] = lambda: Ids(count, "one by one", size)

@@ -21,9 +21,8 @@ def cached(**arguments: Any) -> sf.CachedDataset:
 def main(method: str, epochs: int, end: str = "close") -> None:
     # With a random step left to do, every batch goes through a worker.
     dataset = cached(transform=sf.mark_random(KeepAsIs()))
-    loader = sf.DataLoader(
-        dataset, 4, shuffle=True, num_workers=2, persistent_workers=True, multiprocessing_context=method, with_ids=True
-    )
+    options = {"num_workers": 2, "persistent_workers": True, "multiprocessing_context": method, "with_ids": True}
+    loader = sf.DataLoader(dataset, 4, shuffle=True, **options)
     for epoch in range(epochs):
         for number, batch in enumerate(loader):
             images, labels = batch.data

@@ -162,8 +162,7 @@ class Module(torch.nn.Module):
 
 
 STEPS |= {
-    "class_attribute": lambda x: flipped(x, Config.source),
-    "class_method": lambda x: flipped(x, Config.get()),
+    "class_attribute": lambda x: flipped(x, Config.source), "class_method": lambda x: flipped(x, Config.get()),
     "static_method": Config.flip,
     "own_class_attribute": ClassLevel(), "own_class_level_list": ClassLevelList(), "instance": Instance(),
     "method_of_an_instance": Instance().__call__, "property": WithProperty(), "descriptor": WithDescriptor(),
@@ -190,11 +189,9 @@ def thread_local(x: Any) -> Any:
 
 STEPS |= {
     "namespace": lambda x: flipped(x, NAMESPACE.source),
-    "nested_containers": lambda x: flipped(x, TOOLS["sources"][0][0]),
-    "in_a_deque": lambda x: flipped(x, QUEUE[0]),
+    "nested_containers": lambda x: flipped(x, TOOLS["sources"][0][0]), "in_a_deque": lambda x: flipped(x, QUEUE[0]),
     "in_an_enum": lambda x: flipped(x, Sources.FIRST.value),
     "behind_a_weak_reference": lambda x: flipped(x, WEAK().source),  # type: ignore[union-attr]
     "in_a_weak_dictionary": lambda x: flipped(x, WEAK_VALUES["source"].source),
-    "context_variable": lambda x: flipped(x, VARIABLE.get()),
-    "thread_local": thread_local,
-}
+    "context_variable": lambda x: flipped(x, VARIABLE.get()), "thread_local": thread_local,
+}  # fmt: skip
