@@ -104,6 +104,31 @@ def test_samples_are_those_without_a_cache(data: Any, workers: int, room: str) -
         assert [labels.tolist() for _, labels in loader] == left
 
 
+class Offset(Slow):
+    """As worker processes make them: `worker_init_fn` sets the offset, and the number of workers counts."""
+
+    offset = 0
+
+    def __getitem__(self, id: int) -> Any:
+        info = torch.utils.data.get_worker_info()
+        sample = super().__getitem__(id)[0] + self.offset + 10_000 * (0 if info is None else info.num_workers)
+        return sample, id
+
+
+def set_offset(worker: int) -> None:
+    torch.utils.data.get_worker_info().dataset.offset = 1000  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("transform", [None, noise, np.negative])
+def test_samples_of_the_decision_are_made_as_by_a_worker(transform: Any) -> None:
+    options: dict[str, Any] = {"batch_size": 10, "num_workers": 2, "worker_init_fn": set_offset}
+    data = [Offset(transform=transform) for _ in range(2)]
+    expected = torch.cat([rows[:, 0] for rows, _ in torch.utils.data.DataLoader(data[0], **options)])
+    with sf.DataLoader(data[1], cache="auto", **options) as loader:
+        for _ in range(2):
+            assert torch.allclose(torch.cat([rows[:, 0] for rows, _ in loader]), expected, atol=1)
+
+
 def test_what_was_fetched_to_decide_is_kept(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with sf.DataLoader(Slow(log), 8, num_workers=1, cache="auto", capacity=ROOM) as loader:

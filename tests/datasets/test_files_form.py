@@ -70,6 +70,12 @@ def by_fsspec(path: str, protocol: str = "file") -> Any:
         return np.frombuffer(file.read(), np.uint8)
 
 
+def by_pathlib(path: str) -> Any:
+    with Path(f"{path}.raw").open("rb", 0) as file:
+        assert file.name.endswith(".raw")  # type: ignore[attr-defined]
+        return np.frombuffer(file.readall(), np.uint8)  # type: ignore[attr-defined]
+
+
 def for_writing(path: str) -> Any:
     with open(f"{path}.raw", "rb") as file, contextlib.suppress(io.UnsupportedOperation):
         file.write(b"more")
@@ -77,8 +83,7 @@ def for_writing(path: str) -> Any:
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
-    "open": by_open,
-    "lines": by_lines,
+    "open": by_open, "lines": by_lines, "pathlib": by_pathlib,
     "numpy": lambda path: np.load(f"{path}.npy"),
     "map": lambda path: np.array(np.load(f"{path}.npy", mmap_mode="r")),
     "descriptor": by_descriptor,
@@ -92,7 +97,7 @@ WAYS: dict[str, Callable[[str], Any]] = {
     "fsspec, memory": lambda path: by_fsspec(path, "memory"),
     "opened for reading": for_writing,
     "torchvision": lambda path: sys.modules["torchvision.io.image"].read_image(f"{path}.raw"),
-}
+}  # fmt: skip
 ON_DISK = [*WAYS][:-3]
 
 

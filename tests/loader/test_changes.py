@@ -1,11 +1,16 @@
 """What changes after a loader was made: the length and attributes of the data set, and attributes of the loader."""
 
 import copy
+import multiprocessing
 import pickle
+import threading
 import time
 import warnings
+from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -243,6 +248,8 @@ class Settings(Dataset[int]):
         self.values, self.table = list(range(COUNT)), {"a": 1, "b": 5}
         self.array, self.tensor = np.arange(COUNT), torch.arange(COUNT)
         self.function, self.inner, self.step = abs, SimpleNamespace(deep=SimpleNamespace(scale=1)), Step()
+        self.deep, self.event, self.user = {"a": {"b": 1}}, threading.Event(), UserDict(a=0)
+        self.shared, self.shared_array = multiprocessing.Value("d", 0), multiprocessing.Array("i", 3)
         self.reads = 0
         self.note = "not read"
 
@@ -256,12 +263,15 @@ class Settings(Dataset[int]):
         self.reads += 1
         value = self.values[id] * self.number * self.table[self.text] + self.on + self.shift
         value += len(self.path.parts) + sum(self.pair) + (0 if self.nothing is None else self.nothing)
+        value += self.deep["a"]["b"] + self.event.is_set() + self.user["a"]
+        value += self.shared.value + self.shared_array[1]
         value += self.inner.deep.scale + int(self.array[id]) + int(self.tensor[id])
         return int(self.step(self.function(value)))
 
 
 def change(name: str, value: Any) -> Callable[[Any], None]:
-    return lambda data: setattr(data, name, value)
+    *owner, last = name.split(".")
+    return lambda data: setattr(attrgetter(*owner)(data) if owner else data, last, value)
 
 
 CHANGES: dict[str, Callable[[Any], Any]] = {
@@ -273,6 +283,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "an element of a tensor": lambda data: data.tensor.__setitem__(2, 50), "a function": change("function", twice),
     "an object within": lambda data: setattr(data.inner.deep, "scale", 9),
     "a step": lambda data: setattr(data.step, "add", 100),
+    "an item of an inner dict": lambda data: data.deep["a"].update(b=7), "an event": lambda data: data.event.set(),
+    "an item of a dict of collections": lambda data: data.user.update(a=9),
+    "a shared value": change("shared.value", 11), "a shared array": lambda data: data.shared_array.__setitem__(1, 70),
     "the class": lambda data: setattr(type(data), "shift", 1000),
 }  # fmt: skip
 
@@ -293,6 +306,61 @@ def test_a_cache_notices_each_change_once(monkeypatch: pytest.MonkeyPatch) -> No
         for kind, warning in zip(CHANGES, caught, strict=True):
             assert "when samples were cached" in str(warning.message), kind
             assert warning.filename == __file__
+
+
+class Course(Made):
+    """Samples that take a millisecond, and depend on what the loop sets."""
+
+    def __init__(self) -> None:
+        super().__init__(20, lambda id: (time.sleep(0.001), id + 100 * (self.level + self.more["level"]))[1])
+        self.level, self.more = 0, {"level": 0}
+
+
+@pytest.mark.parametrize("at", [[0], [2], [4], [*range(9)]], ids=str)
+@pytest.mark.parametrize(
+    "level", [change("level", 1), lambda data: data.more.update(level=data.more["level"] + 1)], ids=[*"ab"]
+)
+def test_what_the_loop_changes_holds_from_the_next_batch_on(at: list[int], level: Callable[[Any], Any]) -> None:
+    """With 0 workers; batches 0 to 4 are the first epoch."""
+    found = []
+    for kind, options in ((torch.utils.data.DataLoader, {}), (sf.DataLoader, {"cache": "auto"})):
+        loader, seen = kind(data := Course(), 4, **options), []
+        with warnings.catch_warnings(action="ignore"):
+            for batch in chain.from_iterable(loader for _ in range(3)):
+                seen.append(batch.tolist())
+                if len(seen) - 1 in at:
+                    level(data)
+        found.append(seen)
+    assert found[0] == found[1]
+
+
+def test_a_cache_notices_what_the_loop_changes() -> None:
+    with sf.CachedDataset(data := Course(), capacity="1MiB") as cached, sf.DataLoader(cached, 4) as loader:
+        first = values_of(loader)
+        batches = iter(loader)
+        data.level = len(next(batches))
+        with pytest.warns(StallfreeWarning, match="the attribute 'level' of Course"):
+            next(batches)
+        assert values_of(loader) == first
+
+
+class Scaled:
+    def __init__(self) -> None:
+        self.transform, self.scale = np.negative, 1
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, id: int) -> Any:
+        return self.transform(id * self.scale)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_attributes_of_a_data_set_that_is_cut(workers: int) -> None:
+    data = Scaled()
+    with sf.DataLoader(sf.cut(data, "transform"), 4, num_workers=workers) as loader:
+        for data.scale in (2, 5):
+            assert lists_of(loader) == [[0, -data.scale, -2 * data.scale, -3 * data.scale]]
 
 
 @pytest.mark.parametrize("options", [{}, {"cache": "auto", "capacity": "1KiB"}], ids=["plain", "auto"])

@@ -3,17 +3,20 @@
 import datetime
 import enum
 import functools
+import multiprocessing
 import os
 import pickle
 import random
 import re
 import resource
+import subprocess
 import sys
 import threading
 from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,9 +27,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import ConcatDataset
 
-from stallfree import Compose, InputError, OnItem, mark_deterministic, mark_random
+from stallfree import Compose, DecodeImage, FileDataset, InputError, OnItem, mark_deterministic, mark_random
 from stallfree.ipc.process import call_in_child
 from stallfree.pipeline.fingerprint import fingerprint, same, tolerant
+from stallfree.pipeline.objects import generators_of, random_name
 
 
 class Scale:
@@ -152,6 +156,114 @@ def test_different_things_differ() -> None:
         found[text] = thing
     assert fingerprint() != fingerprint(None) != fingerprint(None, None)
     assert fingerprint(1, 2) != fingerprint(2, 1)
+
+
+class Wrapping:
+    def __init__(self, by: int) -> None:
+        functools.update_wrapper(self, fingerprint)
+        self.by = by
+
+
+class Changing(Slotted):
+    """Pickles decide nothing: one attribute is None in them, one is left out."""
+
+    def __init__(self, by: int, hidden: int) -> None:
+        super().__init__(by, hidden)
+        self.table = hidden
+
+    def __getstate__(self) -> Any:
+        return {"table": None, "by": 0}
+
+
+class Named:
+    def __init__(self, by: int) -> None:
+        self.by = by
+
+    def __reduce__(self) -> str:
+        return "NAMED"
+
+
+def executed(text: str, **names: Any) -> Any:
+    exec(f"step = {text}", names)
+    return names["step"]
+
+
+def module_with(name: str = "settings_of_a_job", **values: Any) -> Any:
+    module = ModuleType(name)
+    vars(module).update(values)
+    return module
+
+
+class Numbers(set[Any]):
+    """Has attributes, and an order of its own in each process."""
+
+
+def subclass(base: Any, by: int) -> Any:
+    class Own(base):  # type: ignore[misc]
+        def fetch(self, id: int) -> Any:
+            return super().fetch(id) * by
+
+        def __call__(self, value: Any) -> Any:
+            return value * by
+
+    return Own
+
+
+PAIRS: dict[str, Callable[[int], Any]] = {
+    "a wrapper": Wrapping, "an attribute that a pickle changes": lambda by: Changing(1, by),
+    "a slot that a pickle leaves out": lambda by: Changing(by, 1),
+    "executed code": lambda by: executed(f"lambda x: x * {by}"), "a module": lambda by: module_with(by=by),
+    "globals of executed code": lambda by: executed("lambda x: x * BY", BY=by),
+    "a function in a module": lambda by: module_with(step=executed(f"lambda x: {by}")),
+    "a class that inherits a fingerprint": lambda by: subclass(DecodeImage, by)(),
+    "a source that does": lambda by: subclass(FileDataset, by)([__file__]).fingerprint(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_what_tells_two_of_a_kind_apart(kind: str) -> None:
+    one, again, other = (fingerprint(PAIRS[kind](by)) for by in (2, 2, 3))
+    assert one == again != other
+
+
+@pytest.mark.parametrize("thing", [Named(2), np.frompyfunc(abs, 1, 1), lambda: SHARED.value], ids=[*"abc"])
+def test_what_is_not_known_is_not_taken_for_equal(thing: Any) -> None:
+    with pytest.raises(InputError, match="cannot be fingerprinted"):
+        fingerprint(thing)
+
+
+SHARED = multiprocessing.Value("i", 3)
+
+
+def test_sets_of_a_class_of_ones_own_count_alike_in_every_process() -> None:
+    code = "from test_fingerprint import *; print(fingerprint(Numbers('abcdefgh')))"
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = {
+        subprocess.check_output([sys.executable, "-c", code], env=env | {"PYTHONHASHSEED": str(n)}) for n in range(2)
+    }
+    assert len(found) == 1
+
+
+def test_a_package_of_the_user_that_is_called_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only that of Hugging Face is a library."""
+    package = module_with("datasets")
+    monkeypatch.setitem(sys.modules, "datasets", package)
+    exec("def step(x): return x * BY", vars(package) | {"BY": 2})
+    steps = [executed("lambda x: x * BY", BY=by, __name__="datasets.steps") for by in (2, 3)]
+    assert len({*map(fingerprint, steps)}) == 2
+    assert random_name(executed("lambda x: random()", __name__="datasets.steps"))
+    package.__version__ = "4.0"
+    assert not random_name(executed("lambda x: random()", __name__="datasets.steps"))
+
+
+def test_generators_behind_many_annotations_are_found() -> None:
+    box: dict[str, Any] = {
+        "segmentation": [[1.0] * 12, [2.0] * 12],
+        "keypoints": [0] * 51,
+        "bbox": [1.0, 2.0, 3.0, 4.0],
+    }
+    data = SimpleNamespace(annotations=[dict(box) for _ in range(6000)], transform=[Scale(1, np.random.default_rng(0))])
+    assert generators_of(data) == [data.transform[0].offset]
 
 
 def test_a_trip_through_pickle_does_not_change_it() -> None:

@@ -153,7 +153,8 @@ def test_greyscale_has_two_dimensions(data: bytes, decoder: None) -> None:
     ids=["empty", "text", "magic", "head", "half", "png"],
 )
 def test_what_is_no_whole_picture(data: bytes, output: Literal["numpy", "pil"], decoder: None) -> None:
-    with pytest.raises(InputError, match=f"no whole picture in these {len(data)} bytes"):
+    kind, words = (InputError, f"no whole picture in these {len(data)} bytes") if output == "numpy" else (OSError, ".")
+    with pytest.raises(kind, match=words):  # that of Pillow, as under torchvision
         DecodeImage(output)(data)
 
 

@@ -1,8 +1,10 @@
 """Data sets of torchvision and Hugging Face: cut where that changes nothing, else whole."""
 
+import contextlib
 import random
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from operator import add, neg
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 from torch.utils.data import Subset
 
@@ -218,6 +221,52 @@ def test_records_of_a_folder_are_its_files(samples: list[tuple[str, int]]) -> No
     assert all(same(source[id], dataset[id]) for id in range(4))
     assert type(as_source(dataset, divide=False)) is MapSource
     assert isinstance(source.pipeline.transforms[0].transform, sf.DecodeImage)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("options", "change"), [({"num_workers": 1}, 2), ({"cache": "auto"}, 3)], ids=str)
+def test_a_folder_whose_samples_change(samples: list[tuple[str, int]], options: dict[str, Any], change: int) -> None:
+    dataset = Folder(samples, transform=np.size)
+    with sf.DataLoader(dataset, 2, **options) as loader, warnings.catch_warnings(action="ignore"):
+        for dataset.samples in (samples, samples[:2], samples * change, [*reversed(samples)]):
+            for _ in range(2):
+                assert same([*loader], [*torch.utils.data.DataLoader(dataset, 2)])
+
+
+def test_a_folder_with_methods_of_its_own(samples: list[tuple[str, int]]) -> None:
+    for name, value in (("__len__", lambda self: 2), ("__getitems__", lambda self, ids: [*map(self.__getitem__, ids)])):
+        source = as_source(type("Own", (Folder,), {name: value})(samples, transform=np.asarray))
+        assert type(source) is MapSource
+
+
+def test_a_damaged_picture_of_a_folder_has_the_error_of_its_loader(tmp_path: Path) -> None:
+    (tmp_path / "0.jpg").write_bytes(b"no picture")
+    with pytest.raises(OSError, match="cannot identify image file"):
+        list(sf.DataLoader(Folder([(str(tmp_path / "0.jpg"), 0)]), num_workers=1))
+
+
+class Relative:
+    """Reads what is below a folder that is named from the current one."""
+
+    def __init__(self, way: str) -> None:
+        self.root = {"text": "data", "path": Path("data"), "list": [f"data/{id}" for id in range(4)]}[way]
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, id: int) -> int:
+        return int(Path(self.root[id] if isinstance(self.root, list) else f"{self.root}/{id}").read_text())
+
+
+@pytest.mark.parametrize("way", ["text", "path", "list"])
+def test_another_current_directory(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as caches:
+        for by in (1, 2):
+            (tmp_path / f"{by}/data").mkdir(parents=True)
+            monkeypatch.chdir(tmp_path / f"{by}")
+            for id in range(4):
+                Path(f"data/{id}").write_text(str(id * by))
+            cached = caches.enter_context(sf.CachedDataset(Relative(way), capacity="1MiB"))
+            assert cached.__getitems__(range(4)) == [id * by for id in range(4)]
 
 
 @pytest.mark.parametrize("backend", ["PIL", "accimage"])

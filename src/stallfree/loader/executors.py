@@ -122,12 +122,6 @@ class TrainingProcess(Executor):
         result.started = started if result.started else 0.0
         return [result]
 
-    def restart(self) -> None:
-        """Start the fetches again, by another reader of the builder."""
-        for task, pending in [*self._tasks.values()]:
-            pending.cancel()
-            self.submit(task)
-
     def forget(self, token: int) -> None:
         for _, pending in self._tasks.values():
             pending.cancel()
@@ -387,7 +381,7 @@ class WorkerProcesses(Executor):
             context=self._context,
             name=f"stallfree-worker-{number}",
             parts=setup.parts,
-            attempt=self.hung // self.count,
+            attempt=-(-self.hung // self.count),
         )
         child.send(forget_message(self._wanted))
         return _Worker(child)

@@ -156,9 +156,7 @@ class WorkerPool:
     def use(self, reader: Reader) -> None:
         """Make the samples of the following batches by `reader`, in this process."""
         if reader.source is not self.builder.reader.source or reader.cache is not self.builder.reader.cache:
-            assert isinstance(self._main, TrainingProcess)
             self.builder.reader = copy.copy(reader)
-            self._main.restart()
 
     def submit(self, task: Task, *, gather: bool) -> None:
         """Submit a task to an executor; with `gather`, to one that gathers from the cache."""

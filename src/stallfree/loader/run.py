@@ -4,6 +4,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, Generic, NamedTuple
 
 import torch
@@ -328,8 +329,8 @@ class Pass(EpochPass):
         self._glance: list[Any] = []
         """The attributes of the data set when the last batch was delivered."""
         source = options.reader.source
-        self._alone = not getattr(source, "threads", True) or comes_from(type(source), "stallfree")
-        """Whether none of the user's code fetches in threads while the loop runs."""
+        self._alone = in_loop and (not getattr(source, "threads", True) or comes_from(type(source), "stallfree"))
+        """Whether none of the user's code makes samples while the loop runs."""
         try:
             self._start_more()
         except BaseException:
@@ -339,7 +340,7 @@ class Pass(EpochPass):
     def _take(self) -> tuple[Any, Ids]:
         settings = self.pool.settings
         if settings is not None and settings.moved(self._glance):
-            self.pool.use(self._epochs.heed_loop())
+            self._begin_again(self._epochs.heed_loop())
         while True:
             result = self._next_result()
             if result is None:
@@ -349,6 +350,20 @@ class Pass(EpochPass):
                 if settings is not None and self._alone:
                     self._glance = settings.glance()
                 return batch
+
+    def _begin_again(self, reader: Reader) -> None:
+        """Make the batches that are not delivered again, by `reader`."""
+        self._drop_results()
+        self.pool.use(reader)
+        self._token, tasks = self.pool.begin(), self.progress.tasks
+        for at, task in enumerate(tasks):
+            tasks[at] = replace(task, token=self._token, slot=NO_SLOT)
+            self.pool.submit(tasks[at], gather=False)
+
+    def _drop_results(self) -> None:
+        for result in self._results.values():
+            self.pool.ring.give(result.slot)
+        self._results.clear()
 
     def _next_result(self) -> Result | None:
         """Wait for the next result; None at the end. Any interruption other than a timeout ends the iteration."""
@@ -456,9 +471,7 @@ class Pass(EpochPass):
 
     def _stop(self) -> None:
         """Drop what is under way. Slots of batches in flight are freed when their results arrive."""
-        for result in self._results.values():
-            self.pool.ring.give(result.slot)
-        self._results.clear()
+        self._drop_results()
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
             self.counts["queue_depth"] = 0

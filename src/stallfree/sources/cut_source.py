@@ -21,6 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import is_
 from typing import Any, NoReturn
 
 from torch.utils import _pytree as pytree
@@ -29,6 +30,7 @@ from stallfree.errors import StallfreeError, cut_refused
 from stallfree.pipeline import compose
 from stallfree.pipeline.classify import known
 from stallfree.pipeline.fingerprint import fingerprint
+from stallfree.pipeline.objects import attributes
 from stallfree.pipeline.values import private
 from stallfree.platform import at_fork
 from stallfree.sources.mapped import BaseSource, directory_of, value_at
@@ -66,13 +68,14 @@ class Recorder:
 
     Attributes:
         calls: of the last sample, in order.
+        state: attributes of the data set when it was copied.
     """
 
     def __init__(self, source: "CutSource", *, learns: bool = False) -> None:
         self._names, self._transforms, self._unpacked = source.names, source.transforms, source.unpacked
         self._kind, self._learns, self.calls = type(source.dataset).__name__, learns, list[Call]()
         stand_ins = {name: StandIn(self, number) for number, name in enumerate(source.names)}
-        self._dataset = with_values(source.dataset, stand_ins)
+        self._dataset, self.state = with_values(source.dataset, stand_ins), [*attributes(source.dataset).values()]
 
     def make(self, id: int) -> Any:
         """Return sample `id` with outputs in it. Raises `InputError` if a use of one was refused, even if caught."""
@@ -313,7 +316,9 @@ class CutSource(BaseSource):
 
     def _record(self, id: int) -> Any:
         recorders = vars(_thread).setdefault("recorders", weakref.WeakKeyDictionary())
-        recorder = recorders.get(self) or recorders.setdefault(self, Recorder(self))
+        recorder, state = recorders.get(self), [*attributes(self.dataset).values()]
+        if recorder is None or len(recorder.state) != len(state) or not all(map(is_, recorder.state, state)):
+            recorder = recorders[self] = Recorder(self)
         sample = recorder.make(id)
         if self.plan is None:
             plan, values = recorder.planned(sample)
