@@ -19,7 +19,7 @@ import torch
 
 from stallfree.datasets.epoch_source import Plan
 from stallfree.errors import WaitError
-from stallfree.importance.jobs import Jobs, is_first_here, wait_for_all
+from stallfree.importance.jobs import Jobs, is_first_here, ranks_of_job, wait_for_all
 from stallfree.importance.losses import pack, pack_mask, unpack, unpack_mask
 from stallfree.importance.plans import Draw, generator, ranks
 from stallfree.raising import users_level
@@ -45,7 +45,7 @@ class Retention:
 
     def __init__(self, cache: Any, rotating: bool) -> None:
         self._cache, self._rotating = cache, rotating
-        self._jobs: Jobs | None = None
+        self._jobs: Jobs | None = None  # those that use the cache, if it has a folder
         self._warned = False
         self._late: list[tuple[Array, Array]] = []
         # Of the active epoch, by id: the score of a sample once it is served, and whether it must be set then.
@@ -56,14 +56,15 @@ class Retention:
         """Begin an epoch. The first rank of each host publishes the losses and sets the scores; the others wait."""
         first, count = is_first_here(), len(losses)
         mine = np.zeros(count, np.float32) if self._rotating else ranks(losses)
-        jobs = self._jobs_here(count)
+        if self._jobs is None and (path := getattr(self._cache, "path", None)) is not None:
+            self._jobs = Jobs(path, count)
         if first:
-            if jobs is not None:
-                jobs.publish(mine, 0.0 if self._rotating else benefit)
-            self._set(np.arange(count), self._scores(draw, self._importance(mine, jobs), seed))
+            if self._jobs is not None:
+                self._jobs.publish(mine, 0.0 if self._rotating else benefit)
+            self._set(np.arange(count), self._scores(draw, self._importance(mine), seed))
         wait_for_all()  # no rank stores anything before all caches have the scores
         if not first:
-            self._scores(draw, self._importance(mine, jobs), seed)
+            self._scores(draw, self._importance(mine), seed)
 
     def _scores(self, draw: Draw, importance: Array, seed: int) -> Array:
         """The scores of all samples for an epoch in which none has been served yet."""
@@ -94,15 +95,9 @@ class Retention:
         except WaitError:
             self._late = [(ids, scores)]
 
-    def _jobs_here(self, num_ids: int) -> Jobs | None:
-        """The jobs that use the cache, if it has a folder."""
-        if self._jobs is None and (path := getattr(self._cache, "path", None)) is not None:
-            self._jobs = Jobs(path, num_ids)
-        return self._jobs
-
-    def _importance(self, mine: Array, jobs: Jobs | None) -> Array:
+    def _importance(self, mine: Array) -> Array:
         """The importance of each sample to the jobs that use the cache."""
-        worth, count = (mine, 0) if jobs is None else jobs.combined()
+        worth, count = (mine, 0) if self._jobs is None else self._jobs.combined()
         if not count:
             return mine
         if self._rotating and count > 1 and not self._warned:
@@ -193,31 +188,23 @@ class ActiveEpoch:
     Args:
         draw: the plan and its L-samples.
         batches: the ids of each batch of this rank, as planned.
-        weights: float32 per id.
         marks: records the served samples.
         retention: controls what the cache keeps, or None.
-        rank, count: rank of this process, and number of processes that serve the plan.
 
     Attributes:
         draw, batches: as given.
         excluded: ids that only other ranks may serve: those of their batches, and their part of the ids in no batch.
     """
 
-    def __init__(
-        self,
-        draw: Draw,
-        batches: list[Array],
-        weights: Array,
-        marks: Marks,
-        retention: Retention | None,
-        rank: int,
-        count: int,
-    ) -> None:
+    def __init__(self, draw: Draw, batches: list[Array], marks: Marks, retention: Retention | None) -> None:
         self.draw, self.batches = draw, batches
-        self._weights = weights
         self._marks, self._number, self._retention = marks, marks.begun, retention
-        others = np.arange(len(weights)) % count != rank
-        others[draw.plan.ids] = True
+        plan, samples, (rank, count) = draw.plan, len(draw.low), ranks_of_job()
+        self._weights = np.ones(samples, np.float32)
+        if plan.weights is not None:
+            self._weights[plan.ids] = plan.weights * np.float32(len(plan.ids) / samples)
+        others = np.arange(samples) % count != rank
+        others[plan.ids] = True
         for ids in batches:
             others[ids] = False
         self.excluded = np.flatnonzero(others)
@@ -341,8 +328,7 @@ class Serving:
             found.append(step[good])
             self._pending[step[good]] = False  # an id that was deferred twice is in the queue twice
             need -= len(good)
-        taken: Array = np.concatenate([np.empty(0, np.int64), *found])
-        return taken
+        return np.concatenate([np.empty(0, np.int64), *found])
 
     def _choose(self, count: int) -> tuple[Array, Array]:
         """Up to `count` residents to serve now, and which of them are in the rest of the plan."""

@@ -5,7 +5,6 @@ samples, and a loader serves it through the `ActiveEpoch` that `begin` returns.
 """
 
 from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +112,9 @@ class ImportanceSampler:
 
     def epoch_source(self, setup: Any) -> Any:
         """The source of a loader's epochs."""
-        return import_module("stallfree.importance.source").ImportanceSource(setup)  # which needs this module
+        from stallfree.importance.source import ImportanceSource  # which needs this module
+
+        return ImportanceSource(setup)
 
     @short_traceback
     def __init__(
@@ -275,10 +276,7 @@ class ImportanceSampler:
 
     def _begun(self, draw: Draw, batches: list[Array]) -> ActiveEpoch:
         self._begun_draw = draw
-        plan, weights = draw.plan, np.ones(self.num_samples, np.float32)
-        if plan.weights is not None:
-            weights[plan.ids] = plan.weights * np.float32(len(plan.ids) / self.num_samples)
-        return ActiveEpoch(draw, batches, weights, self._marks, self._retention, *ranks_of_job())
+        return ActiveEpoch(draw, batches, self._marks, self._retention)
 
     def close(self) -> None:
         """Unregister this job from the cache. It is registered again when another epoch begins."""
