@@ -136,10 +136,7 @@ def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
     """
     ends = np.cumsum(chances[order], dtype=np.float64)
     marks = np.floor(ends + rng.random())
-    before = np.empty_like(marks)
-    before[:1] = 0
-    before[1:] = marks[:-1]
-    return order[marks > before]
+    return order[np.diff(marks, prepend=0) > 0]
 
 
 def draw(chances: Array, quantiles: Array, rng: np.random.Generator) -> Array:
@@ -160,10 +157,10 @@ def draw(chances: Array, quantiles: Array, rng: np.random.Generator) -> Array:
     return drawn
 
 
-def check_share(name: str, value: float, *, low: float = 0.0, high: float = 1.0) -> float:
-    """`value` as a float. Raises `InputError` if it is not above `low` and at most `high`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not low < value <= high:
-        raise InputError(f"{name}={value!r}: give a number above {low:g}, and {high:g} at most")
+def check_share(name: str, value: float, *, high: float = 1.0) -> float:
+    """`value` as a float. Raises `InputError` if it is not above 0 and at most `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= high:
+        raise InputError(f"{name}={value!r}: give a number above 0, and {high:g} at most")
     return float(value)
 
 
@@ -306,9 +303,7 @@ def draw_plan(rule: Rule, known: Known, seed: int, epoch: int) -> Draw:
     """Draw the plan of an epoch."""
     quantiles = np.empty(0) if rule.full(epoch) else ranks(known.losses)
     chances, by = rule.chances(known, quantiles, seed, epoch)
-    ids = np.arange(len(chances))
-    if (chances < 1).any():
-        ids = draw(chances, quantiles, generator(seed, epoch, 0))
+    ids = draw(chances, quantiles, generator(seed, epoch, 0))
     ids = ids[generator(seed, epoch, 1).permutation(len(ids))]
     weights = (1 / by[ids]).astype(np.float32) if rule.plan in ("unbiased", "infobatch") else None
     return Draw(Plan(ids, weights, epoch), chances < 0.5, known.resident)
