@@ -43,7 +43,7 @@ class Job:
     def flag(self, ids: Any, flags: int = WANTED) -> None:
         self.shared.flags[ids] = flags
 
-    def start(self, *, budget: int | str = "1MiB") -> Packager:
+    def start(self, *, budget: int = 1 << 20) -> Packager:
         options: Any = {"write_budget": budget, "context": multiprocessing.get_context("fork"), "package_bytes": TEN}
         self.packager = Packager(self.reader, self.folder, **options)
         given, self.shared = self.shared, self.packager.shared

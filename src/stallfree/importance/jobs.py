@@ -79,10 +79,8 @@ def unite(*masks: Array) -> None:
         return
     bits = torch.from_numpy(np.concatenate(masks).astype(np.uint8))
     torch.distributed.all_reduce(bits, op=torch.distributed.ReduceOp.MAX, group=_group())
-    start = 0
-    for mask in masks:
-        mask[:] = bits[start : start + len(mask)].numpy()
-        start += len(mask)
+    for mask, part in zip(masks, bits.split(list(map(len, masks))), strict=True):
+        mask[:] = part.numpy()
 
 
 def resident_to_all(cache: Any, count: int) -> Array:
@@ -266,13 +264,15 @@ class _JobFile:
     def write(self, parts: list[Any]) -> None:
         """Write `parts` as this job's file. Raises `OSError`; there is no file then."""
         try:
-            with self._held():
-                number = self._join()
-            new = self._folder / f"new-{number}"
+            with self._held() as lock:
+                if self._pid != os.getpid():
+                    self._number, self._pid = lock.claim_any(), os.getpid()
+                    _remove(self._folder, self._number)  # the file of a dead job
+            new = self._folder / f"new-{self._number}"
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN, 0o600), "wb") as file:
                 for part in parts:
                     file.write(part)
-            os.replace(new, self._folder / f"job-{number}")
+            os.replace(new, self._folder / f"job-{self._number}")
         except OSError:
             self._remove_own()
             raise
@@ -281,17 +281,14 @@ class _JobFile:
         """The files of live jobs. Removes those of dead jobs."""
         found: list[bytes] = []
         with self._held() as lock:
-            for name in sorted(os.listdir(self._folder)):
-                match = _FILE.fullmatch(name)
-                if match is None:
-                    continue
+            for match in filter(None, map(_FILE.fullmatch, sorted(os.listdir(self._folder)))):
                 number = int(match[2])
                 if lock.claim(number):  # no job holds it
                     _remove(self._folder, number)
                     lock.release(number)
                 elif match[1] == "job":
                     with contextlib.suppress(FileNotFoundError):  # the job is leaving
-                        found.append((self._folder / name).read_bytes())
+                        found.append((self._folder / match[0]).read_bytes())
         return found
 
     @contextlib.contextmanager
@@ -302,15 +299,6 @@ class _JobFile:
             self._lock = FileLock(self._folder / "lock")
         with self._lock.hold(LOCK_SECONDS, "the jobs of a cache"):
             yield self._lock
-
-    def _join(self) -> int:
-        """The number of this job; claims one if it has none in this process."""
-        assert self._lock is not None
-        if self._pid != os.getpid():
-            self._number = self._lock.claim_any()
-            self._pid = os.getpid()
-            _remove(self._folder, self._number)  # the file of a dead job
-        return self._number
 
     def _remove_own(self) -> None:
         if self._pid == os.getpid():

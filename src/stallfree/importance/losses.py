@@ -164,9 +164,7 @@ def _is_int(tensor: torch.Tensor) -> bool:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.device.type == "cpu":
-        return tensor.clone()
-    if tensor.device.type == "mps":
-        return tensor.cpu()
+    if tensor.device.type in ("cpu", "mps"):
+        return tensor.to("cpu", copy=True)
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -26,7 +26,6 @@ from stallfree.ipc.process import Child, Owner, end_all
 from stallfree.platform import how_it_ended
 from stallfree.raising import users_level
 from stallfree.stats import ImportanceStats
-from stallfree.units import parse_size
 
 log = logging.getLogger("stallfree")
 
@@ -54,7 +53,7 @@ class Packager:
     Args:
         reader: of the loader; its cache has the policy "importance".
         folder: of the packages; created if missing.
-        write_budget: maximum bytes to write, such as "1GiB".
+        write_budget: maximum bytes to write.
         context: `multiprocessing` context that starts the process.
         package_bytes: minimum bytes of records in a package.
 
@@ -65,20 +64,12 @@ class Packager:
     """
 
     def __init__(
-        self,
-        reader: Reader,
-        folder: str | Path,
-        *,
-        write_budget: int | str,
-        context: BaseContext,
-        package_bytes: int = PACKAGE_BYTES,
+        self, reader: Reader, folder: Path, write_budget: int, context: BaseContext, package_bytes: int = PACKAGE_BYTES
     ) -> None:
-        cache = reader.cache
-        assert cache is not None  # of the policy "importance", as the sampler has checked
-        budget, path = parse_size(write_budget, "write_budget"), _prepare(folder)
-        self._cache = cache
-        self.shared = SharedFlags(cache.num_ids)
-        self._arguments = reader, self.shared, path, budget, package_bytes
+        assert reader.cache is not None  # of the policy "importance", as the sampler has checked
+        path, self._cache = _prepare(folder), reader.cache
+        self.shared = SharedFlags(self._cache.num_ids)
+        self._arguments = reader, self.shared, path, write_budget, package_bytes
         self._context, self._lives, self._owner = context, LIVES, Owner()
         self._running: list[Child] = []  # the process, if it was started
         self._end = weakref.finalize(self, end_all, self._running, _STOP_SECONDS)
@@ -135,9 +126,9 @@ class Packager:
         self.shared.close()
 
 
-def _prepare(folder: str | Path) -> Path:
+def _prepare(folder: Path) -> Path:
     """Create the folder for packages with mode 0700 if missing. Raises `StorageError` if it is not usable."""
-    path = Path(folder).expanduser().absolute()
+    path = folder.expanduser().absolute()
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
