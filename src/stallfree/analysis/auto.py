@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +62,9 @@ _SHORT = 0.3
 
 _INDEX = 20
 """Approximate bytes of a cache's index per sample."""
+
+_RANDOM = "its samples are random, and no part of them can be kept"
+"""Why no samples are kept if none of the ways is possible."""
 
 log = logging.getLogger("stallfree")
 
@@ -189,7 +191,8 @@ class AutoCache:
         except Exception as error:  # no room, no shared memory, a data set that fails: training shows its error
             trial.close()
             trial.is_new = True
-            verdict = Verdict(NOTHING, False, 0, self.num_workers, self._line(because=text_of(error)))
+            line = _line(None, None, self.num_workers, because=text_of(error))
+            verdict = Verdict(NOTHING, False, 0, self.num_workers, line)
             reader = self._without()
         self.num_workers = verdict.workers
         self.decision = "; ".join(filter(None, (verdict.line, verdict.reasons)))
@@ -226,14 +229,15 @@ class AutoCache:
         if self._workers is None and costs is not None and costs.samples * costs.miss < _SHORT:
             workers = 0
         form = NOTHING if choice is None else choice.form
-        line = self._line(choice, costs, workers, is_cut=is_cut and form != "files")
-        return Verdict(form, is_cut and form != "files", capacity, workers, line, "; ".join(trial.reasons))
+        is_cut = is_cut and form != "files"
+        line = _line(choice, costs, workers, is_cut=is_cut)
+        return Verdict(form, is_cut, capacity, workers, line, "; ".join(trial.reasons))
 
     def _try_samples(self, trial: Trial, source: Source) -> bool:
         """Look at samples of `source` and measure them; return whether they can be cached."""
         try:
-            call = partial(self._look_and_measure, source, trial.began)
-            self._take(trial, source, call_in_child(call, "the first look for cache='auto'"))
+            seen = call_in_child(lambda: self._look_and_measure(source, trial.began), "the first look for cache='auto'")
+            self._take(trial, source, seen)
         except InputError as error:
             if is_users(error):
                 raise
@@ -303,8 +307,7 @@ class AutoCache:
         try:
             cached = self._create(self._dataset, "files", capacity)
             seconds = self._seconds_left(trial.began, len(cached), LOOKS)
-            call = partial(measure_files, cached, seconds=seconds)
-            costs = call_in_child(call, "the measurement for cache='auto'")
+            costs = call_in_child(lambda: measure_files(cached, seconds=seconds), "the measurement for cache='auto'")
         except Exception as error:
             trial.reasons.append(text_of(error))
         else:
@@ -341,30 +344,24 @@ class AutoCache:
     def _steps(self, source: Source) -> Compose:
         return Compose([source.pipeline, *([] if self._transform is None else [self._transform])])
 
-    def _line(
-        self,
-        choice: Option | None = None,
-        costs: Costs | None = None,
-        workers: int | None = None,
-        *,
-        is_cut: bool = False,
-        because: str = "its samples are random, and no part of them can be kept",
-    ) -> str:
-        """The decision in words for people."""
-        count = self.num_workers if workers is None else workers
-        processes = f"{count or 'no'} worker process{'' if count == 1 else 'es'}"
-        if choice is None or costs is None or choice.form == NOTHING:
-            why = because if choice is None else "it would save less than a tenth of the time for loading"
-            return f"cache='auto' keeps no samples in memory: {why}; {processes}"
-        number = round(choice.hits * costs.samples)
-        samples = f"all {number:,} samples" if choice.hits == 1 else f"{number:,} of {costs.samples:,} samples"
-        as_of = {
-            "files": f"the files of {samples}",
-            "fetched": f"{samples}, as they are before the transform" if is_cut else f"{samples}, as they are read",
-            "prepared": f"{samples}, as they are after the transforms that are not random",
-        }[choice.form]
-        saved = costs.samples * (1 / replace(choice, hits=0.0).rate - 1 / choice.rate)
-        return (
-            f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this "
-            f"saves up to {format_seconds(saved)} of loading per epoch; {processes}"
-        )
+
+def _line(
+    choice: Option | None, costs: Costs | None, workers: int, *, is_cut: bool = False, because: str = _RANDOM
+) -> str:
+    """The decision in words for people."""
+    processes = f"{workers or 'no'} worker process{'' if workers == 1 else 'es'}"
+    if choice is None or costs is None or choice.form == NOTHING:
+        why = because if choice is None else "it would save less than a tenth of the time for loading"
+        return f"cache='auto' keeps no samples in memory: {why}; {processes}"
+    number = round(choice.hits * costs.samples)
+    samples = f"all {number:,} samples" if choice.hits == 1 else f"{number:,} of {costs.samples:,} samples"
+    as_of = {
+        "files": f"the files of {samples}",
+        "fetched": f"{samples}, as they are before the transform" if is_cut else f"{samples}, as they are read",
+        "prepared": f"{samples}, as they are after the transforms that are not random",
+    }[choice.form]
+    saved = costs.samples * (1 / replace(choice, hits=0.0).rate - 1 / choice.rate)
+    return (
+        f"cache='auto' keeps {as_of}, in {format_size(choice.memory)} of memory; from the second epoch on this "
+        f"saves up to {format_seconds(saved)} of loading per epoch; {processes}"
+    )

@@ -155,9 +155,7 @@ def _changes(now: Setting) -> Iterator[_Change]:
 def _answer(now: Setting, change: _Change) -> str:
     """What a change gains, or why it gains nothing."""
     gain = now.gain(change.then)
-    if gain > WORTH:
-        return f"{gain:.2f}x. {change.do}"
-    return f"gains less than 2%, {limits(now)}"
+    return f"{gain:.2f}x. {change.do}" if gain > WORTH else f"gains less than 2%, {limits(now)}"
 
 
 def advise(now: Setting, data: dict[str, Any], remedy: Option | None) -> list[dict[str, Any]]:

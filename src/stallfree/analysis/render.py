@@ -7,7 +7,6 @@ by plotly from the data that it contains. A page makes no network requests.
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from textwrap import wrap
 from typing import Any
 
@@ -108,11 +107,11 @@ def as_page(name: str, kicker: str, title: str, blocks: Iterable[Block], data: M
     from jinja2 import Environment, PackageLoader
     from markupsafe import Markup
 
-    environment = Environment(loader=PackageLoader("stallfree.analysis", "assets"), autoescape=True)
+    loader = PackageLoader("stallfree.analysis", "assets")
+    environment = Environment(loader=loader, autoescape=True)
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False}
-    files = resources.files("stallfree.analysis") / "assets"
     content = {"name": name, "kicker": kicker, "title": title, "blocks": blocks, "data": data}
-    shown = {"plotly": Markup(charts), "asset": lambda file: Markup((files / file).read_text(encoding="utf-8"))}
+    shown = {"plotly": Markup(charts), "asset": lambda file: Markup(loader.get_source(environment, file)[0])}
     return environment.get_template(f"{name}.html").render(**content, **shown)
 
 

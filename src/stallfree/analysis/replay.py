@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,8 +167,12 @@ class SimulatedCache:
             meta = plan_layout(num_ids, capacity, structure=None, typical=int(sizes.mean()), **names)
         Index.create(folder, meta)
         index = self._index = Index(folder, meta)
-        # A longer queue takes more memory and less time, with the same decisions.
-        victims = Victims(_Queue(index.first), np.zeros(2, np.int64)) if policy.evicts else None
+        victims = None
+        if policy.evicts:
+            # A longer queue takes more memory and less time, with the same decisions.
+            queue, limit = np.zeros(max(64, num_ids // 8), np.complex128), np.zeros(1, np.complex128)
+            state = SimpleNamespace(first=index.first, victims=queue, victims_limit=limit)
+            victims = Victims(state, np.zeros(2, np.int64))
         self._space = Space(index, policy, lambda start, count: count, victims)
         self.rejected, self._seen = 0, np.zeros(num_ids, np.int64)
         self._sizes = np.zeros(num_ids, np.int64) if sizes is None else sizes
@@ -216,15 +221,6 @@ class SimulatedCache:
     def resident(self) -> Ids:
         """Return the resident ids, ascending."""
         return np.flatnonzero(self._index.first)
-
-
-class _Queue:
-    """The state of `Victims`, in private memory."""
-
-    def __init__(self, first: np.ndarray[Any, np.dtype[Any]]) -> None:
-        self.first = first
-        self.victims = np.zeros(max(64, len(first) // 8), np.complex128)
-        self.victims_limit = np.zeros(1, np.complex128)
 
 
 def _epochs(trace: Any) -> list[Ids]:

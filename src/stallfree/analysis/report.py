@@ -264,9 +264,8 @@ def _blocks(data: Mapping[str, Any]) -> list[render.Block]:
         (f"{item['do']}  ({item['gain']:.2f} times, {render.number(item['throughput'])} samples/s)", item["why"])
         for item in data["advice"]
     ]
-    to_do: render.Block = render.Text("Nothing: no change that was looked at makes this job faster.")
-    if advice:
-        to_do = render.Items(advice, numbered=True)
+    nothing = render.Text("Nothing: no change that was looked at makes this job faster.")
+    to_do = render.Items(advice, numbered=True) if advice else nothing
     heading = render.Heading("What to do: first without other hardware, each in order of gain")
     epoch = [
         ["samples/s", *(_figure(runs[run]) for run in _RUNS)],

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from statistics import fmean
 from typing import Annotated, Any
 
 import typer
@@ -96,9 +97,7 @@ def _rows(result: Any, every: bool) -> Iterator[list[str]]:
     if last > 1:
         groups["all"] = [result.total]
     for name, group in groups.items():
-        hits, misses, evictions, rejected = (
-            sum(getattr(epoch, key) for epoch in group) / len(group) for key in _FIGURES
-        )
+        hits, misses, evictions, rejected = (fmean(getattr(epoch, key) for epoch in group) for key in _FIGURES)
         figures = f"{hits:,.0f}", f"{misses:,.0f}", f"{hits / (hits + misses):.2%}", f"{evictions:,.0f}"
         yield [f"{result.policy}: {name}", *figures, f"{rejected:,.0f}"]
 
