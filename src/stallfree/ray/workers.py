@@ -122,15 +122,11 @@ class RayExecutor(executors.ThreadExecutor):
 
     def __init__(self, count: int, resources: Mapping[str, float], setup: executors.WorkerSetup, slots: Slots) -> None:
         self._ray, self.replaced = importlib.import_module("ray"), 0
-        packed = pack_setup(setup)
-        self._packed = self._ray.put(packed)
+        self._packed = self._ray.put(pack_setup(setup))
         named = {"CPU": 1.0, **resources}
-        options = {"num_cpus": named.pop("CPU"), "num_gpus": named.pop("GPU", 0), "memory": named.pop("memory", None)}
+        amounts = {"num_cpus": named.pop("CPU"), "num_gpus": named.pop("GPU", 0), "memory": named.pop("memory", None)}
         self._class = self._ray.remote(RayWorker).options(
-            **{name: value for name, value in options.items() if value is not None},
-            resources=named,
-            max_concurrency=AHEAD,
-            max_restarts=0,
+            **amounts, resources=named, max_concurrency=AHEAD, max_restarts=0
         )
         self._slots = slots
         super().__init__()

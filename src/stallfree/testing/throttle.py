@@ -168,8 +168,7 @@ class ThrottledSource(BaseSource):
     @property
     def classes(self) -> list[str]:
         """The classes of the inner source. Raises `AttributeError` when it has none."""
-        classes: list[str] = self.source.classes  # type: ignore[attr-defined]
-        return classes
+        return self.source.classes  # type: ignore[attr-defined,no-any-return]
 
     @property
     def class_to_idx(self) -> dict[str, int]:
@@ -177,8 +176,7 @@ class ThrottledSource(BaseSource):
 
         Raises `AttributeError` when it has none.
         """
-        labels: dict[str, int] = self.source.class_to_idx  # type: ignore[attr-defined]
-        return labels
+        return self.source.class_to_idx  # type: ignore[attr-defined,no-any-return]
 
     def __repr__(self) -> str:
         limits = f"bandwidth={self._bandwidth}, latency={self._latency}, iops={self._iops}"

@@ -20,7 +20,6 @@ from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
-from torch.nn.functional import interpolate
 
 from stallfree.cache.arena import one_thread
 from stallfree.errors import InputError, transform_input
@@ -435,7 +434,7 @@ def resized(
             return part
     view = torch.from_numpy(np.require(pixels, requirements=["C", "W"])).permute(2, 0, 1)[None]
     with one_thread():
-        image = interpolate(view, size, mode="bilinear", antialias=True)[0]
+        image = torch.nn.functional.interpolate(view, size, mode="bilinear", antialias=True)[0]
         image = image.flip(2) if mirror else image
         part[...] = (image if layout == "CHW" else image.permute(1, 2, 0)).numpy()
     return part

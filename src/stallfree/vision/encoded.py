@@ -165,17 +165,14 @@ def _decoded(pictures: list[torch.Tensor], device: torch.device, first: int = 0)
 
 def _cropped(pictures: list[torch.Tensor], tasks: list[Task]) -> Iterator[torch.Tensor]:
     """Yield the results of successive pictures, uint8 (n, 3, rows, columns): as many as fit `_BYTES_AT_ONCE`."""
-    start = 0
-    while start < len(tasks):
-        high = wide = 0
-        end = start
-        while end < len(tasks):
-            high, wide = max(high, tasks[end].height), max(wide, tasks[end].width)
-            if end > start and 6 * high * wide * (end + 1 - start) > _BYTES_AT_ONCE:
-                break
-            end += 1
-        yield _resized(pictures[start:end], tasks[start:end])
-        start = end
+    start = high = wide = 0
+    for end, task in enumerate(tasks):
+        high, wide = max(high, task.height), max(wide, task.width)
+        if end > start and 6 * high * wide * (end + 1 - start) > _BYTES_AT_ONCE:
+            yield _resized(pictures[start:end], tasks[start:end])
+            start, high, wide = end, task.height, task.width
+    if tasks:
+        yield _resized(pictures[start:], tasks[start:])
 
 
 def _resized(pictures: list[torch.Tensor], tasks: list[Task]) -> torch.Tensor:
