@@ -17,7 +17,7 @@ from stallfree.datasets.samples import index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
 from stallfree.ipc.process import Owner
 from stallfree.loader.event_log import EventLog
-from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
+from stallfree.loader.messages import EMPTY, FAILED, GATHERER, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Options, WorkerPool
 from stallfree.pipeline.codec import read_own_record
@@ -347,7 +347,7 @@ class Pass(EpochPass):
                 raise self.progress.end()
             batch = self._hand_out(result)
             if batch is not None:
-                if settings is not None and self._alone:
+                if settings is not None and self._alone and result.worker != GATHERER:
                     self._glance = settings.glance()
                 return batch
 

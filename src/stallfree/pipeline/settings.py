@@ -47,13 +47,20 @@ class Settings:
         }
 
     def glance(self) -> list[Any]:
-        """Return the noted values as they are now, for `moved`; of those that may change in place a small content."""
-        values = [attribute(owner, name) for (_, name), (owner, *_) in self._states.items()]
-        return [_state_of(value) if _is_small(value) else value for value in values]
+        """Return the noted attributes as they are now, for `moved`."""
+        owned = ((owner, name, attribute(owner, name)) for (_, name), (owner, *_) in self._states.items())
+        return [(*each, _state_of(each[2]) if _is_small(each[2]) else None) for each in owned]
 
-    def moved(self, before: list[Any]) -> bool:
-        """Return whether one of these values has changed since an earlier `glance`."""
-        return not all(was is now or _is_same(was, now) for was, now in zip(before, self.glance(), strict=False))
+    @staticmethod
+    def moved(glance: list[Any]) -> bool:
+        """Return whether one of these attributes has changed since, in microseconds."""
+        for owner, name, value, state in glance:
+            now = attribute(owner, name)
+            if now is not value and not _is_same(now, value):
+                return True
+            if state is not None and not _is_same(state, _state_of(value)):
+                return True
+        return False
 
     def changes(self) -> list[str]:
         """Return what has changed since the last call of `note` or of this method."""
@@ -125,7 +132,7 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
 
 def _is_small(value: Any) -> bool:
     """Return whether a value may change in place, and can be compared in microseconds."""
-    return len(value) <= _FEW if isinstance(value, CONTAINERS) else type(value).__module__ in _STEERING
+    return len(value) <= _FEW if isinstance(value, (dict, list)) else type(value).__module__ in _STEERING
 
 
 def _is_same(before: Any, now: Any) -> bool:
