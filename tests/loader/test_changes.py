@@ -40,8 +40,9 @@ def test_a_data_set_that_grows_or_shrinks_is_served_as_torch_serves_it(by_sample
         seen: list[Any] = [lists_of(loader)]
         for change in (lambda data: data.extend([4, 5]), lambda data: data.pop(), lambda data: data.clear()):
             change(data)
-            seen += [len(loader), lists_of(loader)] if data else []
-        found.append(seen)
+            seen += [len(loader), lists_of(loader)]
+        empty = kind([], batch_size=2, num_workers=workers)
+        found.append([*seen, len(empty), lists_of(empty), lists_of(empty)])
     assert found[0] == found[1]
 
 

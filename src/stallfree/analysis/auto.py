@@ -337,8 +337,8 @@ class AutoCache:
     def _without(self) -> Reader:
         """A reader without a cache, the same as a loader has that was not given `cache="auto"`."""
         if self._transform is None:
-            return reader_of(self._dataset, divide=self.num_workers > 0)
-        source = as_source(self._dataset)
+            return reader_of(self._dataset, divide=self.num_workers > 0, empty=True)
+        source = as_source(self._dataset, empty=True)
         return Reader(source, None, Compose([]), self._steps(source))
 
     def _steps(self, source: Source) -> Compose:

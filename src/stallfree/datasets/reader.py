@@ -286,13 +286,14 @@ def plain_beneath(source: Source) -> MapSource | None:
     return inner if isinstance(inner, MapSource) else None
 
 
-def reader_of(dataset: Any, *, divide: bool = True) -> Reader:
+def reader_of(dataset: Any, *, divide: bool = True, empty: bool = False) -> Reader:
     """Return the reader of a stallfree data set; for any other data set, a reader without a cache.
 
-    Without `divide`, it indexes an `ImageFolder` of torchvision instead of applying its transform itself.
+    Without `divide`, it indexes an `ImageFolder` of torchvision instead of applying its transform itself. Raises
+    `InputError` unless `empty` for a data set without samples.
     """
     reader = getattr(dataset, "reader", None)
     if isinstance(reader, Reader):
         return reader
-    source = as_source(dataset, divide=divide)
+    source = as_source(dataset, divide=divide, empty=empty)
     return Reader(source, None, Compose([]), source.pipeline)

@@ -47,7 +47,7 @@ class _Counted(EpochSource):
         self._length = length
         if setup.auto is not None:
             setup.auto.follow(f"the data set has {length} samples now and had {before}")
-        if length and reader.cache is None:
+        if reader.cache is None:
             self._setup = replace(setup, samples=length)
             return
         warnings.warn(

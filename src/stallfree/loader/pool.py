@@ -85,7 +85,7 @@ class Options:
 
     def __post_init__(self) -> None:
         if self.reader is None:
-            self.reader = reader_of(self.dataset, divide=self.workers > 0 or self.remote is not None)
+            self.reader = reader_of(self.dataset, divide=self.workers > 0 or self.remote is not None, empty=True)
 
 
 class WorkerPool:

@@ -326,11 +326,11 @@ class Pass(EpochPass):
         super().__init__(epochs, progress, delivery(options, progress.plan.on_delivered), options.log, in_loop=in_loop)
         self._keeps_pool = options.persistent
         self._results: dict[int, Result] = {}  # of finished batches that were not delivered
-        self._glance: list[Any] = []
-        """The attributes of the data set when the last batch was delivered."""
         source = options.reader.source
         self._alone = in_loop and (not getattr(source, "threads", True) or comes_from(type(source), "stallfree"))
         """Whether none of the user's code makes samples while the loop runs."""
+        self._glance: list[Any] = pool.settings.glance() if self._alone and pool.settings is not None else []
+        """The attributes of the data set when the loop went on."""
         try:
             self._start_more()
         except BaseException:

@@ -128,14 +128,13 @@ class MapSource(BaseSource):
         threads: False, as a user's data set may not allow several threads at once.
 
     Raises:
-        InputError: the data set is iterable-style, cannot be indexed, has no length, or has length 0.
+        InputError: the data set is iterable-style, cannot be indexed, or has no length.
     """
 
     threads = False
 
     def __init__(self, dataset: Any) -> None:
         require_map_style(dataset)
-        require_samples(len(dataset), f"The data set {type(dataset).__name__}", "Give one with at least one sample.")
         getitem = getattr(type(dataset), "__getitem__", Dataset.__getitem__)  # that of `Dataset` raises an error
         by_batches = getitem is Dataset.__getitem__ and hasattr(dataset, "__getitems__")
         self.dataset = SingleItems(dataset) if by_batches else dataset
@@ -198,7 +197,6 @@ class SubsetSource(BaseSource):
     """
 
     def __init__(self, source: Source, subset: Any) -> None:
-        require_samples(len(subset.indices), f"The subset of {type(source).__name__}", "Give at least one index.")
         self.source, self.subset = source, subset
         self.pipeline = source.pipeline
         self.threads = getattr(source, "threads", True)
@@ -218,22 +216,25 @@ class SubsetSource(BaseSource):
         return f"SubsetSource {self.source.fingerprint()} {fingerprint(indices)}"
 
 
-def as_source(dataset: Any, *, divide: bool = True) -> Source:
+def as_source(dataset: Any, *, divide: bool = True, empty: bool = False) -> Source:
     """Return a data set as a `Source`: itself if it is one, else in a `MapSource`.
 
     A `torch.utils.data.Subset` of a `Source`, such as `random_split` gives, becomes a `SubsetSource`. An `ImageFolder`
     of torchvision becomes a source whose `pipeline` is its transform; with `divide=False` it stays whole.
 
-    Raises `InputError` for an object that is not a map-style data set, and for an empty one.
+    Raises `InputError` for an object that is not a map-style data set, and unless `empty` for one without samples.
     """
-    if is_source(dataset):
-        require_samples(len(dataset), f"The source {type(dataset).__name__}", "Give one with at least one sample.")
-        return dataset
-    if type(dataset) is Subset:
-        inner = as_source(dataset.dataset, divide=divide)
-        if not isinstance(inner, MapSource):
-            return SubsetSource(inner, dataset)
-    return (_folder_source(dataset) if divide else None) or MapSource(dataset)
+    inner = as_source(dataset.dataset, divide=divide, empty=True) if type(dataset) is Subset else None
+    if inner is not None and not isinstance(inner, MapSource):
+        source: Source = SubsetSource(inner, dataset)
+    elif is_source(dataset):
+        source = dataset
+    else:
+        source = (_folder_source(dataset) if divide else None) or MapSource(dataset)
+    require_samples(
+        len(source) or empty, f"The data set {type(dataset).__name__}", "Give one with at least one sample."
+    )
+    return source
 
 
 def is_source(dataset: Any) -> TypeGuard[Source]:
@@ -285,7 +286,7 @@ def _folder_source(dataset: Any) -> Source | None:
     """
     # A class of the user's may do anything with its transforms.
     reads = {getattr(getattr(type(dataset), name, None), "__module__", "") for name in ("__getitem__", "__len__")}
-    if reads != {_FOLDER} or hasattr(type(dataset), "__getitems__") or mark_of(dataset) is not None:
+    if reads != {_FOLDER} or hasattr(type(dataset), "__getitems__") or mark_of(dataset) is not None or not len(dataset):
         return None
     backend = getattr(sys.modules.get("torchvision"), "get_image_backend", lambda: "PIL")()
     loads = getattr(dataset.loader, "__module__", ""), getattr(dataset.loader, "__name__", "")
