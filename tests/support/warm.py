@@ -53,8 +53,11 @@ class Interpreter:
 
 def serve(folder: Path) -> tuple[Any, dict[str, Any]] | None:
     """Fork for each program, and tell what came of it. Comes back in each fork with its code and its namespace."""
-    import stallfree.analysis, stallfree.clara, stallfree.cli, stallfree.shared  # noqa: E401, F401, I001  # take long
+    import stallfree.analysis, stallfree.clara, stallfree.cli, stallfree.shared  # noqa: E401, I001  # take long
+    import stallfree.cache.tier
     import torch._dynamo  # noqa: F401  # as the first optimizer does
+
+    stallfree.cache.tier._DRAIN_SECONDS = 60.0  # whatever is in a queue is waited for, on a busy machine either
 
     multiprocessing.set_start_method("fork")  # a program has no file that the processes of others could import
     gc.collect()
