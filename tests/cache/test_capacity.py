@@ -95,14 +95,11 @@ def test_a_cache_that_is_there_with_another_capacity_warns() -> None:
 V2, V1 = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
 
-@pytest.mark.parametrize(
-    ("line", "name", "files", "stat"),
-    [
-        ("0::/job", "job", V2, "anon 99\nactive_file 0\ninactive_file {files}\n"),
-        ("0::/job", "job", V2, "active_file {files}\n"),  # files that were read twice
-        ("4:cpu,memory:/job", "memory/job", V1, "inactive_file 0\ntotal_inactive_file {files}\n"),
-    ],
-)
+@pytest.mark.parametrize(("line", "name", "files", "stat"), [
+    ("0::/job", "job", V2, "anon 99\nactive_file 0\ninactive_file {files}\n"),
+    ("0::/job", "job", V2, "active_file {files}\n"),  # files that were read twice
+    ("4:cpu,memory:/job", "memory/job", V1, "inactive_file 0\ntotal_inactive_file {files}\n"),
+])  # fmt: skip
 def test_files_in_the_page_cache_of_a_container_take_no_memory(
     line: str, name: str, files: tuple[str, str], stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,11 +102,9 @@ def in_processes(count: int, work: Callable[[int, Callable[[Any], Any]], Any], f
 
 
 @processes
-@pytest.mark.parametrize(
-    "options",
-    ["memory", "disk", "tier", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PERSISTENT[:3]), PERSISTENT[3]],
-    indirect=True,
-)
+@pytest.mark.parametrize("options", [
+    "memory", "disk", "tier", *(pytest.param(kind, marks=pytest.mark.slow) for kind in PERSISTENT[:3]), PERSISTENT[3],
+], indirect=True)  # fmt: skip
 def test_a_step_that_proves_random_late_moves_behind_the_cache(options: Any, processes: int, tmp_path: Path) -> None:
     """The data set stays what it was: its samples are cached, and it may be cached again."""
 

@@ -40,11 +40,9 @@ def epoch_of(loader: Any) -> dict[int, tuple[Any, ...]]:
 
 
 WAYS: list[Any] = [
-    (DataLoader, 0, None, False),
-    (DataLoader, 2, "fork", False),
-    (DataLoader, 2, "forkserver", True),
+    (DataLoader, 0, None, False), (DataLoader, 2, "fork", False), (DataLoader, 2, "forkserver", True),
     (sf.DataLoader, 2, "fork", True),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("ways", [WAYS, pytest.param([(DataLoader, 2, "spawn", True)], marks=pytest.mark.slow)])

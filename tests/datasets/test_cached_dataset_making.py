@@ -51,21 +51,15 @@ def test_first_records_that_no_step_takes(step: Any) -> None:
 
 CALLS = count()
 RANDOM: dict[str, Callable[[int], Any]] = {
-    "global": lambda id: (id, random.random()),
-    "entropy": lambda id: np.random.default_rng().random(),
-    "counter": lambda id: next(CALLS),
-    "unused draw": lambda id: [id, random.random()][0],
-}
+    "global": lambda id: (id, random.random()), "entropy": lambda id: np.random.default_rng().random(),
+    "counter": lambda id: next(CALLS), "unused draw": lambda id: [id, random.random()][0],
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "wrap"),
-    [
-        *((kind, lambda data: data) for kind in RANDOM),
-        ("global", ThrottledSource),
-        ("counter", lambda data: Subset(data, [1, 2])),
-    ],
-)
+@pytest.mark.parametrize(("kind", "wrap"), [
+    *((kind, lambda data: data) for kind in RANDOM), ("global", ThrottledSource),
+    ("counter", lambda data: Subset(data, [1, 2])),
+])  # fmt: skip
 def test_a_plain_data_set_with_random_samples_is_refused(kind: str, wrap: Any) -> None:
     before = random.getstate()
     with pytest.raises(sf.InputError, match=r"(gives|may give) random samples: .*transform=\.\.\."):

@@ -29,28 +29,20 @@ def most(ids: list[int]) -> bool:
     return len(ids) > COUNT // 2
 
 
-@pytest.mark.parametrize(
-    ("way", "place", "hidden", "workers"),
-    [
-        *(("step", place, False, 0) for place in PLACES[::2]),
-        *(("data set", place, True, 0) for place in sorted({*PLACES[1::2], *SOME})),
-        *((way, SOME[0], True, 0) for way in ("auto", "auto, cut")),
-        *(("step", place, True, 2) for place in SOME[:2]),
-    ],
-)
+@pytest.mark.parametrize(("way", "place", "hidden", "workers"), [
+    *(("step", place, False, 0) for place in PLACES[::2]),
+    *(("data set", place, True, 0) for place in sorted({*PLACES[1::2], *SOME})),
+    *((way, SOME[0], True, 0) for way in ("auto", "auto, cut")), *(("step", place, True, 2) for place in SOME[:2]),
+])  # fmt: skip
 def test_a_flip_by_a_seeded_generator(way: str, place: str, hidden: bool, workers: int) -> None:
     assert len(PLACES) >= 25
     assert not most(still(way, place, 1, hidden=hidden, workers=workers))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "hidden", "workers"),
-    [
-        ("step", False, 0), ("data set", False, 0), ("step", True, 2), ("auto", True, 2),
-        *((w, True, 0) for w in fr.WAYS),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("way", "hidden", "workers"), [
+    ("step", False, 0), ("data set", False, 0), ("step", True, 2), ("auto", True, 2), *((w, True, 0) for w in fr.WAYS),
+])  # fmt: skip
 @pytest.mark.parametrize("place", PLACES)
 def test_by_many_seeds(place: str, way: str, hidden: bool, workers: int) -> None:
     assert [seed for seed in SEEDS if most(still(way, place, seed, hidden=hidden, workers=workers))] == []
@@ -80,19 +72,16 @@ def test_a_rare_flip_by_many_seeds(place: str, way: str) -> None:
 DRAWS: dict[str, Callable[[], Any]] = {
     "python": random.random,
     "python, normal": lambda: random.gauss(0, 1),  # every second one is in reserve
-    "python, bits": lambda: random.getrandbits(20),
-    "python, shuffle": lambda: random.sample(range(2**20), 1)[0],
-    "python, whole state": lambda: sum(random.getrandbits(32) for _ in range(624)) % 2**20,
-    "numpy": np.random.rand,
+    "python, bits": lambda: random.getrandbits(20), "python, shuffle": lambda: random.sample(range(2**20), 1)[0],
+    "python, whole state": lambda: sum(random.getrandbits(32) for _ in range(624)) % 2**20, "numpy": np.random.rand,
     "numpy, normal": np.random.randn,  # every second one is in reserve
     "numpy, integers": lambda: np.random.randint(2**20),
     "numpy, bytes": lambda: int.from_bytes(np.random.bytes(4 * 624)[:2], "little"),
-    "torch": lambda: torch.rand(()).item(),
-    "torch, normal": lambda: torch.randn(()).item(),
+    "torch": lambda: torch.rand(()).item(), "torch, normal": lambda: torch.randn(()).item(),
     "torch, normal, float64": lambda: torch.randn((), dtype=torch.float64).item(),
     "torch, permutation": lambda: torch.randperm(2**10)[0].item(),
     "torch, integers": lambda: torch.randint(2**20, (624,))[0].item(),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("way", "kind"), half(["step", "data set"], DRAWS))

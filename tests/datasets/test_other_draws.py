@@ -88,11 +88,9 @@ def calls(tmp_path: Path) -> Calls:
 
 
 DRAWS: dict[str, Callable[[], Any]] = {
-    "python": random.random,
-    "numpy": np.random.random,
-    "torch": lambda: float(torch.rand((), dtype=torch.float64)),
+    "python": random.random, "numpy": np.random.random, "torch": lambda: float(torch.rand((), dtype=torch.float64)),
     "urandom": lambda: os.urandom(8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -70,13 +70,9 @@ def loading(kind: str, step: Any) -> Iterator[Any]:
 KINDS = ["auto", "smart", "cut", "transform", "data set", "fetched", "torch's loader"]
 
 
-@pytest.mark.parametrize(
-    ("kind", "step", "marked"),
-    [
-        *((kind, [*STEPS][number % 3], number % 2 == 0) for number, kind in enumerate(KINDS)),
-        ("transform", "torch", True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "step", "marked"), [
+    *((kind, [*STEPS][number % 3], number % 2 == 0) for number, kind in enumerate(KINDS)), ("transform", "torch", True),
+])  # fmt: skip
 def test_each_sample_keeps_its_values(kind: str, step: str, marked: bool) -> None:
     made = InOneArray(STEPS[step])
     with loading(kind, sf.mark_deterministic(made) if marked else made) as loader:

@@ -38,12 +38,10 @@ def samples_of(loader: Any) -> dict[int, float]:
 
 
 SETTINGS = [
-    ("stallfree", None, 0, False),
-    ("stallfree", "fork", 2, True),
-    ("torch", "forkserver", 2, True),
+    ("stallfree", None, 0, False), ("stallfree", "fork", 2, True), ("torch", "forkserver", 2, True),
     pytest.param("torch", "fork", 2, False, marks=pytest.mark.slow),
     *(pytest.param(kind, "spawn", 2, True, marks=pytest.mark.slow) for kind in LOADERS),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "method", "workers", "persistent"), SETTINGS)

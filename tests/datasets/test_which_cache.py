@@ -88,11 +88,9 @@ class Scale:
 
 
 USES: dict[str, tuple[Any, Any]] = {
-    "function": (Made(16, row), scale),
-    "object": (Made(16, row), Scale()),
-    "data set": (Made(16, lambda id: row(id) * args.scale), None),
-    "attribute": (Holds(16, row), None),
-}
+    "function": (Made(16, row), scale), "object": (Made(16, row), Scale()),
+    "data set": (Made(16, lambda id: row(id) * args.scale), None), "attribute": (Holds(16, row), None),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("use", "held"), half(USES, [False, True]))

@@ -246,21 +246,16 @@ def sent(error: BaseException) -> Any:
     return unpack_error(memoryview(pack_error(error)))
 
 
-@pytest.mark.parametrize(
-    ("error", "fields"),
-    [
-        (Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}), (Wants(3), {}),
-        (Slotted(7), {"line": 7, "_Slotted__line": 7}), (Frozen(7), {"line": 7, "file": "a.csv"}),
-        (Holding("kept"), {"number": 7}), (KeyError("left label"), {}), (StopIteration(5), {"value": 5}),
-        (SystemExit(3), {"code": 3}),
-        (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start"), {"start": 0, "reason": "invalid start"}),
-        (ImportError("none", name="module"), {"name": "module"}),
-        (urllib.error.URLError("refused"), {"reason": "refused"}),
-        (sf.WorkerError("killed", ids=[3, 4]), {"ids": [3, 4], "page": "worker-died"}),
-        (lock_held("busy"), {"page": "lock-held"}),
-    ],
-    ids=lambda value: type(value).__name__,
-)  # fmt: skip
+@pytest.mark.parametrize(("error", "fields"), [
+    (Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}), (Wants(3), {}),
+    (Slotted(7), {"line": 7, "_Slotted__line": 7}), (Frozen(7), {"line": 7, "file": "a.csv"}),
+    (Holding("kept"), {"number": 7}), (KeyError("left label"), {}), (StopIteration(5), {"value": 5}),
+    (SystemExit(3), {"code": 3}),
+    (UnicodeDecodeError("utf-8", b"\xff", 0, 1, "invalid start"), {"start": 0, "reason": "invalid start"}),
+    (ImportError("none", name="module"), {"name": "module"}), (urllib.error.URLError("refused"), {"reason": "refused"}),
+    (sf.WorkerError("killed", ids=[3, 4]), {"ids": [3, 4], "page": "worker-died"}),
+    (lock_held("busy"), {"page": "lock-held"}),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_class_arguments_and_attributes(error: BaseException, fields: dict[str, Any]) -> None:
     back = sent(raised(error))
     assert (type(back), back.args, str(back)) == (type(error), error.args, str(error))

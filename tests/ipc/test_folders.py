@@ -158,16 +158,10 @@ def test_the_folders_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", tmp_path / "a" / "b")} == {0o700}
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda: sf.CachedDataset([0] * 8, capacity="1MiB"),
-        lambda: sf.SharedLoader([0] * 8, group="owned", batch_size=2),
-        lambda: list(sf.DataLoader([0] * 8, num_workers=1)),
-        lambda: is_root(default_root()),
-        lambda: sweep(default_root()),
-    ],
-)
+@pytest.mark.parametrize("use", [
+    lambda: sf.CachedDataset([0] * 8, capacity="1MiB"), lambda: sf.SharedLoader([0] * 8, group="owned", batch_size=2),
+    lambda: list(sf.DataLoader([0] * 8, num_workers=1)), lambda: is_root(default_root()), lambda: sweep(default_root()),
+])  # fmt: skip
 def test_a_root_that_others_may_replace(root: Path, use: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STALLFREE_ROOT", str(root))
     default_root().mkdir(mode=0o700)

@@ -274,13 +274,11 @@ def make(**options: Any) -> sf.DataLoader:
 
 
 MAKE: dict[str, Callable[[], sf.DataLoader]] = {
-    "in order": make,
-    "torch's seed": lambda: (torch.manual_seed(3), make(shuffle=True))[1],
+    "in order": make, "torch's seed": lambda: (torch.manual_seed(3), make(shuffle=True))[1],
     "generator": lambda: make(shuffle=True, generator=torch.Generator().manual_seed(4)),
     "drop_last": lambda: make(shuffle=True, seed=1, drop_last=True),
-    "ranks": lambda: make(shuffle=True, seed=1, ranks=(1, 2)),
-    "ranks in order": lambda: make(seed=1, ranks=(1, 2)),
-}
+    "ranks": lambda: make(shuffle=True, seed=1, ranks=(1, 2)), "ranks in order": lambda: make(seed=1, ranks=(1, 2)),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MAKE)

@@ -39,10 +39,8 @@ def chained() -> Exception:
 
 TABLE: list[tuple[Callable[[], Exception], dict[str, Any]]] = [
     (lambda: Missing("/data", "a", tries=3), {"errno": 2, "filename": "/data/a", "tries": 3}),
-    (lambda: KeyError("left label"), {}),
-    (chained, {}),
-    (lambda: StopIteration("end"), {}),
-]
+    (lambda: KeyError("left label"), {}), (chained, {}), (lambda: StopIteration("end"), {}),
+]  # fmt: skip
 LOCAL, FIRST = len(TABLE), 2
 
 
@@ -85,14 +83,10 @@ def shared(data: Any, **options: Any) -> sf.SharedLoader:
     return sf.SharedLoader(data, group="errors", **options)
 
 
-@pytest.mark.parametrize(
-    ("make", "workers", "method"),
-    [
-        *((make, workers, "fork") for make in (loading, partial(loading, cached=True)) for workers in (0, 2)),
-        (shared, 2, "fork"),
-        *(pytest.param(make, 2, "spawn", marks=pytest.mark.slow) for make in (loading, shared)),
-    ],
-)
+@pytest.mark.parametrize(("make", "workers", "method"), [
+    *((make, workers, "fork") for make in (loading, partial(loading, cached=True)) for workers in (0, 2)),
+    (shared, 2, "fork"), *(pytest.param(make, 2, "spawn", marks=pytest.mark.slow) for make in (loading, shared)),
+])  # fmt: skip
 def test_errors_are_raised_as_they_are(make: Callable[..., Any], workers: int, method: str) -> None:
     """The loop goes on with the batches that follow."""
     with make(FAILING, num_workers=workers, **({"multiprocessing_context": method} if workers else {})) as loader:

@@ -79,11 +79,9 @@ OTHERS = [Flip(), sf.vision.RandomResizedCrop((40, 30))]
 
 @settings(max_examples=5)
 @given(
-    before=st.lists(st.sampled_from(OTHERS), max_size=3),
-    after=st.lists(st.just(Flip()), max_size=3),
-    end=st.lists(st.just(ChannelsFirst()), max_size=1),
-    form=st.sampled_from(["fetched", "prepared"]),
-)
+    before=st.lists(st.sampled_from(OTHERS), max_size=3), after=st.lists(st.just(Flip()), max_size=3),
+    end=st.lists(st.just(ChannelsFirst()), max_size=1), form=st.sampled_from(["fetched", "prepared"]),
+)  # fmt: skip
 def test_batches_are_those_that_torch_makes_of_the_samples(
     before: list[Any], after: list[Any], end: list[Any], form: Any
 ) -> None:

@@ -59,14 +59,10 @@ def check(dataset: Any, count: int = 1, **arguments: Any) -> Any:
 
 @settings(max_examples=3)
 @given(
-    kind=st.sampled_from([Stream, Generated]),
-    lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    bad=st.sets(st.integers(0, 9), max_size=2),
-    size=st.sampled_from([None, 1, 2, 3]),
-    drop_last=st.booleans(),
-    workers=st.sampled_from([0, 1, 2, 3]),
-    persistent=st.booleans(),
-)
+    kind=st.sampled_from([Stream, Generated]), lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    bad=st.sets(st.integers(0, 9), max_size=2), size=st.sampled_from([None, 1, 2, 3]), drop_last=st.booleans(),
+    workers=st.sampled_from([0, 1, 2, 3]), persistent=st.booleans(),
+)  # fmt: skip
 @example(kind=Stream, lengths=[9, 0, 4], bad=set(), workers=3, size=2, drop_last=True, persistent=True)
 @example(kind=Generated, lengths=[5, 9, 1], bad={3}, workers=3, size=2, drop_last=False, persistent=False)
 @example(kind=Stream, lengths=[9, 9, 9], bad={0, 4}, workers=0, size=2, drop_last=False, persistent=False)

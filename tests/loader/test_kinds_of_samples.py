@@ -239,14 +239,12 @@ def columns(ids: list[int]) -> Any:
 
 
 WHOLE: dict[str, Batches] = {
-    "columns": Batches(columns),
-    "columns, and rows": Both(columns),
+    "columns": Batches(columns), "columns, and rows": Both(columns),
     "a tensor": Batches(lambda ids: torch.tensor(ids)[:, None] * torch.ones(3)),
     "as many columns as samples": Batches(lambda ids: (torch.tensor(ids), torch.tensor(ids) * 10)),
     "two views of each sample": Both(lambda ids: [id + view / 10 for id in ids for view in range(2)]),
-    "an object": Batches(Table),
-    "None": Batches(lambda ids: None),
-}
+    "an object": Batches(Table), "None": Batches(lambda ids: None),
+}  # fmt: skip
 SEQUENCES: dict[str, Batches] = {
     "a tuple of samples": Batches(lambda ids: tuple(TABLE[ids])),
     "an array of samples": Batches(lambda ids: TABLE.numpy()[ids]),

@@ -101,17 +101,13 @@ def around_importance() -> Any:
     return around
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"ranks": (2, 2)}, r"ranks=\(2, 2\): give 'auto' or \(rank, number of ranks\), counted from 0"),
-        ({"ranks": (-1, 2)}, r"ranks=\(-1, 2\): give"),
-        ({"ranks": "all"}, "ranks='all': give"),
-        ({"ranks": "auto", "sampler": [1, 2]}, "ranks='auto' and a sampler were given"),
-        ({"ranks": (0, 2), "batch_sampler": [[1]]}, "and a sampler were given"),
-        ({"sampler": around_importance()}, "around the ImportanceSampler.*use_distributed_sampler=False"),
-    ],
-)
+@pytest.mark.parametrize(("options", "said"), [
+    ({"ranks": (2, 2)}, r"ranks=\(2, 2\): give 'auto' or \(rank, number of ranks\), counted from 0"),
+    ({"ranks": (-1, 2)}, r"ranks=\(-1, 2\): give"), ({"ranks": "all"}, "ranks='all': give"),
+    ({"ranks": "auto", "sampler": [1, 2]}, "ranks='auto' and a sampler were given"),
+    ({"ranks": (0, 2), "batch_sampler": [[1]]}, "and a sampler were given"),
+    ({"sampler": around_importance()}, "around the ImportanceSampler.*use_distributed_sampler=False"),
+])  # fmt: skip
 def test_arguments_that_cannot_be(options: dict[str, Any], said: str) -> None:
     with pytest.raises(InputError, match=said):
         sf.DataLoader(DATA, **options)
@@ -182,18 +178,16 @@ def test_a_state_of_another_seed_is_refused(rank: int, count: int) -> None:
 
 ALL = r"ranks='auto'.*ranks=\(0, 1\)"
 CASES: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "in order": (dict, ALL),
-    "shuffled": (lambda: {"shuffle": True}, ALL),
+    "in order": (dict, ALL), "shuffled": (lambda: {"shuffle": True}, ALL),
     "RandomSampler": (lambda: {"sampler": RandomSampler(DATA)}, "DistributedSampler in place of the sampler"),
     "BatchSampler": (lambda: {"batch_sampler": BatchSampler(SequentialSampler(DATA), 2, False)}, "DistributedSampler"),
     "window": (lambda: {"dataset": windowed()}, r"all samples of the window.*sampler=dataset\.rank_sampler\(\)"),
-    "ranks": (lambda: {"ranks": "auto", "seed": 1}, ""),
-    "all are meant": (lambda: {"ranks": (0, 1)}, ""),
+    "ranks": (lambda: {"ranks": "auto", "seed": 1}, ""), "all are meant": (lambda: {"ranks": (0, 1)}, ""),
     "all are meant, with a sampler": (lambda: {"ranks": (0, 1), "sampler": RandomSampler(DATA)}, ""),
     "in a BatchSampler": (lambda: {"batch_sampler": BatchSampler(DistributedSampler(DATA, 4, 1), 2, False)}, ""),
     "ids of the user's own": (lambda: {"sampler": [4, 5]}, ""),
     "window, ranks": (lambda: {"dataset": (data := windowed()), "sampler": data.rank_sampler()}, ""),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -31,14 +31,10 @@ def values(batch: Any) -> Any:
     return [batch.ids.tolist(), batch.data]
 
 
-@pytest.mark.parametrize(
-    ("name", "workers"),
-    [
-        *((name, 0) for name in ORDERS if name != "single"),
-        ("batch_sampler", 1),
-        *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ORDERS),
-    ],
-)
+@pytest.mark.parametrize(("name", "workers"), [
+    *((name, 0) for name in ORDERS if name != "single"), ("batch_sampler", 1),
+    *(pytest.param(name, 2, marks=pytest.mark.slow) for name in ORDERS),
+])  # fmt: skip
 def test_resume_at_every_step(name: str, workers: int) -> None:
     """The rest is the same; its augmentation too, except without workers, where it draws from global generators."""
 
@@ -94,15 +90,10 @@ def test_resume_of_a_resumed_epoch(left: bool) -> None:
     assert list(loader) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"version": 0}, "version 0, expected 1"),
-        ({"seed": 1}, "seed=1, this loader has seed=0: give the same, or none"),
-        ({"order": {"samples": 20, "batch_size": 5, "shuffle": True, "drop_last": False}}, "batch_size"),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("change", "message"), [
+    ({"version": 0}, "version 0, expected 1"), ({"seed": 1}, "seed=1, this loader has seed=0: give the same, or none"),
+    ({"order": {"samples": 20, "batch_size": 5, "shuffle": True, "drop_last": False}}, "batch_size"),
+], ids=str)  # fmt: skip
 def test_states_that_do_not_fit(change: dict[str, Any], message: str) -> None:
     loader = sf.DataLoader(Made(20, picture), 3, shuffle=True, seed=0)
     with pytest.raises(sf.InputError, match=message):

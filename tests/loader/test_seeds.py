@@ -70,15 +70,13 @@ def over(kind: Any, **options: Any) -> Callable[[], Any]:
 
 
 KINDS: dict[str, Callable[[], Callable[[], Any]]] = {
-    "loader": lambda: own,
-    "generator": lambda: partial(own, generator=torch.Generator().manual_seed(1)),
-    "distributed": lambda: distributed(told=False),
-    "distributed, set": lambda: distributed(told=True),
+    "loader": lambda: own, "generator": lambda: partial(own, generator=torch.Generator().manual_seed(1)),
+    "distributed": lambda: distributed(told=False), "distributed, set": lambda: distributed(told=True),
     "importance": lambda: with_sampler(sf.ImportanceSampler(COUNT, plan="full", seed=2)),
     "smart": lambda: over(sf.SmartCacheDataset, cache_num=COUNT, replace_rate=0.1, seed=5),
     "cached": lambda: over(sf.CachedDataset, capacity="4MiB"),
     "cached, seed": lambda: over(sf.CachedDataset, capacity="4MiB", seed=5),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -162,22 +162,18 @@ def deep(nest: Any, depth: int = 100) -> Any:
     return reduce(lambda value, _: nest(value), range(depth), 1)
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        *((), [], {}, None, [None, (), {}, []], True, 2**63 - 1, -(2**63), -0.0, np.str_("kept\0")),
-        *(np.bytes_(b"kept\0"), "", b"", np.float32(1), np.longdouble(1) / 3, np.datetime64("2020-01-01", "D")),
-        *(np.zeros(2, [("a", "i4"), ("b", "f8")])[0], {True: "bool"}, OrderedDict(b=1, a=(2, OrderedDict()))),
-        *({2**70: 1, "\ud83d\ude00": 2, "\U0001f600": 3}, torch.tensor(3), torch.zeros(0, 3)),
-        *(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), np.zeros((0, 5)), np.array(5.0)),
-        *(np.arange(6)[::-2], np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,))),
-        *({str(n): n for n in range(20)}, OrderedDict((n, [n] * 9) for n in range(9)), [(*range(9), [1] * 9)]),
-        *(np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"), list(range(200)), list(range(300))),
-        *(list(range(3_000)), deep(lambda v: (v, v), 12), deep(lambda v: [v]), deep(lambda v: {"a": v})),
-        *(deep(lambda v: OrderedDict(a=v)), deep(lambda v: Sample(v, 1))),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize("value", [
+    (), [], {}, None, [None, (), {}, []], True, 2**63 - 1, -(2**63), -0.0, np.str_("kept\0"), np.bytes_(b"kept\0"), "",
+    b"", np.float32(1), np.longdouble(1) / 3, np.datetime64("2020-01-01", "D"),
+    np.zeros(2, [("a", "i4"), ("b", "f8")])[0], {True: "bool"}, OrderedDict(b=1, a=(2, OrderedDict())),
+    {2**70: 1, "\ud83d\ude00": 2, "\U0001f600": 3}, torch.tensor(3), torch.zeros(0, 3),
+    torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last), np.zeros((0, 5)), np.array(5.0), np.arange(6)[::-2],
+    np.lib.stride_tricks.as_strided(np.zeros(1), (1,), (3,)),
+    *({str(n): n for n in range(20)}, OrderedDict((n, [n] * 9) for n in range(9)), [(*range(9), [1] * 9)]),
+    np.frombuffer(struct.pack("<Q", 0x7FF4_DEAD_BEEF_0001), "<f8"), list(range(200)), list(range(300)),
+    list(range(3_000)), deep(lambda v: (v, v), 12), deep(lambda v: [v]), deep(lambda v: {"a": v}),
+    deep(lambda v: OrderedDict(a=v)), deep(lambda v: Sample(v, 1)),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_corner_values(value: Any) -> None:
     for copy in (True, False):
         assert same(read_record(record(value), copy=copy), value)
@@ -278,11 +274,9 @@ def test_what_a_worker_of_this_job_wrote_is_imported(tmp_path: Path, monkeypatch
 
 
 ARRAYS = {
-    "tensor": torch.arange(40),
-    "other": torch.ones(3, dtype=torch.bfloat16),
-    "array": np.arange(5.0),
+    "tensor": torch.arange(40), "other": torch.ones(3, dtype=torch.bfloat16), "array": np.arange(5.0),
     "empty": torch.zeros(0, 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "memory"), [("tensor", "array"), ("other", "mmap"), ("array", "mmap")])
@@ -425,20 +419,16 @@ def test_arbitrary_keys(key: bytes, rest: bytes, variable: int) -> None:
     read_or_refuse(np.frombuffer(head + key + rest + bytes(256), np.uint8).copy())
 
 
-@pytest.mark.parametrize(
-    "key",
-    [
-        *("", "t", "t 2\nint", "t 1\nint\nint", "t 99999999999\nint", 't "2"\nint\nint', "int\nint", "-\nint"),
-        *('d ["a"]', "d [[1]]\nint", "d [1.5]\nint", 'd "a"\nint', "x []", 'n ["os","system",["a"]]\nint'),
-        *('n ["no_such_module_here","X",["a"]]\nint', 'n ["","",[]]', "s [1]\narray 2 |u1", "s [0,1]\nint"),
-        *("t " + "[" * 100_000, "l 1\n" * 500 + "int", "nothing", "int 3 u1", "tensor -1 uint8", "tensor - uint8"),
-        *("tensor 3 nothing", "tensor 0,99999999999999999999 uint8", "tensor 4611686018427387904,4 uint8"),
-        *("array 2 |O", "array 2 |S0", "array 2 [[", '0\narray 2 [["a","|O"]]', "array 2 i4,i4", "scalar 2 |u1"),
-        *("tensor " + ",".join(["1"] * 100) + " uint8", "p \nd []", "p RGB\nint\nd []", "s [0]\nint", "s []\nint"),
-        *("p P\narray 3,5 |u1\nd []", "p RGB\narray 3,5 |u1\nd []", "p RGB\narray 3,5,3 |u1\n-"),
-    ],
-    ids=lambda key: key[:40],
-)
+@pytest.mark.parametrize("key", [
+    "", "t", "t 2\nint", "t 1\nint\nint", "t 99999999999\nint", 't "2"\nint\nint', "int\nint", "-\nint", 'd ["a"]',
+    "d [[1]]\nint", "d [1.5]\nint", 'd "a"\nint', "x []", 'n ["os","system",["a"]]\nint',
+    'n ["no_such_module_here","X",["a"]]\nint', 'n ["","",[]]', "s [1]\narray 2 |u1", "s [0,1]\nint",
+    "t " + "[" * 100_000, "l 1\n" * 500 + "int", "nothing", "int 3 u1", "tensor -1 uint8", "tensor - uint8",
+    "tensor 3 nothing", "tensor 0,99999999999999999999 uint8", "tensor 4611686018427387904,4 uint8", "array 2 |O",
+    "array 2 |S0", "array 2 [[", '0\narray 2 [["a","|O"]]', "array 2 i4,i4", "scalar 2 |u1",
+    "tensor " + ",".join(["1"] * 100) + " uint8", "p \nd []", "p RGB\nint\nd []", "s [0]\nint", "s []\nint",
+    "p P\narray 3,5 |u1\nd []", "p RGB\narray 3,5 |u1\nd []", "p RGB\narray 3,5,3 |u1\n-",
+], ids=lambda key: key[:40])  # fmt: skip
 def test_malformed_keys(key: str) -> None:
     head = struct.pack("=IIII", codec.MAGIC, len(key), 0, 0)
     with pytest.raises(CodecError):

@@ -36,35 +36,26 @@ KEPT: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("transform", "steps"),
-    [
-        (None, ()),
-        (add_one, (add_one,)),
-        (Compose([add_one, Compose([double, Compose([add_one])])]), (add_one, double, add_one)),
-        (torchvision_compose(add_one, torchvision_compose(double)), (add_one, double)),
-        (torchvision_compose(add_one, double, module="torchvision.transforms.v2._container"), (add_one, double)),
-        (nn.Sequential(identity, nn.Sequential(identity)), (identity, identity)),
-        (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)),
-        (OnItem(0, Compose([])), ()),
-        *((kept, (kept,)) for kept in KEPT),
-    ],
-)
+@pytest.mark.parametrize(("transform", "steps"), [
+    (None, ()), (add_one, (add_one,)),
+    (Compose([add_one, Compose([double, Compose([add_one])])]), (add_one, double, add_one)),
+    (torchvision_compose(add_one, torchvision_compose(double)), (add_one, double)),
+    (torchvision_compose(add_one, double, module="torchvision.transforms.v2._container"), (add_one, double)),
+    (nn.Sequential(identity, nn.Sequential(identity)), (identity, identity)),
+    (Compose([torchvision_compose(Compose([add_one]))]), (add_one,)), (OnItem(0, Compose([])), ()),
+    *((kept, (kept,)) for kept in KEPT),
+])  # fmt: skip
 def test_steps(transform: Any, steps: tuple[Any, ...]) -> None:
     assert flatten(transform) == steps
     row = Compose([] if transform is None else [transform])
     assert (row.transforms, len(row), list(row)) == (steps, len(steps), [*steps])
 
 
-@pytest.mark.parametrize(
-    ("key", "container", "changed"),
-    [
-        (0, (0, "cat"), (1, "cat")), (-1, ("cat", 1), ("cat", 2)), (1, ["cat", 1], ["cat", 2]),
-        (0, Pair(1, "cat"), Pair(2, "cat")), ("image", {"image": 1, "label": "cat"}, {"image": 2, "label": "cat"}),
-        ((0, 1), {(0, 1): 1}, {(0, 1): 2}),
-        ("image", OrderedDict(label="cat", image=1), OrderedDict(label="cat", image=2)),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("key", "container", "changed"), [
+    (0, (0, "cat"), (1, "cat")), (-1, ("cat", 1), ("cat", 2)), (1, ["cat", 1], ["cat", 2]),
+    (0, Pair(1, "cat"), Pair(2, "cat")), ("image", {"image": 1, "label": "cat"}, {"image": 2, "label": "cat"}),
+    ((0, 1), {(0, 1): 1}, {(0, 1): 2}), ("image", OrderedDict(label="cat", image=1), OrderedDict(label="cat", image=2)),
+])  # fmt: skip
 def test_on_item_changes_one_element_of_a_new_container(key: Any, container: Any, changed: Any) -> None:
     copy = pickle.loads(pickle.dumps(container))
     result = OnItem(key, add_one)(container)
@@ -79,17 +70,14 @@ def test_on_item_of_a_composition_is_a_row_of_on_items() -> None:
     assert list(map(repr, steps)) == list(map(repr, expected))
 
 
-@pytest.mark.parametrize(
-    ("use", "message"),
-    [
-        (lambda: OnItem(0, add_one)(5), "got a int"),
-        (lambda: OnItem(3, add_one)((1, 2)), "tuple of 2 that has no element 3"),
-        (lambda: OnItem("image", add_one)({"label": 1}), "no element 'image'"),
-        (lambda: OnItem(0, 7), "7, which cannot be called"),  # type: ignore[arg-type]
-        (lambda: Compose([add_one, "resize"]), "Compose got 'resize', which cannot be called"),  # type: ignore[list-item]
-        (lambda: Compose(add_one), "give a list"),  # type: ignore[arg-type]
-    ],
-)
+@pytest.mark.parametrize(("use", "message"), [
+    (lambda: OnItem(0, add_one)(5), "got a int"),
+    (lambda: OnItem(3, add_one)((1, 2)), "tuple of 2 that has no element 3"),
+    (lambda: OnItem("image", add_one)({"label": 1}), "no element 'image'"),
+    (lambda: OnItem(0, 7), "7, which cannot be called"),  # type: ignore[arg-type]
+    (lambda: Compose([add_one, "resize"]), "Compose got 'resize', which cannot be called"),  # type: ignore[list-item]
+    (lambda: Compose(add_one), "give a list"),  # type: ignore[arg-type]
+])  # fmt: skip
 def test_bad_input_is_named(use: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         use()

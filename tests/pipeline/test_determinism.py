@@ -70,17 +70,13 @@ class Frozen(Steady):
     pass
 
 
-@pytest.mark.parametrize(
-    ("transform", "random"),
-    [
-        *((steady, False), (Steady(), False), (Jittered(), True), (Noise(), True), (Louder(), True)),
-        *((mark_deterministic(Louder()), False), (mark_random(Frozen()), True)),
-        *((mark_random(foreign("Resize", V1)), True), (mark_deterministic(functools.partial(len)), False)),
-        *((OnItem(0, steady), False), (functools.partial(steady), False)),
-        (foreign("Lambda", V1, lambd=mark_random(foreign("Any", "x"))), True),
-        (mark_deterministic(Compose([foreign("RandomCrop", V1), plain])), False),
-    ],
-)
+@pytest.mark.parametrize(("transform", "random"), [
+    (steady, False), (Steady(), False), (Jittered(), True), (Noise(), True), (Louder(), True),
+    (mark_deterministic(Louder()), False), (mark_random(Frozen()), True), (mark_random(foreign("Resize", V1)), True),
+    (mark_deterministic(functools.partial(len)), False), (OnItem(0, steady), False), (functools.partial(steady), False),
+    (foreign("Lambda", V1, lambd=mark_random(foreign("Any", "x"))), True),
+    (mark_deterministic(Compose([foreign("RandomCrop", V1), plain])), False),
+])  # fmt: skip
 def test_marks(transform: Any, random: bool) -> None:
     expected = (True, "undecided") if type(transform) is Jittered else (random, "mark")
     assert verdict(transform) == expected
@@ -93,24 +89,19 @@ def test_what_takes_no_attributes_takes_no_mark(thing: Any) -> None:
     assert verdict(mark_random(functools.partial(thing))) == (True, "mark")
 
 
-@pytest.mark.parametrize(
-    ("transform", "expected"),
-    [
-        *((foreign(name, V1), (False, "torchvision")) for name in ("Resize", "ToTensor", "NotYetKnown")),
-        *((foreign(name, V2), (False, "torchvision")) for name in ("CenterCrop", "Normalize", "ToDtype")),
-        *((foreign(name, V1), (True, "torchvision")) for name in ("RandomResizedCrop", "ColorJitter", "GaussianBlur")),
-        *((foreign(name, V2), (True, "torchvision")) for name in ("RandomHorizontalFlip", "ElasticTransform")),
-        (foreign("TrivialAugmentWide", "torchvision.transforms.autoaugment"), (True, "torchvision")),
-        (foreign("RandomApply", V1, transforms=[foreign("Resize", V1)]), (True, "torchvision")),
-        (foreign("MyCrop", "mine", type(foreign("RandomCrop", V1))), (True, "torchvision")),
-        (foreign("MyResize", "mine", type(foreign("Resize", V1))), (True, "undecided")),
-        (foreign("Lambda", V1, lambd=plain), (True, "undecided")),
-        (foreign("Resize", "mine"), (True, "undecided")),
-        (OnItem("image", foreign("Resize", V1)), (False, "torchvision")),
-        (functools.partial(foreign("Pad", V2)), (False, "torchvision")),
-    ],
-    ids=lambda value: type(value).__name__,
-)
+@pytest.mark.parametrize(("transform", "expected"), [
+    *((foreign(name, V1), (False, "torchvision")) for name in ("Resize", "ToTensor", "NotYetKnown")),
+    *((foreign(name, V2), (False, "torchvision")) for name in ("CenterCrop", "Normalize", "ToDtype")),
+    *((foreign(name, V1), (True, "torchvision")) for name in ("RandomResizedCrop", "ColorJitter", "GaussianBlur")),
+    *((foreign(name, V2), (True, "torchvision")) for name in ("RandomHorizontalFlip", "ElasticTransform")),
+    (foreign("TrivialAugmentWide", "torchvision.transforms.autoaugment"), (True, "torchvision")),
+    (foreign("RandomApply", V1, transforms=[foreign("Resize", V1)]), (True, "torchvision")),
+    (foreign("MyCrop", "mine", type(foreign("RandomCrop", V1))), (True, "torchvision")),
+    (foreign("MyResize", "mine", type(foreign("Resize", V1))), (True, "undecided")),
+    (foreign("Lambda", V1, lambd=plain), (True, "undecided")), (foreign("Resize", "mine"), (True, "undecided")),
+    (OnItem("image", foreign("Resize", V1)), (False, "torchvision")),
+    (functools.partial(foreign("Pad", V2)), (False, "torchvision")),
+], ids=lambda value: type(value).__name__)  # fmt: skip
 def test_signs_of_torchvision(transform: Any, expected: tuple[bool, str]) -> None:
     assert verdict(transform) == expected
 
@@ -198,39 +189,30 @@ def closure_over(thing: Any) -> Any:
     return lambda value: thing(image=value)["image"]
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        *(lambda value: value + random.random(), lambda value: value if np.random.rand() < 2 else None),
-        *(lambda value: [value, torch.randint(2, ())], lambda value: value if secrets.randbelow(2) < 2 else 0),
-        *(OwnGenerator(np.random.default_rng()), OwnGenerator(np.random.RandomState()), OwnGenerator(random.Random())),
-        *(
-            OwnGenerator(random.SystemRandom()),
-            OwnGenerator(torch.Generator(), lambda rng: torch.rand(1, generator=rng)),
-        ),
-        *(with_module_rng, functools.partial(lambda rng, value: (rng.random(), value)[1], MODULE_RNG)),
-        *(nn.Sequential(nn.Dropout(0.5)), Buffered()),
-        lambda value: np.random.default_rng(0).permutation(value),  # until the user marks the step
-    ],
-)
+@pytest.mark.parametrize("transform", [
+    lambda value: value + random.random(), lambda value: value if np.random.rand() < 2 else None,
+    lambda value: [value, torch.randint(2, ())], lambda value: value if secrets.randbelow(2) < 2 else 0,
+    OwnGenerator(np.random.default_rng()), OwnGenerator(np.random.RandomState()), OwnGenerator(random.Random()),
+    OwnGenerator(random.SystemRandom()), OwnGenerator(torch.Generator(), lambda rng: torch.rand(1, generator=rng)),
+    with_module_rng, functools.partial(lambda rng, value: (rng.random(), value)[1], MODULE_RNG),
+    nn.Sequential(nn.Dropout(0.5)), Buffered(),
+    lambda value: np.random.default_rng(0).permutation(value),  # until the user marks the step
+])  # fmt: skip
 def test_a_trial_finds_randomness(transform: Any) -> None:
     value = torch.ones(4) if isinstance(transform, nn.Module) else IMAGE
     assert verdict(transform, value)[0]
     assert verdict(mark_deterministic(transform), value) == (False, "mark")
 
 
-@pytest.mark.parametrize(
-    ("transform", "value"),
-    [
-        *((plain, 1), (np.ascontiguousarray, IMAGE), (torch.from_numpy, IMAGE), (Image.fromarray, IMAGE)),
-        *((lambda value: value * np.nan, np.ones(3)), (lambda value: value.rotate(90), Image.fromarray(IMAGE))),
-        (lambda value: {"a": [value, None, b"x"], "b": (1.5, float("nan"))}, "text"),
-        (lambda value: np.memmap(__file__, np.uint8, "r")[:value], 1000),
-        *((lambda value: value.add_(1), torch.zeros(3)), (nn.Sequential(nn.Dropout(0.5)).eval(), torch.ones(3))),
-        (lambda value: value if not isinstance(value, Generator) else 0, 1),
-        (lambda value: value if time.time() > 0 and hash(id(value)) else 0, 1),
-    ],
-)
+@pytest.mark.parametrize(("transform", "value"), [
+    (plain, 1), (np.ascontiguousarray, IMAGE), (torch.from_numpy, IMAGE), (Image.fromarray, IMAGE),
+    (lambda value: value * np.nan, np.ones(3)), (lambda value: value.rotate(90), Image.fromarray(IMAGE)),
+    (lambda value: {"a": [value, None, b"x"], "b": (1.5, float("nan"))}, "text"),
+    (lambda value: np.memmap(__file__, np.uint8, "r")[:value], 1000), (lambda value: value.add_(1), torch.zeros(3)),
+    (nn.Sequential(nn.Dropout(0.5)).eval(), torch.ones(3)),
+    (lambda value: value if not isinstance(value, Generator) else 0, 1),
+    (lambda value: value if time.time() > 0 and hash(id(value)) else 0, 1),
+])  # fmt: skip
 def test_a_trial_finds_determinism(transform: Any, value: Any) -> None:
     assert not verdict(transform, value)[0]
 
@@ -272,14 +254,10 @@ def test_a_step_of_a_library_that_draws_is_random_from_then_on() -> None:
     assert [verdict(step), verdict(step, 1), verdict(step)] == [(False, "torchvision"), *[(True, "seen")] * 2]
 
 
-@pytest.mark.parametrize(
-    ("transform", "probe", "why"),
-    [
-        (plain, None, "no sample"),
-        (lambda value: value["missing"], {}, "KeyError"),
-        (lambda value: threading.Lock(), 1, "cannot be compared"),
-    ],
-)
+@pytest.mark.parametrize(("transform", "probe", "why"), [
+    (plain, None, "no sample"), (lambda value: value["missing"], {}, "KeyError"),
+    (lambda value: threading.Lock(), 1, "cannot be compared"),
+])  # fmt: skip
 def test_what_cannot_be_decided_is_random_with_one_warning(transform: Any, probe: Any, why: str) -> None:
     with pytest.warns(StallfreeWarning, match=why) as caught:
         parts = split(Compose([transform, plain, plain]), probe)

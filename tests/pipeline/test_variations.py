@@ -148,15 +148,13 @@ transform = T()
 """
 
 MEMBERS = {
-    "def f(self): return <1|2>": "self.f()",
-    "def __init__(self): self.f = <1|2>": "self.f",
-    "@staticmethod\n    def f(): return <1|2>": "self.f()",
-    "f = <1|2>": "self.f",
+    "def f(self): return <1|2>": "self.f()", "def __init__(self): self.f = <1|2>": "self.f",
+    "@staticmethod\n    def f(): return <1|2>": "self.f()", "f = <1|2>": "self.f",
     "@property\n    def f(self): return <1|2>": "self.f",
     "@functools.cached_property\n    def f(self): return <1|2>": "self.f",
     "f = type('D', (), {'__get__': lambda *_: <1|2>})()": "self.f",
     "f = type('M', (type,), {'by': <1|2>})('C', (), {})": "type(self.f).by",
-}
+}  # fmt: skip
 """Members of a class, and how its `__call__` uses them."""
 
 CLASS = "import functools\nclass B:\n    {}\nclass T(B):\n    def __call__(self, v): return v * {}\ntransform = T()"

@@ -139,12 +139,10 @@ def _in_group(data: Any, workers: int) -> Any:
 
 
 WAYS: dict[str, fr.Way] = {
-    **fr.WAYS,
-    "prepared": lambda data, step, workers: fr.cached(data, workers, transform=step, form="prepared"),
+    **fr.WAYS, "prepared": lambda data, step, workers: fr.cached(data, workers, transform=step, form="prepared"),
     "torch's loader": lambda data, step, workers: fr.cached(data, workers, _torch_loader, transform=step),
-    "window": _in_window,
-    "group": lambda data, step, workers: fr.cached(data, workers, _in_group, transform=step),
-}
+    "window": _in_window, "group": lambda data, step, workers: fr.cached(data, workers, _in_group, transform=step),
+}  # fmt: skip
 
 
 @contextlib.contextmanager

@@ -257,23 +257,18 @@ of_steps(
     rare_with_generator_made_inside=rarely_hidden,
 )
 of_steps(
-    random_entry(),
-    python_random=lambda x: x + pyrandom.random(),
-    numpy_legacy=lambda x: x + np.random.normal(0, 1, 64),
-    bound_method_of_a_generator=np.random.default_rng(2).normal,
-    permutation_of_numpy=np.random.permutation,
-    clock_time=lambda x: np.append(x.astype(np.float64), time.time()),
+    random_entry(), python_random=lambda x: x + pyrandom.random(),
+    numpy_legacy=lambda x: x + np.random.normal(0, 1, 64), bound_method_of_a_generator=np.random.default_rng(2).normal,
+    permutation_of_numpy=np.random.permutation, clock_time=lambda x: np.append(x.astype(np.float64), time.time()),
     through_eval=lambda x: x + eval("np.random.default_rng().normal()"),
     through_getattr=lambda x: x + getattr(np.random, "default" + "_rng")().normal(),
     numpy_shuffle=lambda x: np.random.shuffle(x) or x,
-)
+)  # fmt: skip
 of_steps(
-    random_entry(tensors),
-    torch_functional_dropout=lambda x: F.dropout(x, 0.5, training=True),
-    torch_random_in_place=lambda x: x.clone().random_(),
-    dropout_module=nn.Dropout(0.5),
+    random_entry(tensors), torch_functional_dropout=lambda x: F.dropout(x, 0.5, training=True),
+    torch_random_in_place=lambda x: x.clone().random_(), dropout_module=nn.Dropout(0.5),
     through_a_methodcaller=operator.methodcaller("uniform_"),
-)
+)  # fmt: skip
 
 
 @random_entry()

@@ -75,15 +75,12 @@ def filled(fill: Callable[..., Any], x: Any, *parameters: int) -> Any:
 
 
 of_steps(
-    rarely(),
-    library_that_makes_a_generator=lambda x: spiced.random_noise(x),
-    library_function_of_another_name=lambda x: spice(x),
-    data_frame=lambda x: spiced.Frame(x).sample().values,
+    rarely(), library_that_makes_a_generator=lambda x: spiced.random_noise(x),
+    library_function_of_another_name=lambda x: spice(x), data_frame=lambda x: spiced.Frame(x).sample().values,
     pil_effect_spread=lambda x: as_row(Image.fromarray(picture(x)).effect_spread(5)),
     pil_effect_noise=lambda x: x + as_row(Image.effect_noise((8, 8), 50)),
     opencv_normal=lambda x: x + filled(fill_normal, x, 0, 1),
-    opencv_uniform=lambda x: x + filled(fill_uniform, x, 0, 1),
-    opencv_shuffle=lambda x: filled(mix, x),
+    opencv_uniform=lambda x: x + filled(fill_uniform, x, 0, 1), opencv_shuffle=lambda x: filled(mix, x),
     numpy_made_inside=lambda x: x + np.float32(new_generator().normal()),
     numpy_legacy_made_inside=lambda x: x + np.float32(new_legacy().normal()),
     numpy_bits_made_inside=lambda x: x + np.float32(small_generator().random_raw() % 2**20),
@@ -93,7 +90,7 @@ of_steps(
     unique_name=lambda x: x + np.float32(new_name().int % 2**20),
     c_library=lambda x: x + np.float32(c_number() % 2**20),
     hash_of_the_time=lambda x: x + np.frombuffer(hashlib.sha512(str(time.time_ns()).encode()).digest(), np.uint8),
-)
+)  # fmt: skip
 
 
 @rarely()

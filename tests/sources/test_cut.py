@@ -118,20 +118,18 @@ def by(get: Any, transform: Any = noisy, target_transform: Any = None) -> Callab
 
 
 FLAT: dict[str, Callable[[], Any]] = {
-    "if self.transform": by(guarded),
-    "a composition": by(None, sf.Compose([tripled, noisy])),
+    "if self.transform": by(guarded), "a composition": by(None, sf.Compose([tripled, noisy])),
     "two attributes": by(guarded, noisy, negative),
     "label first": by(lambda data, id: (data.target_transform(id), data.transform(data.read(id)))[::-1], noisy, noisy),
     "in a dict": by(lambda data, id: {"image": data.transform(data.read(id)), "more": [id, {"twice": 2 * id}]}),
-    "alone": by(lambda data, id: data.transform(data.read(id))),
-    "a subset": lambda: Subset(Base(noisy), range(3, 21)),
+    "alone": by(lambda data, id: data.transform(data.read(id))), "a subset": lambda: Subset(Base(noisy), range(3, 21)),
     "over a subset": by(over_subset, noisy, Subset(Base(get=guarded), range(COUNT)[::-1])),
     "frozen": lambda: Frozen(noisy),
     "a data set in it": by(lambda data, id: data.target_transform[id], None, Base(noisy)),
     "two views": by(lambda data, id: ([data.transform(data.read(id)) for _ in "ab"], id)),
     "a chain": by(lambda data, id: (data.target_transform(data.transform(data.read(id))), id), noisy, tripled),
     "in a list": by(lambda data, id: (data.target_transform[0](data.read(id)), id), None, [noisy]),
-}
+}  # fmt: skip
 PLANNED: dict[str, Callable[[], Any]] = {
     "unpacked": by(lambda data, id: (*data.transform(data.read(id), data.read(id) + 1), id), both),
     "by name": by(by_name, named),
@@ -371,33 +369,27 @@ def test_uses_of_the_output_are_refused(name: str) -> None:
 Fixed = type("Fixed", (Base,), {"__init__": lambda self: None, "get": None, "transform": property(lambda self: noisy)})
 
 
-@pytest.mark.parametrize(
-    ("make", "names", "said"),
-    [
-        (lambda: Base(noisy), ["tranform"], r"Base has no attribute 'tranform' .*: name one .* such as transform"),
-        (lambda: Base(3), ["transform"], "has no attribute 'transform' that can be called"),
-        (lambda: Base(noisy), ["inner.transform"], r"no attribute 'inner\.transform'"),
-        (lambda: Base(noisy), [], "got no attribute"),
-        (lambda: Base(noisy, noisy), ["transform", "target_transform"], "does not call its target_transform for any"),
-        (Fixed, ["transform"], "make the transform a plain attribute"),
-        (lambda: sf.cut(Base(noisy), "transform"), ["transform"], "apart already"),
-        (lambda: Subset(Base(noisy), []), ["dataset.transform"], "length 0"),  # type: ignore[arg-type]
-    ],
-)
+@pytest.mark.parametrize(("make", "names", "said"), [
+    (lambda: Base(noisy), ["tranform"], r"Base has no attribute 'tranform' .*: name one .* such as transform"),
+    (lambda: Base(3), ["transform"], "has no attribute 'transform' that can be called"),
+    (lambda: Base(noisy), ["inner.transform"], r"no attribute 'inner\.transform'"),
+    (lambda: Base(noisy), [], "got no attribute"),
+    (lambda: Base(noisy, noisy), ["transform", "target_transform"], "does not call its target_transform for any"),
+    (Fixed, ["transform"], "make the transform a plain attribute"),
+    (lambda: sf.cut(Base(noisy), "transform"), ["transform"], "apart already"),
+    (lambda: Subset(Base(noisy), []), ["dataset.transform"], "length 0"),  # type: ignore[arg-type]
+])  # fmt: skip
 def test_what_cannot_be_cut(make: Callable[[], Any], names: list[str], said: str) -> None:
     with pytest.raises(InputError, match=said):
         sf.cut(make(), *names)
 
 
-@pytest.mark.parametrize(
-    ("draw", "said"),
-    [
-        (lambda id: random.random(), "when sample 0 was read, it drew"),
-        (lambda id: random.random() if id == COUNT - 1 else 0, f"when sample {COUNT - 1} was read, it drew"),
-        (lambda id: np.random.default_rng().random(), "it returned something else for the same input"),
-        (lambda id: random.random() if id < 0 else 0, r"its code names random\.random in "),
-    ],
-)
+@pytest.mark.parametrize(("draw", "said"), [
+    (lambda id: random.random(), "when sample 0 was read, it drew"),
+    (lambda id: random.random() if id == COUNT - 1 else 0, f"when sample {COUNT - 1} was read, it drew"),
+    (lambda id: np.random.default_rng().random(), "it returned something else for the same input"),
+    (lambda id: random.random() if id < 0 else 0, r"its code names random\.random in "),
+])  # fmt: skip
 def test_own_draws_are_refused(draw: Callable[[int], Any], said: str) -> None:
     with pytest.raises(InputError, match=f"outside of the transform it draws .*{said}"):
         sf.cut(Base(tripled, get=lambda data, id: (data.transform(data.read(id) + draw(id)), id)), "transform")
@@ -423,17 +415,14 @@ def lagging(data: Base, id: int) -> Any:
     return data.target_transform, before
 
 
-@pytest.mark.parametrize(
-    ("dataset", "said"),
-    [
-        (Base(lambda image: image, get=changed_later), "sample 0 differs if the transform runs after"),
-        (Base(lambda image: image + np.random.default_rng().random()), "sample 0 differs each time"),
-        (Base(tripled, get=keeping), "keeps its samples"),
-        (Base(tripled, get=lagging), r"cut at 'transform': when sample \d+ was made, .* kept from another sample"),
-        (Base(np.negative, get=lambda data, id: data.transform(id) * data.transform.nin), "the attribute 'nin' of the"),
-        (Base(lambda id: iter(range(3)), get=lambda data, id: [*data.transform(id)]), "'range_iterator' has no len"),
-    ],
-)
+@pytest.mark.parametrize(("dataset", "said"), [
+    (Base(lambda image: image, get=changed_later), "sample 0 differs if the transform runs after"),
+    (Base(lambda image: image + np.random.default_rng().random()), "sample 0 differs each time"),
+    (Base(tripled, get=keeping), "keeps its samples"),
+    (Base(tripled, get=lagging), r"cut at 'transform': when sample \d+ was made, .* kept from another sample"),
+    (Base(np.negative, get=lambda data, id: data.transform(id) * data.transform.nin), "the attribute 'nin' of the"),
+    (Base(lambda id: iter(range(3)), get=lambda data, id: [*data.transform(id)]), "'range_iterator' has no len"),
+])  # fmt: skip
 def test_samples_that_cannot_be_made_later(dataset: Base, said: str) -> None:
     with pytest.raises(InputError, match=said):
         sf.cut(dataset, "transform")

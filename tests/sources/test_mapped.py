@@ -95,14 +95,11 @@ def test_other_subsets_are_data_sets(image_root: Path) -> None:
         as_source(Subset(ImageFolder(image_root), []))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
-        (Stream(), "IterableDataset.*list"), (Bare(), "Bare has no __len__: give a map-style"),
-        ({1, 2}, "set has no __getitem__"), (Squares, "Squares is a class"), ([], "list has length 0"),
-        (Squares(0), "Squares has length 0"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("dataset", "message"), [
+    (Stream(), "IterableDataset.*list"), (Bare(), "Bare has no __len__: give a map-style"),
+    ({1, 2}, "set has no __getitem__"), (Squares, "Squares is a class"), ([], "list has length 0"),
+    (Squares(0), "Squares has length 0"),
+])  # fmt: skip
 def test_what_is_no_data_set(dataset: Any, message: str) -> None:
     for make in (as_source, ThrottledSource):
         with pytest.raises(InputError, match=message):

@@ -64,16 +64,13 @@ def test_samples(tmp_path: Path, make: Make, form: int) -> None:
         data[3]
 
 
-@pytest.mark.parametrize(
-    ("keys", "samples"),
-    [
-        (("jpg", "cls"), [(sample["jpg"], sample["cls"]) for sample in SAMPLES]),
-        (("cls", "JPG"), [(sample["cls"], sample["jpg"]) for sample in SAMPLES]),
-        (["__key__"], [(sample["__key__"],) for sample in SAMPLES]),
-        (("seg.png;cls", "jpg"), [(b"3", b"picture 0"), (b"", b"picture 1" * 1000), (b"2", b"picture 2")]),
-        (("cls;seg.png", "cls"), [(b"3", b"3"), (b"1", b"1"), (b"2", b"2")]),
-    ],
-)
+@pytest.mark.parametrize(("keys", "samples"), [
+    (("jpg", "cls"), [(sample["jpg"], sample["cls"]) for sample in SAMPLES]),
+    (("cls", "JPG"), [(sample["cls"], sample["jpg"]) for sample in SAMPLES]),
+    (["__key__"], [(sample["__key__"],) for sample in SAMPLES]),
+    (("seg.png;cls", "jpg"), [(b"3", b"picture 0"), (b"", b"picture 1" * 1000), (b"2", b"picture 2")]),
+    (("cls;seg.png", "cls"), [(b"3", b"3"), (b"1", b"1"), (b"2", b"2")]),
+])  # fmt: skip
 def test_keys(tmp_path: Path, make: Make, keys: Any, samples: list[Any]) -> None:
     assert list(make(write(tmp_path / "a.tar"), keys=keys)) == samples
 
@@ -215,18 +212,15 @@ def test_cut_off_or_damaged_anywhere(tmp_path: Path, make: Make) -> None:
         make(shard)
 
 
-@pytest.mark.parametrize(
-    ("files", "settings", "message"),
-    [
-        ([("0.x", b""), ("0.X", b"")], {}, "'0' in .*a.tar' has two files 'x'"),
-        ([("0.x", b""), ("1.x", b""), ("0.y", b"")], {}, "sample '0' occurs twice in .*a.tar', with others between"),
-        ([("README", b"")], {}, "has length 0"), (FILES, {"keys": "jpg"}, "keys='jpg': give a tuple"),
-        (FILES, {"keys": ("jpg", "txt")}, r"3 of 3 samples have no file 'txt'; the first is .*train/000, .* jpg, cls:"),
-        ([], {"shards": []}, "no shards"), ([], {"shards": "a-{3..1}.tar"}, "no shards"),
-        ([], {"shards": "missing.tar"}, r"missing\.tar' is missing"),
-        ([], {"shards": "memory://missing.tar"}, "is missing, compressed"), ([], {"shards": [3]}, "is of type int"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("files", "settings", "message"), [
+    ([("0.x", b""), ("0.X", b"")], {}, "'0' in .*a.tar' has two files 'x'"),
+    ([("0.x", b""), ("1.x", b""), ("0.y", b"")], {}, "sample '0' occurs twice in .*a.tar', with others between"),
+    ([("README", b"")], {}, "has length 0"), (FILES, {"keys": "jpg"}, "keys='jpg': give a tuple"),
+    (FILES, {"keys": ("jpg", "txt")}, r"3 of 3 samples have no file 'txt'; the first is .*train/000, .* jpg, cls:"),
+    ([], {"shards": []}, "no shards"), ([], {"shards": "a-{3..1}.tar"}, "no shards"),
+    ([], {"shards": "missing.tar"}, r"missing\.tar' is missing"),
+    ([], {"shards": "memory://missing.tar"}, "is missing, compressed"), ([], {"shards": [3]}, "is of type int"),
+])  # fmt: skip
 def test_what_cannot_be_used(tmp_path: Path, make: Make, files: Any, settings: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make(**{"shards": write(tmp_path / "a.tar", files), **settings})

@@ -138,20 +138,16 @@ def test_a_lost_server_costs_its_hits_until_it_is_back(how: str, tmp_path: Path,
         until(lambda: put(tier, ALL).all() and held(tier) == ALL.tolist(), "hits return")
 
 
-@pytest.mark.parametrize(
-    "reply",
-    [
-        b"\x00\xff garbage\r\n",
-        b":7\r\n",
-        b"*1\r\n$1\r\nx\r\n",  # too few values
-        b"*300\r\n" + b"$-1\r\n" * 300,
-        b"*200\r\n" + b"*1\r\n:1\r\n" * 200,  # a nested list
-        b"$999999999999\r\n",
-        b"*200\r\n$100\r\nxyz",  # half a reply
-        b"*200\r\n" + b"$-1\r\n" * 200 + b"$1\r\nx\r\n",  # more than requested
-        b"",  # a reply that comes byte by byte
-    ],
-)
+@pytest.mark.parametrize("reply", [
+    b"\x00\xff garbage\r\n", b":7\r\n",
+    b"*1\r\n$1\r\nx\r\n",  # too few values
+    b"*300\r\n" + b"$-1\r\n" * 300,
+    b"*200\r\n" + b"*1\r\n:1\r\n" * 200,  # a nested list
+    b"$999999999999\r\n",
+    b"*200\r\n$100\r\nxyz",  # half a reply
+    b"*200\r\n" + b"$-1\r\n" * 200 + b"$1\r\nx\r\n",  # more than requested
+    b"",  # a reply that comes byte by byte
+])  # fmt: skip
 def test_nonsense_is_a_miss(reply: bytes) -> None:
     def answer(connection: socket.socket, words: list[bytes]) -> None:
         known = {b"PING": b"+PONG\r\n", b"INFO": b"$0\r\n\r\n"}.get(words[0], reply)
