@@ -59,10 +59,9 @@ def test_no_capacity_is_an_index_without_samples(policy: str, example: Any, tmp_
         assert problems(cache) == []
 
 
-@pytest.mark.parametrize(
-    ("policy", "on_disk", "sizes"),
-    [("minio", False, "uniform"), ("lfu", False, "varied"), ("lru", True, "varied"), ("oracle", True, "uniform")],
-)
+@pytest.mark.parametrize(("policy", "on_disk", "sizes"), [
+    ("minio", False, "uniform"), ("lfu", False, "varied"), ("lru", True, "varied"), ("oracle", True, "uniform"),
+])  # fmt: skip
 def test_it_never_takes_more_than_its_capacity(policy: str, on_disk: bool, sizes: str, tmp_path: Path) -> None:
     rng, example = np.random.default_rng(0), np.zeros(5000, np.uint8) if sizes == "uniform" else b"x" * 1000
     for capacity in (200_000, 1_234_567):

@@ -155,9 +155,8 @@ def cut(path: Path) -> None:
 DAMAGE: list[tuple[str, Callable[[Path], Any]]] = [
     *[("index", cut), ("index", Path.unlink), ("data", Path.unlink), ("meta.json", cut), ("meta.json", Path.unlink)],
     ("meta.json", lambda path: path.write_text(json.dumps(json.loads(path.read_text()) | {"capacity": 1 << 20}))),
-    ("meta.json", lambda path: path.write_text("[]")),
-    ("meta.json", lambda path: path.write_bytes(b"\xff\xfe")),
-]
+    ("meta.json", lambda path: path.write_text("[]")), ("meta.json", lambda path: path.write_bytes(b"\xff\xfe")),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("file", "damage"), DAMAGE)

@@ -123,10 +123,9 @@ class Machine(RuleBasedStateMachine):
             shutil.rmtree(self.folder)
 
 
-@pytest.mark.parametrize(
-    ("policy", "on_disk", "sizes"),
-    [("minio", False, "varied"), ("importance", False, "uniform"), ("lru", True, "varied"), ("lfu", True, "uniform")],
-)
+@pytest.mark.parametrize(("policy", "on_disk", "sizes"), [
+    ("minio", False, "varied"), ("importance", False, "uniform"), ("lru", True, "varied"), ("lfu", True, "uniform"),
+])  # fmt: skip
 def test_like_a_dict(policy: str, on_disk: bool, sizes: str) -> None:
     run_state_machine_as_test(
         lambda: Machine(policy, on_disk, SIZES[sizes]),

@@ -76,9 +76,8 @@ def test_every_form_gives_what_no_cache_gives(make: Callable[[], list[Any]]) -> 
     assert [form for form in ("fetched", "prepared") if not same(epochs(make, form), plain)] == []
 
 
-@pytest.mark.parametrize(
-    ("form", "method"),
-    [("fetched", "fork"), *(pytest.param("prepared", way, marks=pytest.mark.slow) for way in ("forkserver", "spawn"))],
-)
+@pytest.mark.parametrize(("form", "method"), [
+    ("fetched", "fork"), *(pytest.param("prepared", way, marks=pytest.mark.slow) for way in ("forkserver", "spawn")),
+])  # fmt: skip
 def test_any_way_to_start_workers(form: Any, method: str) -> None:
     assert same(epochs(shared, form, 2, method), epochs(shared, None))

@@ -93,10 +93,9 @@ DRAWS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "way"),
-    [("python", "data set"), ("torch", "auto"), ("numpy", "step"), ("numpy", "torch"), ("numpy", "auto, worker")],
-)
+@pytest.mark.parametrize(("kind", "way"), [
+    ("python", "data set"), ("torch", "auto"), ("numpy", "step"), ("numpy", "torch"), ("numpy", "auto, worker"),
+])  # fmt: skip
 def test_a_thread_that_draws_now_and_then(kind: str, way: str, calls: Calls) -> None:
     """Nor does any number come twice: the states of the generators are not set back under the thread."""
     stop = threading.Event()

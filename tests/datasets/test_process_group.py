@@ -34,10 +34,9 @@ def train(kind: str, together: Callable[[], object], workers: int) -> list[list[
     return epochs
 
 
-@pytest.mark.parametrize(
-    ("kind", "known", "workers"),
-    [("stallfree", "group", 0), ("torch", "group", 0), ("stallfree", "variables", 1), ("torch", "variables", 0)],
-)
+@pytest.mark.parametrize(("kind", "known", "workers"), [
+    ("stallfree", "group", 0), ("torch", "group", 0), ("stallfree", "variables", 1), ("torch", "variables", 0),
+])  # fmt: skip
 def test_the_ranks_of_a_host_split_one_window(kind: str, known: str, workers: int, tmp_path: Path) -> None:
     """They know each other by their process group, or by the variables of a launcher."""
     barrier = get_context("fork").Barrier(RANKS)

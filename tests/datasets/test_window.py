@@ -38,10 +38,9 @@ def test_it_is_a_queue(plan: WindowPlan) -> None:
             endless.rotate(-1)
 
 
-@pytest.mark.parametrize(
-    ("size", "rate", "total", "expected"),
-    [(50, 0.1, 99, 5), (100, 0.07, 200, 7), (3, 0.1, 99, 1), (10, 0.25, 99, 3), (50, 0, 99, 0), (50, 1, 60, 10)],
-)
+@pytest.mark.parametrize(("size", "rate", "total", "expected"), [
+    (50, 0.1, 99, 5), (100, 0.07, 200, 7), (3, 0.1, 99, 1), (10, 0.25, 99, 3), (50, 0, 99, 0), (50, 1, 60, 10),
+])  # fmt: skip
 def test_replace_count(size: int, rate: float, total: int, expected: int) -> None:
     assert replace_count(size, rate, total) == expected
 

@@ -17,6 +17,7 @@ import pytest
 
 import stallfree as sf
 from children import PATIENCE, Child, Holder, received, until
+from loader_data import Missing, local
 from stallfree.errors import lock_held
 from stallfree.ipc.channel import ERROR, Channel, Connection, Message, Server, pack, pack_error, unpack_error
 from stallfree.ipc.folders import SharedFolder
@@ -181,14 +182,6 @@ def test_a_process_that_is_dropped_is_not_served_any_more(folder: Path) -> None:
 WHY = "(an error of a class that cannot be sent from one process to another)"
 
 
-class Missing(FileNotFoundError):
-    """Takes other arguments than an exception does, and holds more."""
-
-    def __init__(self, folder: str, name: str, *, tries: int) -> None:
-        super().__init__(2, "no such volume", f"{folder}/{name}")
-        self.tries = tries
-
-
 class Wants(RuntimeError):
     """Cannot be made without an argument."""
 
@@ -226,13 +219,6 @@ class Holding(RuntimeError):
 
     def __reduce__(self) -> Any:
         return Holding, ("lost",)
-
-
-def local() -> Exception:
-    class Hidden(LookupError):
-        pass
-
-    return Hidden("seen")
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:

@@ -15,10 +15,9 @@ from loader_data import same
 from torch_cases import ERRORS, Case, case_of
 
 
-@pytest.mark.parametrize(
-    ("first", "count"),
-    [*((seed, 1) for seed in range(1, 25)), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in range(0, 2000, 50))],
-)
+@pytest.mark.parametrize(("first", "count"), [
+    *((seed, 1) for seed in range(1, 25)), *(pytest.param(n, 50, marks=pytest.mark.slow) for n in range(0, 2000, 50)),
+])  # fmt: skip
 def test_random_configurations(first: int, count: int) -> None:
     for seed in range(first, first + count):
         case = case_of(seed)

@@ -69,13 +69,12 @@ def test_cached_batches_are_the_loops_own() -> None:
 
 
 UNUSABLE: dict[str, dict[str, Any]] = {
-    "num_workers of 1 or more": {"persistent_workers": True},
-    "leave out shuffle": {"shuffle": True, "sampler": [1]},
+    "num_workers of 1 or more": {"persistent_workers": True}, "leave out shuffle": {"shuffle": True, "sampler": [1]},
     "leave out batch_size": {"batch_sampler": [[1]], "batch_size": 2},
     "needs a batch_size": {"batch_size": None, "drop_last": True},
     "multiprocessing_context='threads'": {"multiprocessing_context": "threads", "num_workers": 1},
     "staging='much'": {"staging": "much"},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("message", UNUSABLE)

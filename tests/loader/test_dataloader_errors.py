@@ -11,24 +11,9 @@ import pytest
 import torch
 
 import stallfree as sf
-from loader_data import Failing, Gate, Made, as_list, loading, zero_dim
+from loader_data import Failing, Gate, Made, Missing, as_list, loading, local, zero_dim
 from stallfree.loader.pool import WorkerPool
 from warm import Interpreter
-
-
-class Missing(FileNotFoundError):
-    """Takes other arguments than an exception does, and holds more."""
-
-    def __init__(self, folder: str, name: str, *, tries: int) -> None:
-        super().__init__(2, "no such volume", f"{folder}/{name}")
-        self.tries = tries
-
-
-def local() -> Exception:
-    class Hidden(LookupError):
-        pass
-
-    return Hidden("seen")
 
 
 def chained() -> Exception:
@@ -133,11 +118,10 @@ OTHERS: dict[str, tuple[dict[str, Any], str | None]] = {
     "collate_fn": ({"collate_fn": fails}, r"collating the samples \[0\]"),
     "transform": ({"dataset": sf.FileDataset([__file__], transform=fails)}, rf"preparing sample 0 \({__file__}\)"),
     "file": ({"dataset": sf.FileDataset(["/nowhere"])}, r"fetching sample 0 \(/nowhere\)"),
-    "sampler": ({"sampler": Sampler()}, None),
-    "worker_init_fn": ({"worker_init_fn": fails}, "calling worker_init_fn"),
+    "sampler": ({"sampler": Sampler()}, None), "worker_init_fn": ({"worker_init_fn": fails}, "calling worker_init_fn"),
     "collate_fn that stops": ({"collate_fn": stops}, None),
     "worker_init_fn that stops": ({"worker_init_fn": stops}, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -161,10 +145,9 @@ def test_errors_of_other_functions(case: str, workers: int) -> None:
 
 
 FORMS: dict[str, Callable[[Any], Any]] = {
-    "loader": sf.DataLoader,
-    "cached": lambda data: sf.CachedDataset(data, capacity="1MiB"),
+    "loader": sf.DataLoader, "cached": lambda data: sf.CachedDataset(data, capacity="1MiB"),
     "window": lambda data: sf.SmartCacheDataset(data, cache_num=8, replace_rate=0),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "expected"), [(IndexError, IndexError), (StopIteration, sf.BatchError)])
@@ -205,10 +188,9 @@ def test_batches_that_cannot_be_brought_over() -> None:
 
 UNSENDABLE: dict[str, dict[str, Any]] = {
     "the transform .*lambda": {"dataset": sf.FileDataset(["x"], [0], transform=lambda item: item)},
-    "collate_fn": {"collate_fn": lambda samples: samples},
-    "worker_init_fn": {"worker_init_fn": lambda worker: None},
+    "collate_fn": {"collate_fn": lambda samples: samples}, "worker_init_fn": {"worker_init_fn": lambda worker: None},
     "the data set": {"dataset": Made(4, lambda id: id)},
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("culprit", UNSENDABLE)

@@ -67,10 +67,9 @@ def a_killer(chance: random.Random) -> Iterator[threading.Event]:
     killer.join()
 
 
-@pytest.mark.parametrize(
-    ("method", "kills", "seed"),
-    [("fork", 8, 0), *(pytest.param(*way, 17, marks=pytest.mark.slow) for way in (("fork", 300), ("forkserver", 100)))],
-)
+@pytest.mark.parametrize(("method", "kills", "seed"), [
+    ("fork", 8, 0), *(pytest.param(*way, 17, marks=pytest.mark.slow) for way in (("fork", 300), ("forkserver", 100))),
+])  # fmt: skip
 def test_workers_killed_at_random(method: str, kills: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_processes, "LIVES", 1000)  # chance may hit a batch more than three times
     chance = random.Random(seed)

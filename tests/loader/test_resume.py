@@ -17,14 +17,13 @@ SAMPLES = 23
 
 Arguments = Callable[[], dict[str, Any]]
 ORDERS: dict[str, Arguments] = {
-    "in order": lambda: {"batch_size": 4},
-    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "in order": lambda: {"batch_size": 4}, "shuffled": lambda: {"batch_size": 4, "shuffle": True},
     "shuffled, drop_last": lambda: {"batch_size": 4, "shuffle": True, "drop_last": True},
     "single": lambda: {"batch_size": None, "shuffle": True},
     "RandomSampler": lambda: {"batch_size": 4, "sampler": RandomSampler(range(SAMPLES))},
     "batch_sampler": lambda: {"batch_sampler": BatchSampler(RandomSampler(range(SAMPLES)), 5, False)},
     "DistributedSampler": lambda: {"batch_size": 3, "sampler": DistributedSampler(range(SAMPLES), 2, 0, seed=4)},
-}
+}  # fmt: skip
 
 
 def values(batch: Any) -> Any:

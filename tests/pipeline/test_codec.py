@@ -79,12 +79,11 @@ def tensors(draw: st.DrawFn) -> torch.Tensor:
         data &= 1
     tensor = torch.from_numpy(data).view(dtype).reshape(shape) if count else torch.empty(shape, dtype=dtype)
     views = {
-        "plain": lambda: tensor,
-        "transposed": lambda: tensor.permute(tuple(reversed(range(tensor.dim())))),
+        "plain": lambda: tensor, "transposed": lambda: tensor.permute(tuple(reversed(range(tensor.dim())))),
         "strided": lambda: tensor[..., ::2] if tensor.dim() else tensor,
         "expanded": lambda: tensor.unsqueeze(-1).expand(*shape, 3),
         "conj": lambda: tensor.conj() if dtype in (torch.complex64, torch.complex128) else tensor,
-    }
+    }  # fmt: skip
     return views[draw(st.sampled_from([*views]))]()
 
 
@@ -94,11 +93,10 @@ def arrays(draw: st.DrawFn) -> np.ndarray:
     array = draw(hnp.arrays(dtype, shape)) if dtype.names is None else np.zeros(shape, dtype)
     array.flags.writeable = draw(st.booleans())
     views = {
-        "plain": lambda: array,
-        "fortran": lambda: np.asfortranarray(array),
+        "plain": lambda: array, "fortran": lambda: np.asfortranarray(array),
         "strided": lambda: array[..., ::2] if array.ndim else array,
         "backward": lambda: array[::-1] if array.ndim else array,
-    }
+    }  # fmt: skip
     return views[draw(st.sampled_from([*views]))]()
 
 
@@ -332,9 +330,8 @@ OTHERS = [
     ([torch.ones(2, 2).to_sparse()], r"sample\[0\]: torch.Tensor: is torch.sparse_coo"),
     ([torch.ones(2, device="meta")], r"sample\[0\]: torch.Tensor: .*on meta"),
     ([torch.max(torch.ones(2, 2), 0)], r"sample\[0\]: torch.return_types.max: "),
-    ([namedtuple("Lost", "a")(1)], r"sample\[0\]: \S*Lost: .*top level"),
-    (loose, "without pickle"),
-]
+    ([namedtuple("Lost", "a")(1)], r"sample\[0\]: \S*Lost: .*top level"), (loose, "without pickle"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("value", "message"), OTHERS, ids=[message[:40] for _, message in OTHERS])

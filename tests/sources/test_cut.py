@@ -155,11 +155,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
 }
 WORDS = {
     **dict.fromkeys(("two attributes", "label first", "a chain", "crops", "unused"), "transform and target_transform"),
-    "a subset": "dataset.transform",
-    "a data set in it": "target_transform.transform",
+    "a subset": "dataset.transform", "a data set in it": "target_transform.transform",
     "in a list": "target_transform.0",
     "joined": "datasets.0.transform and datasets.1.transform and datasets.1.target_transform",
-}
+}  # fmt: skip
 """Where those are cut whose transform is not in `transform` alone."""
 
 

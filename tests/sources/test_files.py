@@ -101,10 +101,9 @@ def test_what_is_no_regular_file(tmp_path: Path) -> None:
             FileDataset([path]).fetch(0)
 
 
-@pytest.mark.parametrize(
-    ("paths", "labels", "message"),
-    [(["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "no list of paths"), ([b"a.jpg"], None, "bytes")],
-)
+@pytest.mark.parametrize(("paths", "labels", "message"), [
+    (["a"], [], "0 labels for 1 paths"), ("a.jpg", None, "no list of paths"), ([b"a.jpg"], None, "bytes"),
+])  # fmt: skip
 def test_bad_arguments(paths: Any, labels: Any, message: str) -> None:
     with pytest.raises(InputError, match=message):
         FileDataset(paths, labels)

@@ -52,6 +52,21 @@ class Failing:
         return torch.tensor(id)
 
 
+class Missing(FileNotFoundError):
+    """Takes other arguments than an exception does, and holds more."""
+
+    def __init__(self, folder: str, name: str, *, tries: int) -> None:
+        super().__init__(2, "no such volume", f"{folder}/{name}")
+        self.tries = tries
+
+
+def local() -> Exception:
+    class Hidden(LookupError):
+        pass
+
+    return Hidden("seen")
+
+
 class Gate:
     """Holds up sample 5 in a forked worker until it is opened. A killed waiter leaves no trace in it."""
 
