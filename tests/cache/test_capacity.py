@@ -39,8 +39,7 @@ def test_a_capacity_that_holds_no_record(store_root: Path) -> None:
 @pytest.mark.parametrize("policy", ["minio", "importance"])
 def test_no_capacity_is_an_index_without_samples(policy: str, example: Any, tmp_path: Path) -> None:
     """As in front of a store whose samples are elsewhere: scores, counts and uncached steps are still shared."""
-    store = "memory" if policy == "minio" else tmp_path
-    with cache_of(10, 0, policy=policy, store=store, example=example) as cache:
+    with cache_of(10, 0, policy=policy, store="memory" if policy == "minio" else tmp_path, example=example) as cache:
         if policy == "importance":
             cache.set_scores([1], [5.0])
         assert not cache.put_many([1, 2], [SAMPLE, b"x"]).any()

@@ -97,8 +97,7 @@ def test_randomness_is_fresh_with_every_visit_and_a_function_of_the_epoch() -> N
 
 
 def test_a_sample_that_cannot_be_stored_is_an_error_with_its_id() -> None:
-    source = Given([1, 2, lambda: None, 4])
-    with sf.CachedDataset(source, capacity="1MiB") as data:
+    with sf.CachedDataset(Given([1, 2, lambda: None, 4]), capacity="1MiB") as data:
         with pytest.raises(sf.CodecError, match=r"storing sample 2 \(given/2\)"):
             data.__getitems__([1, 2, 3])
         assert data.cache.resident([0, 1, 2, 3]).tolist() == [True, True, False, True]

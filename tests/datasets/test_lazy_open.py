@@ -30,8 +30,7 @@ def loading(way: str, rows: Rows, workers: int, method: str | None) -> Iterator[
             stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
             options |= {"cache": "auto", "capacity": "4MiB"}
         elif way == "smart":
-            window = sf.SmartCacheDataset(rows, cache_num=len(rows) // 2, replace_rate=0.25, seed=1)
-            data = stack.enter_context(window)
+            data = stack.enter_context(sf.SmartCacheDataset(rows, cache_num=len(rows) // 2, replace_rate=0.25, seed=1))
         elif way != "cut, no cache":
             data = stack.enter_context(sf.CachedDataset(data, capacity="4MiB"))
         if way == "under torch":

@@ -126,8 +126,7 @@ def test_a_data_set_that_crops() -> None:
 def test_under_the_loader_of_torch() -> None:
     with sf.CachedDataset(Signals(), capacity="1MiB", transform=CropOrPad()) as cached:
         loader = TorchLoader(cached, batch_size=4, num_workers=2)
-        epochs = [batches(loader) for _ in range(2)]
-        assert differing(epochs) == [6]
+        assert differing([batches(loader) for _ in range(2)]) == [6]
         with one_warning("CropOrPad"):
             cached[DRAWN[0]]
 

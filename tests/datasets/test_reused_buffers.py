@@ -61,8 +61,7 @@ def loading(kind: str, step: Any) -> Iterator[Any]:
     else:
         form = "fetched" if kind == "fetched" else "auto"
         data: Any = sf.cut(Rows(steps), "transform") if kind == "cut" else Rows(reuses=kind == "data set")
-        transform = None if kind == "cut" else steps
-        with sf.CachedDataset(data, capacity="1MiB", form=form, transform=transform) as cached:
+        with sf.CachedDataset(data, capacity="1MiB", form=form, transform=None if kind == "cut" else steps) as cached:
             own = kind != "torch's loader"
             yield (sf.DataLoader if own else torch.utils.data.DataLoader)(cached, **options)
 

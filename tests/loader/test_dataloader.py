@@ -85,8 +85,7 @@ def test_arguments_that_cannot_be_used(message: str) -> None:
 
 @pytest.mark.parametrize("id", ["one", 0.5, True, [0, 1], None])
 def test_samplers_that_give_something_else(id: Any) -> None:
-    loader = sf.DataLoader(Made(5, zero_dim), sampler=[2, 0, id])
-    iterator = iter(loader)
+    iterator = iter(sf.DataLoader(Made(5, zero_dim), sampler=[2, 0, id]))
     assert [next(iterator).tolist(), next(iterator).tolist()] == [[2], [0]]
     with pytest.raises(sf.InputError, match="must be integers"):
         next(iterator)

@@ -183,8 +183,7 @@ def forked_job() -> Iterator[Child]:
 def job(method: str) -> Iterator[subprocess.Popen[str]]:
     """A running job of another interpreter, which has said "ready"."""
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    command = [sys.executable, train_job.__file__, method, "1000"]
-    process = subprocess.Popen(command, start_new_session=True, **pipes)
+    process = subprocess.Popen([sys.executable, train_job.__file__, method, "1000"], start_new_session=True, **pipes)
     try:
         assert process.stdout is not None
         line = process.stdout.readline()

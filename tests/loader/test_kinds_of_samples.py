@@ -260,8 +260,7 @@ def test_a_batch_that_is_no_list_of_samples(kind: str, workers: int) -> None:
     for given in (data, torch.utils.data.Subset(data, [5, 4, 3, 2, 1, 0])):
         found = []
         for loader in (torch.utils.data.DataLoader, sf.DataLoader):
-            made = loader(given, 4, collate_fn=collate, num_workers=workers)
-            found.append([repr(list(made)) for _ in range(2)])
+            found.append([repr(list(loader(given, 4, collate_fn=collate, num_workers=workers))) for _ in range(2)])
         assert found[0] == found[1]
 
 

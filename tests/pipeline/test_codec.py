@@ -260,8 +260,7 @@ def test_only_classes_of_modules_that_are_imported_are_found(name: str, monkeypa
 
 def test_what_a_worker_of_this_job_wrote_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pickle does, by which torch passes batches on."""
-    code = "import collections\nSample = collections.namedtuple('Sample', 'a')"
-    (tmp_path / "lazily_imported.py").write_text(code)
+    (tmp_path / "lazily_imported.py").write_text("import collections\nSample = collections.namedtuple('Sample', 'a')")
     monkeypatch.syspath_prepend(tmp_path)
     assert codec.read_own_record(named("lazily_imported", "Sample", "a"), copy=True) == (0,)
     del sys.modules["lazily_imported"]

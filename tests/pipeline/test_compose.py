@@ -96,8 +96,7 @@ def test_monai_steps_still_map_over_lists() -> None:
     flip = monai.RandFlip(prob=0.5)
     choices = monai.Compose([flip, monai.OneOf([monai.Flip(), flip])])
     before = flip.R.get_state()[1].tolist()
-    steps = flatten(choices)
-    assert [type(step.transforms[0]).__name__ for step in steps] == ["RandFlip", "OneOf"]
+    assert [type(step.transforms[0]).__name__ for step in flatten(choices)] == ["RandFlip", "OneOf"]
     assert flip.R.get_state()[1].tolist() == before
 
 
