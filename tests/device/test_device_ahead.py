@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from fakes import World, join_prefetchers
 import stallfree as sf
 from children import PATIENCE, until
 from loader_data import Made
+from stallfree.device import ahead
 from stallfree.device.ahead import Items
 
 COUNT = 6
@@ -41,6 +43,18 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     "an iterable": lambda noted: noted, "a generator": iter, "torch's loader": torch.utils.data.DataLoader,
     "one whose sampler draws a seed": lambda noted: torch.utils.data.DataLoader(noted, shuffle=True),
 }  # fmt: skip
+
+
+def test_storage_that_never_answers_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ahead, "_END_SECONDS", 0.1)
+    asked, answer = threading.Event(), threading.Event()
+    prefetcher = sf.DevicePrefetcher((asked.set() or answer.wait(PATIENCE) for _ in range(2)), "cpu")  # type: ignore
+    with ThreadPoolExecutor(1) as loop:
+        done = loop.submit(lambda: [*prefetcher])
+        assert asked.wait(PATIENCE)
+        prefetcher.close()
+        assert done.running()
+        answer.set()
 
 
 @pytest.mark.parametrize("way", WAYS)

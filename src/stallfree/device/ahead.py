@@ -35,7 +35,7 @@ TakeSnapshot = Callable[[], Snapshot]
 _WATCHED = 2
 """Number of batches used to detect a loader that draws random numbers."""
 
-_END_SECONDS = 5.0  # for a thread to end at interpreter exit
+_END_SECONDS = 5.0  # for a thread to end
 
 
 @dataclass(eq=False)
@@ -151,9 +151,10 @@ class LoaderThread:
         self.stopped = True
         self._wake()
 
-    def join(self, seconds: float | None = None) -> None:
-        """Wait until the thread has ended, at most `seconds`."""
-        self._thread.join(seconds)
+    def join(self) -> bool:
+        """Wait until the thread has ended, for 5 s at most; return whether it has."""
+        self._thread.join(_END_SECONDS)
+        return not self._thread.is_alive()
 
     def _wake(self) -> None:
         """Make the thread evaluate again what it waits for."""
@@ -253,4 +254,4 @@ def _end_all() -> None:
     for thread in threads:
         thread.stop()
     for thread in threads:
-        thread.join(_END_SECONDS)
+        thread.join()

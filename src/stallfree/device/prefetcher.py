@@ -130,9 +130,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
         return Copier(backend, self._stream, self._unused.pop(), self.transform_on_device)
 
     def _join_stopped(self) -> None:
-        """Wait for the threads of ended iterations, whose buffers serve the next one."""
-        for thread in [thread for thread in self._threads if thread.stopped]:
-            thread.join()
+        """Wait for the threads of ended iterations, whose buffers serve the next one. One that hangs is left behind."""
+        for thread in [thread for thread in self._threads if thread.stopped and thread.join()]:
             self._threads.remove(thread)
             if thread.copier is not None:
                 self._unused.append(thread.copier.buffers)
