@@ -1,4 +1,4 @@
-"""How errors and warnings reach the user: notes, short tracebacks, and the user's line.
+"""How errors and warnings reach the user: notes, short tracebacks, the user's line, and the log.
 
 An error of the user's code is raised as it is: its class, arguments, attributes and cause, with a note what was being
 done, with which sample, in which worker. Only a `StopIteration` is not, since it would end the loop that takes the
@@ -6,6 +6,7 @@ batches.
 """
 
 import contextlib
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,8 @@ from stallfree.errors import StallfreeError, stop_iteration, text_of
 P = ParamSpec("P")
 T = TypeVar("T")
 E = TypeVar("E", bound=BaseException)
+
+log = logging.getLogger("stallfree")
 
 _OURS = os.path.dirname(__file__) + os.sep
 

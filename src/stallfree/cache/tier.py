@@ -5,7 +5,6 @@ if admitted there. New samples are written to it in the background.
 """
 
 import contextlib
-import logging
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_size, write_record
 from stallfree.platform import at_fork
+from stallfree.raising import log
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Record = np.ndarray[Any, np.dtype[np.uint8]]
@@ -118,8 +118,6 @@ _MOST_STEPS = 1 << 20
 
 _ALIGN = 64
 _STORED, _MOVING = 1, 2
-
-log = logging.getLogger("stallfree")
 
 
 class TierClient:

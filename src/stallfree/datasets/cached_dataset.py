@@ -1,6 +1,5 @@
 """`CachedDataset`: a map-style data set whose samples stay in a cache that all processes share; and `LocalSampler`."""
 
-import logging
 import os
 import secrets
 import warnings
@@ -23,7 +22,7 @@ from stallfree.pipeline.compose import Compose, Source
 from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
-from stallfree.raising import short_traceback, users_level
+from stallfree.raising import log, short_traceback, users_level
 from stallfree.sources.mapped import normalize_id
 from stallfree.stats import CacheStats
 from stallfree.typevars import Closing, SampleT_co
@@ -36,8 +35,6 @@ FINGERPRINT_CURE = (
     "give name=, the same only for the same data, or give the object or the data set a method fingerprint() that "
     "returns a text which changes when the data change"
 )
-
-log = logging.getLogger("stallfree")
 
 
 class CachedDataset(Closing, Dataset[SampleT_co]):

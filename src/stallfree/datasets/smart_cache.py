@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import current_process
@@ -27,7 +26,7 @@ from stallfree.pipeline.fingerprint import fingerprint, key_of, tolerant
 from stallfree.pipeline.randomness import peek_seed
 from stallfree.pipeline.values import payload_bytes
 from stallfree.platform import need_linux
-from stallfree.raising import described, short_traceback
+from stallfree.raising import described, log, short_traceback
 from stallfree.stats import SmartCacheStats
 from stallfree.typevars import Closing, MapStyle, SampleT_co
 from stallfree.units import format_size, parse_whole
@@ -36,7 +35,6 @@ _FORMAT = "smart-2"
 _MARGIN = 1.5
 _SPARE = 0.9
 
-log = logging.getLogger("stallfree")
 _made = itertools.count()
 
 

@@ -6,7 +6,6 @@ MONAI's `SmartCacheDataset` continues.
 """
 
 import enum
-import logging
 import math
 import time
 import weakref
@@ -30,6 +29,7 @@ from stallfree.ipc.locks import FileLock
 from stallfree.ipc.process import Child, Owner, Parent, end_all
 from stallfree.ipc.shared_array import SharedCounts, shared_array
 from stallfree.platform import how_it_ended
+from stallfree.raising import log
 
 _WAIT_SECONDS, _CHECK_SECONDS = 300.0, 0.005
 _LOCK_SECONDS = 10.0
@@ -41,8 +41,6 @@ _CHUNK = 8
 _VERSION = 1
 _HEADER = 24
 _MASK = 2**64 - 1
-
-log = logging.getLogger("stallfree")
 
 
 @dataclass(frozen=True)

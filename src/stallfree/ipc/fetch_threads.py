@@ -1,7 +1,6 @@
 """Threads for calls that wait for storage, which may never answer."""
 
 import contextlib
-import logging
 import queue
 import threading
 import time
@@ -9,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
 
+from stallfree.raising import log
+
 CLOSE_SECONDS = 5.0
 """Longest wait for a call that is under way when the threads are closed."""
-
-log = logging.getLogger("stallfree")
 
 
 class FetchThreads(Executor):

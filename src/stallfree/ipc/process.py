@@ -17,7 +17,6 @@ with the process.
 
 import contextlib
 import ctypes
-import logging
 import os
 import pickle
 import signal
@@ -38,6 +37,7 @@ import torch
 from stallfree.errors import InputError, WorkerError, main_guard, not_picklable, text_of
 from stallfree.ipc.channel import Channel, pack_error, unpack_error
 from stallfree.platform import at_fork, begin_child, how_it_ended, interrupts_later, shares_memory
+from stallfree.raising import log
 from stallfree.typevars import T
 
 REPORT_SECONDS = 2.0
@@ -50,8 +50,6 @@ _SERVER_GONE = 255
 _NAME = "stallfree-"
 _PDEATHSIG = 1
 _NO_CUDA = b"Cannot re-initialize CUDA in forked subprocess"
-
-log = logging.getLogger("stallfree")
 
 # -- forks ------------------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 A batch that is used in the process that builds it, without a slot, is an object; all others are records in memory.
 """
 
-import logging
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -25,13 +24,12 @@ from stallfree.pipeline.codec import Structure, read_own_record
 from stallfree.pipeline.randomness import Drew, Randomness
 from stallfree.pipeline.values import payload_bytes, private
 from stallfree.platform import shares_memory
-from stallfree.raising import described, note_samples
+from stallfree.raising import described, log, note_samples
 
 LARGE = 1 << 20
 """Smallest batch, in bytes, that is stacked in persistent memory: for larger ones, fresh pages cost more than that."""
 
 _buffers = Buffers()
-log = logging.getLogger("stallfree")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,17 +1,15 @@
 """The event log of a loader, in the format of `stallfree.analysis.simulate`."""
 
-import logging
 import os
 import time
 from pathlib import Path
 
 from stallfree.errors import file_unwritable
 from stallfree.loader.messages import GATHERER, Result
+from stallfree.raising import log
 
 _LINES = 4096
 """Maximum number of buffered lines."""
-
-log = logging.getLogger("stallfree")
 
 
 class EventLog:

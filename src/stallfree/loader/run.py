@@ -1,6 +1,5 @@
 """One pass over the batches of an epoch: submits tasks ahead, puts the results in order, leases slots to batches."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Options, WorkerPool
 from stallfree.pipeline.codec import read_own_record
 from stallfree.pipeline.objects import comes_from
-from stallfree.raising import note_samples, raisable, shorten
+from stallfree.raising import log, note_samples, raisable, shorten
 from stallfree.sources.mapped import MapSource
 from stallfree.typevars import BatchT_co
 from stallfree.units import format_size
@@ -33,8 +32,6 @@ RECENT = 64
 """Delivered batches whose ids are kept: a prefetcher takes batches ahead, and may request an earlier state."""
 
 _REPORTED_SKIPS = 5
-
-log = logging.getLogger("stallfree")
 
 Deliver = Callable[[Any, Ids], Any]
 

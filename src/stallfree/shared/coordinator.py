@@ -6,7 +6,6 @@ member is left. It holds no state that could be lost: every batch can be prepare
 
 import contextlib
 import json
-import logging
 import os
 import select
 import time
@@ -22,6 +21,7 @@ from stallfree.ipc.process import Parent
 from stallfree.loader.messages import EMPTY, FAILED, NO_SLOT, UNDONE, Ids, Result, Task
 from stallfree.loader.order import Order
 from stallfree.loader.pool import Options, WorkerPool, new_counts
+from stallfree.raising import log
 from stallfree.shared.link import Hello, Kind
 from stallfree.shared.schedule import Entry, Schedule
 
@@ -33,8 +33,6 @@ _EPOCH = "epoch-"
 
 _FIRST_WAIT = 60.0
 _CHECK_SECONDS = 1.0
-
-log = logging.getLogger("stallfree")
 
 
 @dataclass

@@ -7,7 +7,6 @@ that no job sees another job's changes to its batch, and released as their tenso
 
 import contextlib
 import enum
-import logging
 import mmap
 import os
 import signal
@@ -24,6 +23,7 @@ import numpy as np
 from stallfree.ipc.channel import Connection, Message, pack
 from stallfree.ipc.process import prepare_for_forks
 from stallfree.loader.ring import Slots
+from stallfree.raising import log
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
@@ -32,8 +32,6 @@ _RELEASE_SECONDS = 0.002
 
 _CHECK_SECONDS, _STOPPED_SECONDS = 1.0, 10.0
 """Seconds between looks at the coordinator; and after which one that is stopped (SIGSTOP) is killed and replaced."""
-
-log = logging.getLogger("stallfree")
 
 NEWCOMER = -1
 """Sent by a newcomer as the number of its first message; other members send the batch that they need next."""

@@ -18,7 +18,6 @@ password by a process of another node that does not know yet.
 
 import contextlib
 import json
-import logging
 import os
 import secrets
 import shutil
@@ -36,8 +35,7 @@ from stallfree import errors
 from stallfree.cache.redis.servers import ID, RECORDS, SOCKET, Record, Servers, open_client, write_records
 from stallfree.ipc.folders import SharedFolder, short_path
 from stallfree.ipc.locks import FileLock
-
-log = logging.getLogger("stallfree")
+from stallfree.raising import log
 
 PROGRAMS = ("valkey-server", "redis-server")
 

@@ -13,7 +13,6 @@ dead process may leave a wrong number, which the next ping or confirmation corre
 
 import contextlib
 import json
-import logging
 import os
 import threading
 import time
@@ -29,8 +28,7 @@ import numpy as np
 from stallfree import errors
 from stallfree.ipc.folders import SharedFolder, in_use, is_root, short_path
 from stallfree.ipc.shared_array import shared_array
-
-log = logging.getLogger("stallfree")
+from stallfree.raising import log
 
 EXAMPLE = "{'host': 'node1', 'port': 6379, 'password': '...'}"
 
