@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from stallfree.cache.layout import DamagedError, Meta
+from stallfree.cache.layout import Array, DamagedError, Meta
 from stallfree.platform import OPEN, allocate
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 SEGMENT = 64 << 20
 """Bytes per allocation, or one block if that is larger."""

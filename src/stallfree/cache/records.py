@@ -13,12 +13,11 @@ import numpy as np
 import xxhash
 
 from stallfree.cache.arena import DiskArena, MemoryArena
-from stallfree.cache.layout import Index, fence
+from stallfree.cache.layout import Array, Index, fence
 from stallfree.cache.space import Reserved
 from stallfree.errors import CodecError, IdError, cache_ids
 from stallfree.pipeline.codec import MissingClassError, Structure, read_leaves, read_record, stack_build, write_record
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Record = tuple[Structure, list[Array]]
 """The structure of a sample, and the bytes of its leaves (`pipeline.codec.encode`)."""
 

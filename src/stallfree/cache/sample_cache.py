@@ -20,7 +20,7 @@ import xxhash
 from stallfree import errors
 from stallfree.cache.arena import Arena, DiskArena, MemoryArena
 from stallfree.cache.capacity import allowed_capacity, no_space_left, warn_of_other_capacity
-from stallfree.cache.layout import Count, DamagedError, Field, Index, Meta, plan_layout
+from stallfree.cache.layout import Array, Count, DamagedError, Field, Index, Meta, plan_layout
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import MISS, Aim, Borrowed, Located, Record, Records, checked_ids, checked_scores
 from stallfree.cache.space import Space
@@ -31,8 +31,6 @@ from stallfree.platform import need_linux
 from stallfree.stats import CacheStats
 from stallfree.typevars import Closing
 from stallfree.units import parse_size
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 LOCK_SECONDS = 2.0
 """Timeout of the writer lock. Samples whose writer times out count as rejected."""

@@ -13,16 +13,13 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from stallfree.cache.arena import SEGMENT
-from stallfree.cache.layout import FREE_BLOCK, Count, Field, Index, fence
+from stallfree.cache.layout import FREE_BLOCK, Array, Count, Field, Index, fence
 from stallfree.cache.policies import Policy, Victims
 from stallfree.units import format_size
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 _LARGEST = (1 << 32) - 1  # maximum record bytes in the index
 

@@ -1,8 +1,6 @@
 """`SmartCacheDataset`: train on a window of the data set that moves while you train."""
 
 import dataclasses
-import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import current_process
 from multiprocessing.context import BaseContext
@@ -34,8 +32,6 @@ from stallfree.units import format_size, parse_whole
 _FORMAT = "smart-2"
 _MARGIN = 1.5
 _SPARE = 0.9
-
-_made = itertools.count()
 
 
 class SmartCacheDataset(Closing, Dataset[SampleT_co]):
@@ -161,8 +157,7 @@ class SmartCacheDataset(Closing, Dataset[SampleT_co]):
             )
         job = None if unknown else job_name()  # the same in all ranks of one job on this host
         self._alone = job is None and name is None
-        # The number of a process may be that of another one in another container.
-        own_name = token() if unknown else f"{key[:20]}-smart-{job or f'{os.getpid()}-{next(_made)}'}"
+        own_name = token() if job is None else f"{key[:20]}-smart-{job}"
         example = example_for(samples)
         return SampleCache(
             len(self.source),

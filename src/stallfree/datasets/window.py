@@ -14,7 +14,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
-from multiprocessing import get_context
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -26,7 +25,7 @@ from stallfree.datasets.epoch_source import Ids, check_state
 from stallfree.datasets.reader import Reader
 from stallfree.errors import StallfreeError, WaitError, state_mismatch, window_late
 from stallfree.ipc.locks import FileLock
-from stallfree.ipc.process import Child, Owner, Parent, end_all
+from stallfree.ipc.process import Child, Owner, Parent, context_of, end_all
 from stallfree.ipc.shared_array import SharedCounts, shared_array
 from stallfree.platform import how_it_ended
 from stallfree.raising import log
@@ -427,7 +426,7 @@ class FillProcesses:
         self._processes.clear()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FillProcesses, (self._window, self._reader, 0, get_context())  # a copy has no processes
+        return FillProcesses, (self._window, self._reader, 0, context_of(None))  # a copy has no processes
 
 
 def fill_main(parent: Parent, window: Window, reader: Reader, fillers: int) -> None:

@@ -15,13 +15,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property, partial
-from multiprocessing import get_context
-from multiprocessing.reduction import ForkingPickler
-from multiprocessing.util import Finalize
+from multiprocessing import get_context, reduction, util
 from queue import SimpleQueue
 from typing import Any, Generic
 
-import torch
 import torch.multiprocessing  # registers how tensors are sent
 
 from stallfree import errors
@@ -124,8 +121,8 @@ class ProcessPrefetcher(Closing, Generic[BatchT_co]):
         self._lengths: deque[memoryview] = deque()
         self._passes = 0
         self._pass: weakref.ref[_Pass] | None = None
-        # Finalize runs in this process only, at its exit before multiprocessing waits for its children.
-        self._end = Finalize(self, end_all, ([self._child], _END_SECONDS), exitpriority=100)
+        # `Finalize` runs in this process only, at its exit before multiprocessing waits for its children.
+        self._end = util.Finalize(self, end_all, ([self._child], _END_SECONDS), exitpriority=100)
 
     @short_traceback
     def __iter__(self) -> Iterator[BatchT_co]:
@@ -313,7 +310,7 @@ class _Factory:
         self._make_loader = make_loader
 
     def __reduce__(self) -> Any:
-        return partial, (_make_loader, bytes(ForkingPickler.dumps(self._make_loader)), draw_seed())
+        return partial, (_make_loader, bytes(reduction.ForkingPickler.dumps(self._make_loader)), draw_seed())
 
 
 def _make_loader(pickled: bytes, seed: int) -> Iterable[Any]:
@@ -411,4 +408,4 @@ class _Producer:
         leaves, rebuild = take_apart(batch)
         # torch sends neither tensors with a history nor whether one is conjugate
         plain = [leaf.detach().resolve_conj().resolve_neg() if is_plain(leaf) else leaf for leaf in leaves]
-        return ForkingPickler.dumps(rebuild(plain))
+        return reduction.ForkingPickler.dumps(rebuild(plain))

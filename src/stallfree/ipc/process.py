@@ -27,9 +27,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from multiprocessing import current_process, get_all_start_methods, get_context, get_start_method, reduction
+from multiprocessing import current_process, get_all_start_methods, get_context, get_start_method, reduction, util
 from multiprocessing.context import BaseContext
-from multiprocessing.util import Finalize
 from typing import Any, BinaryIO, NoReturn
 
 import torch
@@ -257,7 +256,7 @@ class Child(Channel):
         self.pid: int = self._process.pid
         if leads:
             if not _leaders:  # otherwise `multiprocessing` would wait at exit for non-daemon processes
-                Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
+                util.Finalize(None, end_all, (_leaders, _LEADER_SECONDS), exitpriority=100)
             _leaders.add(self)
 
     def receive(self, *, wait: bool = False) -> bytearray | None:

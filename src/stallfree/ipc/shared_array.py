@@ -3,8 +3,7 @@
 import mmap
 import os
 import weakref
-from multiprocessing import reduction
-from multiprocessing.context import get_spawning_popen
+from multiprocessing import context, reduction
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,7 @@ class SharedCounts:
         self.array = np.zeros(1, np.int32)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        shared = self._close.alive and get_spawning_popen() is not None
+        shared = self._close.alive and context.get_spawning_popen() is not None
         return _counts, (reduction.DupFd(self._fd) if shared else self.array.copy(),)
 
 

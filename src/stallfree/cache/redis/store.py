@@ -40,7 +40,7 @@ import xxhash
 
 from stallfree import errors
 from stallfree.cache.capacity import check_free_memory
-from stallfree.cache.policies import mixed
+from stallfree.cache.policies import Array, mixed
 from stallfree.cache.records import MISS
 from stallfree.cache.redis.launch import NodeServer
 from stallfree.cache.redis.servers import ID, Cluster, Server, Servers, checked_addresses, load_client
@@ -51,8 +51,6 @@ from stallfree.platform import need_linux
 from stallfree.raising import short_traceback
 from stallfree.typevars import Closing
 from stallfree.units import parse_number, parse_size, parse_whole
-
-Array = np.ndarray[Any, np.dtype[Any]]
 
 HEAD_SIZE = 64
 """Bytes of the header."""
