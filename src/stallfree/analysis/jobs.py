@@ -74,7 +74,7 @@ class Job:
         device: str | torch.device | None,
         arguments: Mapping[str, Any],
     ) -> None:
-        check_numbers(num_workers, batch_size, 0, arguments.get("prefetch_factor"), False)
+        check_numbers(num_workers, batch_size, 0, arguments.get("prefetch_factor"))
         if batch_size is None:
             raise errors.InputError("batch_size=None: the analysis counts batches, so give an int of 1 or more")
         if not callable(step):

@@ -22,7 +22,7 @@ from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.ipc.fetch_threads import FetchThreads
 from stallfree.ipc.shared_array import shared_array
-from stallfree.pipeline.codec import encode, read_record, record_size, write_record
+from stallfree.pipeline.codec import encode, read_record, record_of, record_size, write_record
 from stallfree.platform import at_fork
 from stallfree.raising import log
 
@@ -292,11 +292,9 @@ class TierClient:
 
     def _mark(self, uncached: int) -> None:
         """Store the number of uncached steps for other hosts and later jobs."""
-        at, record = np.array([self._cache.num_ids]), encode((uncached, self._cache.num_ids, None))
-        memory = np.empty(record_size(*record), np.uint8)
-        write_record(*record, memory)
+        at, record = np.array([self._cache.num_ids]), record_of(*encode((uncached, self._cache.num_ids, None)))
         self.tier.drop(at)
-        self.tier.put_many(at, [memory])
+        self.tier.put_many(at, [record])
         self._marked = uncached
 
     def drop(self, ids: Array) -> None:

@@ -3,7 +3,6 @@
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -184,7 +183,7 @@ class DataListSource(BaseSource):
         return len(self._images)
 
     def _record(self, id: int) -> dict[str, Any]:
-        label = self._labels[id]
+        label: Any = self._labels[id]
         return {"image": _local(self._images[id]), "label": _local(label) if type(label) is str else label.copy()}
 
     def _where(self, id: int) -> str:
@@ -199,7 +198,9 @@ def _local(path: str) -> str:
     """Return `path`; for a URL, the path of a local copy."""
     if not is_url(path):
         return path
-    return import_module("fsspec").open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
+    import fsspec  # type: ignore[import-untyped]
+
+    return fsspec.open_local(f"simplecache::{path}", simplecache={"same_names": True})  # type: ignore[no-any-return]
 
 
 def _read_data_list(args: Mapping[str, Any], where: str) -> tuple[list[str], list[str] | Labels]:

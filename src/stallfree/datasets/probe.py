@@ -7,15 +7,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from stallfree.cache.layout import plan_layout
 from stallfree.datasets.reader import plain_beneath
 from stallfree.errors import CapacityError, CodecError, StallfreeError, dataset_random, text_of
 from stallfree.ipc.process import call_in_child
 from stallfree.pipeline import classify
 from stallfree.pipeline.classify import SOURCE, Found, Split, StepError, Trust
-from stallfree.pipeline.codec import encode, read_record, record_size, write_record
+from stallfree.pipeline.codec import encode, read_record, record_of, record_size
 from stallfree.pipeline.compose import Compose, Source, Transform, drew, mark_of
 from stallfree.pipeline.objects import random_name
 from stallfree.pipeline.randomness import States, find_generators
@@ -53,12 +51,9 @@ class Sample:
 def _packed(value: Any) -> Any:
     """Return the record of a value, or the `CodecError` that says why it cannot be stored."""
     try:
-        structure, arrays = encode(value, allow_pickle=True)
+        return record_of(*encode(value, allow_pickle=True))
     except CodecError as error:
         return error
-    record = np.empty(record_size(structure, arrays), np.uint8)
-    write_record(structure, arrays, record)
-    return record
 
 
 def _sample_of(id: int, packed: list[Any]) -> Sample:

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -138,9 +137,8 @@ def _hosts_of_ranks() -> list[str]:
 
 def _this_host() -> str:
     """A text that is the same in all processes that share this host's memory, and in no others."""
-    memory = Path("/dev/shm")
-    with suppress(OSError):  # containers of one host have a /dev/shm each
-        return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {memory.stat().st_dev}"
+    with suppress(OSError), open("/proc/sys/kernel/random/boot_id") as file:
+        return f"{file.read().strip()} {os.stat('/dev/shm').st_dev}"  # containers of one host have a /dev/shm each
     return socket.gethostname()
 
 

@@ -45,8 +45,9 @@ def check_arguments(loader: Any) -> int | float | None:
         capacity = _auto_capacity(loader.cache, loader.capacity, loader.transform, loader.sampler)
     _check_remote(loader.workers, loader.cache, loader.num_workers)
     workers = int(capacity is not None) if loader.num_workers is None else loader.num_workers  # "auto" chooses them
-    persistent = loader.persistent_workers and loader.workers is None
-    check_numbers(workers, loader.batch_size, loader.timeout, loader.prefetch_factor, persistent)
+    check_numbers(workers, loader.batch_size, loader.timeout, loader.prefetch_factor)
+    if loader.persistent_workers and loader.workers is None and workers == 0:
+        raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
     check_functions(loader.collate_fn, loader.worker_init_fn, loader.on_error)
     _check_sampling(loader.sampler, loader.batch_sampler, loader.ranks, loader)
     return capacity
@@ -54,21 +55,17 @@ def check_arguments(loader: Any) -> int | float | None:
 
 def check_settings(loader: Any) -> None:
     """Raise `InputError` for attributes of a loader that were set to invalid values."""
-    check_numbers(loader.num_workers, None, loader.timeout, loader.prefetch_factor, False)
+    check_numbers(loader.num_workers, None, loader.timeout, loader.prefetch_factor)
     check_functions(loader.collate_fn, loader.worker_init_fn, "raise")
 
 
-def check_numbers(
-    num_workers: Any, batch_size: Any, timeout: Any, prefetch_factor: Any, persistent_workers: bool
-) -> None:
+def check_numbers(num_workers: Any, batch_size: Any, timeout: Any, prefetch_factor: Any) -> None:
     """Raise `InputError` for an invalid number."""
     parse_whole(num_workers, "num_workers", 0)
     for name, value in (("batch_size", batch_size), ("prefetch_factor", prefetch_factor)):
         if value is not None:
             parse_whole(value, name, 1)
     parse_number(timeout, "timeout", zero=True)
-    if persistent_workers and num_workers == 0:
-        raise argument_conflict("persistent_workers=True needs num_workers of 1 or more")
 
 
 def check_functions(collate_fn: Any, worker_init_fn: Any, on_error: Any) -> None:

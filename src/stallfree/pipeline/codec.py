@@ -546,6 +546,13 @@ def write_record(structure: Structure, arrays: Sequence[Bytes], out: Bytes) -> i
     return _layout(structure, nbytes)[1]
 
 
+def record_of(structure: Structure, arrays: Sequence[Bytes]) -> Bytes:
+    """Return the record of these leaves in memory of its own. Bytes between leaves are zero."""
+    record = np.zeros(record_size(structure, arrays), U8)
+    write_record(structure, arrays, record)
+    return record
+
+
 def open_record(structure: Structure, out: Bytes, nbytes: Sequence[int] | None = None) -> list[Bytes]:
     """Write the head of a record of leaves of these sizes, of a fixed structure by default, at the start of `out`.
 
@@ -670,10 +677,7 @@ class _Pickler(pickle.Pickler):
             raise TypeError("a tensor has a gradient history, which is lost elsewhere; call .detach() on it")
         if type(value) is not torch.Tensor or vars(value) or array_of(value.detach()) is None:
             return NotImplemented
-        structure, arrays = encode_own(value.detach())
-        record = np.zeros(record_size(structure, arrays), U8)
-        write_record(structure, arrays, record)
-        return _unpickled_tensor, (record, value.requires_grad)
+        return _unpickled_tensor, (record_of(*encode_own(value.detach())), value.requires_grad)
 
 
 def _unpickled_tensor(record: Bytes, requires_grad: bool) -> torch.Tensor:

@@ -37,7 +37,6 @@ _LARGE = 1 << 30
 _PIECES, _PIECE = 64, 4096
 """Number of the pieces of such a sample, and bytes of each."""
 _PLAIN = frozenset({type(None), bool, int, float, str, bytes, list, tuple, dict})
-_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _VALUES = (set, frozenset, np.ndarray, np.generic, np.dtype, torch.Tensor, enum.Enum, functools.partial, PurePath)
 """Types of which equal values count alike, whether they are one object or two."""
 
@@ -335,7 +334,7 @@ def _form_of_array(array: Any, walker: _Walker) -> Any:
 
 @_form.register(torch.Tensor)
 def _form_of_tensor(tensor: torch.Tensor, walker: _Walker) -> Any:
-    if tensor.is_sparse or tensor.layout in _COMPRESSED:
+    if str(tensor.layout).startswith("torch.sparse"):
         return tensor.__reduce_ex__(2)[1], _state(vars(tensor), torch.Tensor)
     array = array_of(tensor.detach().as_subclass(torch.Tensor).cpu())
     if array is None:

@@ -125,7 +125,7 @@ class SharedLoader(Closing, Generic[BatchT_co]):
     ) -> None:
         self._arguments = {name: value for name, value in locals().items() if name != "self"}
         need_linux("SharedLoader", "use DataLoader, one in each job")
-        arguments.check_numbers(num_workers, batch_size, timeout, prefetch_factor, False)
+        arguments.check_numbers(num_workers, batch_size, timeout, prefetch_factor)
         arguments.check_functions(collate_fn, worker_init_fn, on_error)
         parse_whole(num_workers, "num_workers", 1)
         parse_whole(batch_size, "batch_size", 1)

@@ -85,8 +85,7 @@ class DecodeImage:
 
         try:
             with Image.open(io.BytesIO(data)) as image:
-                converted: Image.Image = image.convert(self.mode)
-                return converted
+                return image.convert(self.mode)
         except Exception as error:
             if self.output == "pil":  # as under torchvision
                 raise
@@ -159,8 +158,7 @@ class FileDataset(BaseSource):
         return data if self._labels is None else (data, self._labels[id])
 
     def _where(self, id: int) -> str:
-        path: str = self._paths[id]
-        return path
+        return self._paths[id]
 
     def fingerprint(self) -> str:
         """Changes when a path, a label or the size of a file changes.
