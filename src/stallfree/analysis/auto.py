@@ -12,7 +12,6 @@ cache by the reader; nothing is decided again.
 """
 
 import json
-import logging
 import sys
 import time
 import warnings
@@ -42,7 +41,7 @@ from stallfree.loader.pool import Options
 from stallfree.pipeline.compose import Compose, Source, Transform
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
 from stallfree.platform import cpu_count
-from stallfree.raising import is_users, users_level
+from stallfree.raising import is_users, log, users_level
 from stallfree.sources.cut import cut_any
 from stallfree.sources.mapped import MapSource, as_source
 from stallfree.units import format_seconds, format_size
@@ -65,8 +64,6 @@ _INDEX = 20
 
 _RANDOM = "its samples are random, and no part of them can be kept"
 """Why no samples are kept if none of the ways is possible."""
-
-log = logging.getLogger("stallfree")
 
 
 @dataclass(frozen=True)

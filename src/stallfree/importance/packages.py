@@ -7,7 +7,6 @@ damaged package is forgotten and counted, and is never an error.
 """
 
 import enum
-import logging
 import math
 import os
 import tempfile
@@ -31,6 +30,7 @@ from stallfree.importance.epoch import FRESH
 from stallfree.ipc.process import Parent
 from stallfree.ipc.shared_array import SharedCounts
 from stallfree.pipeline.codec import Structure, encode, read_record, record_size, write_record
+from stallfree.raising import log
 from stallfree.units import format_size
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -53,8 +53,6 @@ _SHARE = 10
 """Searching for work may take one in this many seconds."""
 
 _LOOK_SECONDS = 0.01
-
-log = logging.getLogger("stallfree")
 
 
 class Field(enum.IntEnum):

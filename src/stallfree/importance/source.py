@@ -1,6 +1,5 @@
 """Epochs of an `ImportanceSampler`: plans drawn from losses, served preferably from the cache."""
 
-import logging
 import tempfile
 import time
 import warnings
@@ -24,10 +23,8 @@ from stallfree.importance.plans import Draw, generator
 from stallfree.importance.sampler import ImportanceSampler
 from stallfree.ipc.process import Child, Owner, end_all
 from stallfree.platform import how_it_ended
-from stallfree.raising import users_level
+from stallfree.raising import log, users_level
 from stallfree.stats import ImportanceStats
-
-log = logging.getLogger("stallfree")
 
 PACKAGE_BYTES = 1 << 20
 """Minimum bytes of records in a package: a disk or a server reads this amount at full speed."""

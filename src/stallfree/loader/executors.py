@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from multiprocessing.context import BaseContext
 from typing import Any
 
@@ -159,7 +160,7 @@ class ThreadExecutor(Executor):
             self._awaited = False
             with contextlib.suppress(BlockingIOError):
                 os.read(self._read, 4096)
-        return [self._done.popleft() for _ in range(len(self._done))]
+        return list(islice(iter(self._done.popleft, None), len(self._done)))
 
     def forget(self, token: int) -> None:
         self._wanted = token

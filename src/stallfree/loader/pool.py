@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import cache
+from operator import methodcaller
 from typing import Any
 
 from stallfree.datasets.reader import Reader, reader_of
@@ -204,7 +205,7 @@ class WorkerPool:
 
     def prepare_wait(self) -> bool:
         """Signal results from now on. Returns whether one is already available, so that no wait is needed."""
-        return any(executor.prepare_wait() for executor in self._executors)
+        return any(map(methodcaller("prepare_wait"), self._executors))
 
     def check(self) -> None:
         """Check for workers that died or hang."""

@@ -326,7 +326,8 @@ class Pass(EpochPass):
         source = options.reader.source
         self._alone = in_loop and (not getattr(source, "threads", True) or comes_from(type(source), "stallfree"))
         """Whether none of the user's code makes samples while the loop runs."""
-        self._glance: list[Any] = pool.settings.glance() if self._alone and pool.settings is not None else []
+        self._settings = pool.settings
+        self._glance: list[Any] = self._settings.glance() if self._alone and self._settings is not None else []
         """The attributes of the data set when the loop went on."""
         try:
             self._start_more()
@@ -335,8 +336,7 @@ class Pass(EpochPass):
             raise
 
     def _take(self) -> tuple[Any, Ids]:
-        settings = self.pool.settings
-        if settings is not None and settings.moved(self._glance):
+        if self._settings is not None and self._settings.moved(self._glance) and not self.pool.closed:
             self._begin_again(self._epochs.heed_loop())
         while True:
             result = self._next_result()
@@ -344,14 +344,15 @@ class Pass(EpochPass):
                 raise self.progress.end()
             batch = self._hand_out(result)
             if batch is not None:
-                if settings is not None and self._alone and result.worker != GATHERER:
-                    self._glance = settings.glance()
+                if self._settings is not None and self._alone and result.worker != GATHERER:
+                    self._glance = self._settings.glance()
                 return batch
 
     def _begin_again(self, reader: Reader) -> None:
         """Make the batches that are not delivered again, by `reader`."""
         self._drop_results()
         self.pool.use(reader)
+        self._settings, self._glance = self.pool.settings, []
         self._token, tasks = self.pool.begin(), self.progress.tasks
         for at, task in enumerate(tasks):
             tasks[at] = replace(task, token=self._token, slot=NO_SLOT)
@@ -472,7 +473,7 @@ class Pass(EpochPass):
         if not self.pool.closed and self._token == self.pool.token:
             self.pool.begin()  # drops batches in flight
             self.counts["queue_depth"] = 0
-        settings = self.pool.settings
+        settings = self._settings
         if settings is not None and not settings.moved(self._glance):  # else the next epoch follows it
             settings.note()  # the data set itself may have changed while it made samples
         self.progress.plan.end()

@@ -55,7 +55,7 @@ class Settings:
     def moved(glance: list[Any]) -> bool:
         """Return whether one of these attributes has changed since, in microseconds."""
         for owner, name, value, state in glance:
-            now = attribute(owner, name)
+            now = getattr(owner, name, None)
             if now is not value and not _is_same(now, value):
                 return True
             if state is not None and not _is_same(state, _state_of(value)):
