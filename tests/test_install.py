@@ -188,10 +188,8 @@ found["refused"] = [
     refused(make) for make in (
         lambda: sf.CachedDataset(Data(), capacity="1MiB"),
         lambda: sf.CachedDataset(Data(), capacity="1MiB", store=tempfile.gettempdir()),
-        lambda: sf.SharedLoader(Data(), group="any"),
-        lambda: sf.RedisStore(capacity_per_node="1MiB"),
-        lambda: sf.SmartCacheDataset(Data(), cache_num=8),
-        lambda: sf.ProcessPrefetcher(Data, "cpu"),
+        lambda: sf.SharedLoader(Data(), group="any"), lambda: sf.RedisStore(capacity_per_node="1MiB"),
+        lambda: sf.SmartCacheDataset(Data(), cache_num=8), lambda: sf.ProcessPrefetcher(Data, "cpu"),
     )
 ]
 prefetcher = sf.DevicePrefetcher(sf.DataLoader(Data(), batch_size=4), "cpu")

@@ -83,18 +83,14 @@ def for_writing(path: str) -> Any:
 
 
 WAYS: dict[str, Callable[[str], Any]] = {
-    "open": by_open, "lines": by_lines, "pathlib": by_pathlib,
-    "numpy": lambda path: np.load(f"{path}.npy"),
+    "open": by_open, "lines": by_lines, "pathlib": by_pathlib, "descriptor": by_descriptor, "zip": by_zip,
+    "numpy": lambda path: np.load(f"{path}.npy"), "torch": lambda path: torch.load(f"{path}.pt"),
     "map": lambda path: np.array(np.load(f"{path}.npy", mmap_mode="r")),
-    "descriptor": by_descriptor,
-    "torch": lambda path: torch.load(f"{path}.pt"),
     "gzip": lambda path: len(gzip.open(f"{path}.gz").read()),  # noqa: SIM115
-    "zip": by_zip,
     "pillow": lambda path: np.asarray(Image.open(f"{path}.png")),
     "imread": lambda path: cv2.imread(f"{path}.png", cv2.IMREAD_COLOR),
     "volume": lambda path: np.asarray(nibabel.load(f"{path}.nii.gz").dataobj),
-    "fsspec": by_fsspec,
-    "fsspec, memory": lambda path: by_fsspec(path, "memory"),
+    "fsspec": by_fsspec, "fsspec, memory": lambda path: by_fsspec(path, "memory"),
     "opened for reading": for_writing,
     "torchvision": lambda path: sys.modules["torchvision.io.image"].read_image(f"{path}.raw"),
 }  # fmt: skip

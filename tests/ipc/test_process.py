@@ -83,11 +83,9 @@ def test_how_processes_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the default of Python 3.14, and no start method set by looking at it."""
     monkeypatch.setattr(process, "get_all_start_methods", lambda: ["forkserver", "spawn", "fork"])
     for argument, was_set, requested, expected in (
-        (None, None, True, "forkserver"),
-        (None, None, False, "fork"),
-        (None, "spawn", False, "spawn"),
+        (None, None, True, "forkserver"), (None, None, False, "fork"), (None, "spawn", False, "spawn"),
         ("forkserver", None, False, "forkserver"),
-    ):
+    ):  # fmt: skip
         monkeypatch.setattr(process, "get_start_method", lambda allow_none, method=was_set: method)
         assert process.context_of(argument, requested=requested).get_start_method() == expected
 

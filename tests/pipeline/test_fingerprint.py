@@ -158,10 +158,10 @@ def test_different_things_differ() -> None:
     assert fingerprint(1, 2) != fingerprint(2, 1)
 
 
-class Wrapping:
+class Wrapping(Scale):
     def __init__(self, by: int) -> None:
+        super().__init__(by)
         functools.update_wrapper(self, fingerprint)
-        self.by = by
 
 
 class Changing(Slotted):
@@ -175,10 +175,7 @@ class Changing(Slotted):
         return {"table": None, "by": 0}
 
 
-class Named:
-    def __init__(self, by: int) -> None:
-        self.by = by
-
+class Named(Scale):
     def __reduce__(self) -> str:
         return "NAMED"
 
@@ -236,19 +233,15 @@ SHARED = multiprocessing.Value("i", 3)
 
 
 def test_sets_of_a_class_of_ones_own_count_alike_in_every_process() -> None:
-    code = "from test_fingerprint import *; print(fingerprint(Numbers('abcdefgh')))"
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    found = {
-        subprocess.check_output([sys.executable, "-c", code], env=env | {"PYTHONHASHSEED": str(n)}) for n in range(2)
-    }
-    assert len(found) == 1
+    command = [sys.executable, "-c", "from test_fingerprint import *; print(fingerprint(Numbers('abcdefgh')))"]
+    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
+    found = [subprocess.check_output(command, env=os.environ | paths | {"PYTHONHASHSEED": str(n)}) for n in range(2)]
+    assert found[0] == found[1]
 
 
 def test_a_package_of_the_user_that_is_called_datasets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only that of Hugging Face is a library."""
-    package = module_with("datasets")
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    exec("def step(x): return x * BY", vars(package) | {"BY": 2})
+    monkeypatch.setitem(sys.modules, "datasets", package := module_with("datasets"))
     steps = [executed("lambda x: x * BY", BY=by, __name__="datasets.steps") for by in (2, 3)]
     assert len({*map(fingerprint, steps)}) == 2
     assert random_name(executed("lambda x: random()", __name__="datasets.steps"))
@@ -373,18 +366,12 @@ itself: list[Any] = []
 itself.append(itself)
 
 
-@pytest.mark.parametrize(
-    ("thing", "name"),
-    [
-        (threading.Lock(), "lock"),
-        (Scale(1, threading.Lock()), "lock"),
-        ({"a": [sys.stdout.buffer]}, "BufferedWriter|FileIO|BytesIO"),
-        ((n for n in range(3)), "generator"),
-        (torch.empty(2, device="meta"), "Tensor"),
-        (functools.reduce(lambda inner, _: [inner], range(5000), []), "list, which is nested too deeply"),  # type: ignore[arg-type, return-value]
-        (itself, "list, which .* contains itself"),
-    ],
-)
+@pytest.mark.parametrize(("thing", "name"), [
+    (threading.Lock(), "lock"), (Scale(1, threading.Lock()), "lock"), ((n for n in range(3)), "generator"),
+    ({"a": [sys.stdout.buffer]}, "BufferedWriter|FileIO|BytesIO"), (torch.empty(2, device="meta"), "Tensor"),
+    (functools.reduce(lambda inner, _: [inner], range(5000), []), "list, which is nested too deeply"),  # type: ignore[arg-type, return-value]
+    (itself, "list, which .* contains itself"),
+])  # fmt: skip
 def test_what_has_no_fingerprint_is_named(thing: Any, name: str) -> None:
     with pytest.raises(InputError, match=rf"(?s)({name}).*fingerprint\(\)"):
         fingerprint(thing)

@@ -91,16 +91,11 @@ def check_same(url: str, root: Path, first: str) -> None:
     assert remote.where(0) == first
 
 
-@pytest.mark.parametrize(
-    ("root", "message"),
-    [
-        ("missing", "cannot be listed"),
-        ("dog", "has no folders: pictures are expected"),
-        ("memory://nowhere", "cannot be listed|has no folders"),
-        (3, "give a str or a pathlib.Path"),
-        (".", r"2 of 4 classes in .* have no picture: 'empty', 'texts'\."),
-    ],
-)
+@pytest.mark.parametrize(("root", "message"), [
+    ("missing", "cannot be listed"), ("dog", "has no folders: pictures are expected"),
+    ("memory://nowhere", "cannot be listed|has no folders"), (3, "give a str or a pathlib.Path"),
+    (".", r"2 of 4 classes in .* have no picture: 'empty', 'texts'\."),
+])  # fmt: skip
 def test_bad_roots(image_root: Path, root: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(image_root)
     Path("empty").mkdir()

@@ -18,27 +18,20 @@ from collections.abc import Callable
 from typing import Any
 
 BEYOND_MACOS = {
-    os: (
-        "posix_fallocate posix_fadvise eventfd eventfd_read eventfd_write sched_getaffinity pidfd_open pipe2 O_PATH "
-        "listxattr"
-    ),
-    socket: "SOCK_CLOEXEC SOCK_NONBLOCK MSG_NOSIGNAL SO_PEERCRED",
-    select: "epoll POLLRDHUP",
-    signal: "sigtimedwait SIGIO",
-    mmap: "MADV_HUGEPAGE MADV_POPULATE_READ",
-}
+    os: "posix_fallocate posix_fadvise eventfd eventfd_read eventfd_write sched_getaffinity pidfd_open pipe2 O_PATH "
+        "listxattr",
+    socket: "SOCK_CLOEXEC SOCK_NONBLOCK MSG_NOSIGNAL SO_PEERCRED", select: "epoll POLLRDHUP",
+    signal: "sigtimedwait SIGIO", mmap: "MADV_HUGEPAGE MADV_POPULATE_READ",
+}  # fmt: skip
 """What Linux has and macOS has not."""
 
 BEYOND_WINDOWS = {
-    os: (
-        "register_at_fork fork getuid geteuid getgid setsid killpg sysconf statvfs fstatvfs pread preadv pwrite "
-        "pwritev set_blocking fdatasync O_CLOEXEC O_NONBLOCK O_DIRECTORY O_NOFOLLOW WNOHANG"
-    ),
-    socket: "AF_UNIX MSG_DONTWAIT",
-    select: "poll POLLIN POLLOUT POLLHUP POLLERR",
+    os: "register_at_fork fork getuid geteuid getgid setsid killpg sysconf statvfs fstatvfs pread preadv pwrite "
+        "pwritev set_blocking fdatasync O_CLOEXEC O_NONBLOCK O_DIRECTORY O_NOFOLLOW WNOHANG",
+    socket: "AF_UNIX MSG_DONTWAIT", select: "poll POLLIN POLLOUT POLLHUP POLLERR",
     signal: "SIGKILL SIGCHLD SIGALRM SIGHUP SIGUSR1 SIGSTOP SIGCONT SIGPIPE setitimer pthread_sigmask",
     mmap: "MAP_SHARED MAP_PRIVATE MAP_ANONYMOUS PROT_READ PROT_WRITE MADV_WILLNEED MADV_DONTNEED",
-}
+}  # fmt: skip
 """What macOS has and Windows has not."""
 
 _MODULES_BEYOND_WINDOWS = ("fcntl", "resource", "pwd", "grp", "termios")
