@@ -163,7 +163,7 @@ def test_a_decision_leaves_no_trace_in_the_generators(data: Any) -> None:
     (Slow(), "fetched", "all 40 samples, as they are read"),
     (Slow(transform=noise), "fetched", "all 40 samples, as they are before the transform"),
     (torch.utils.data.Subset(Slow(transform=noise), range(COUNT)), "fetched", "as they are before the transform"),
-    (Augmented(), None, "no samples in memory: its samples are random, and no part of them can be kept"),
+    (Augmented(), None, "no samples in memory: its samples may be random, and no part of them can be kept"),
     (Numbers(COUNT), None, "no samples in memory: it would save less than a tenth"),
 ])  # fmt: skip
 def test_what_is_chosen_and_said(data: Any, form: Any, words: str, capfd: pytest.CaptureFixture[str]) -> None:

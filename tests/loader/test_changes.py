@@ -309,6 +309,20 @@ def test_a_cache_notices_each_change_once(monkeypatch: pytest.MonkeyPatch) -> No
             assert warning.filename == __file__
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_that_was_cut_off_and_is_replaced(workers: int) -> None:
+    """It is an error also when all samples are in memory."""
+    data = Scaled()
+    with (
+        sf.CachedDataset(sf.cut(data, "transform"), capacity="1MiB") as cached,
+        sf.DataLoader(cached, 4, num_workers=workers) as loader,
+    ):
+        assert lists_of(loader) == [[0, -1, -2, -3]]
+        data.transform = np.abs
+        with pytest.raises(InputError, match="the transform of Scaled was changed after"):
+            list(loader)
+
+
 class Course(Made):
     """Samples that take a millisecond, and depend on what the loop sets."""
 

@@ -12,6 +12,7 @@ cache by the reader; nothing is decided again.
 """
 
 import json
+import os
 import sys
 import time
 import warnings
@@ -23,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch.utils.data import get_worker_info
 
 from stallfree.analysis.measure import MOST_SAMPLES, measure_files, measure_samples
 from stallfree.analysis.model import NOTHING, Costs, Option, choose, expect
@@ -62,7 +62,7 @@ _SHORT = 0.3
 _INDEX = 20
 """Approximate bytes of a cache's index per sample."""
 
-_RANDOM = "its samples are random, and no part of them can be kept"
+_RANDOM = "its samples may be random, and no part of them can be kept"
 """Why no samples are kept if none of the ways is possible."""
 
 
@@ -133,7 +133,7 @@ class AutoCache:
         self.decision = ""
         self._dataset, self._capacity, self._workers, self._transform = dataset, capacity, workers, transform
         self.num_workers = max(1, cpu_count() // max(1, find_ranks().here)) if workers is None else workers
-        self._seed = 0
+        self._seed, self._pid = 0, os.getpid()
         self._init: Callable[[int], None] | None = None
         self._folder: SharedFolder | None = None
         self._reader: Reader | None = None
@@ -152,11 +152,11 @@ class AutoCache:
     def follow(self, change: str = "") -> Reader | None:
         """Keep no samples from now on if the data set has changed, by its attributes or by `change`."""
         if self._reader is not None and (changes := self._reader.settings.changes() or [change] * bool(change)):
-            if self.cached is not None:
+            kept, self._reader = self.cached is not None, self._without()
+            self.cached = None  # closed with the last iteration that reads from it
+            if kept:
                 words = f"{changes[0]}: cache='auto' keeps no samples from now on, since the kept ones may differ"
                 warnings.warn(words, StallfreeWarning, stacklevel=users_level())
-                self.cached = None  # closed with the last iteration that reads from it
-            self._reader = self._without()
         return self._reader
 
     def use_workers(self, workers: int) -> None:
@@ -194,7 +194,7 @@ class AutoCache:
         self.num_workers = verdict.workers
         self.decision = "; ".join(filter(None, (verdict.line, verdict.reasons)))
         log.info("%s", self.decision)
-        if trial.is_new:
+        if trial.is_new and len(self._dataset):
             print(f"stallfree: {verdict.line}", file=sys.stderr)
         return reader
 
@@ -211,7 +211,7 @@ class AutoCache:
 
     def judge(self, trial: Trial) -> Verdict:
         """Look at the data set, measure it, and choose; keeps in `trial` what the cache can start with."""
-        trial.is_new, trial.began, fits = True, time.monotonic(), False
+        trial.is_new, trial.began, fits, self._pid = True, time.monotonic(), False, os.getpid()
         source, capacity = as_source(self._dataset), granted(self._capacity, default_root())
         available, choice, workers = max(0, capacity - _INDEX * len(source)), None, self.num_workers
         is_cut = not self._try_samples(trial, source)
@@ -223,7 +223,7 @@ class AutoCache:
         if choice is None or (not fits and isinstance(source, MapSource)):
             choice = self._try_files(trial, capacity, choice)
         costs = trial.costs
-        if self._workers is None and costs is not None and costs.samples * costs.miss < _SHORT:
+        if self._workers is None and self._init is None and costs is not None and costs.samples * costs.miss < _SHORT:
             workers = 0
         form = NOTHING if choice is None else choice.form
         is_cut = is_cut and form != "files"
@@ -281,7 +281,7 @@ class AutoCache:
 
     def _as_worker(self) -> None:
         """Make this child process as the worker process that would make the samples."""
-        if self.num_workers and get_worker_info() is None:
+        if self.num_workers and os.getpid() != self._pid:
             setup = WorkerSetup(0, self.num_workers, None, self._dataset, self._seed, self._init)  # type: ignore[arg-type]
             prepare_process(setup)
             if (problem := problem_of_init(setup)) is not None:
@@ -325,8 +325,13 @@ class AutoCache:
             source = cut_any(self._dataset)[0] if verdict.cut else self._dataset if files else as_source(self._dataset)
         self.cached = trial.files
         if self.cached is None:
-            self.cached = self._create(source, verdict.form, verdict.capacity, None if files else trial.first)
+            first = None if files else trial.first or look(source, self._steps(source), self._run)
+            self.cached = self._create(source, verdict.form, verdict.capacity, first)
         return self.cached.reader
+
+    def _run(self, call: Callable[[], Any], what: str) -> Any:
+        """Return the result of a call in a child process."""
+        return call_in_child(lambda: (self._as_worker(), call())[1], what)  # type: ignore[func-returns-value]
 
     def _create(self, source: Any, form: str, capacity: int, first: FirstLook | None = None) -> CachedDataset[Any]:
         return cached_after(first, source, capacity=capacity, form=form, transform=self._transform, seed=self._seed)

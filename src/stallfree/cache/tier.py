@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, wait
+from multiprocessing import parent_process
 from multiprocessing.util import Finalize
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from stallfree.cache.records import MISS
 from stallfree.cache.sample_cache import SampleCache
 from stallfree.errors import CodecError, StallfreeError
 from stallfree.ipc.fetch_threads import FetchThreads
+from stallfree.ipc.process import finalize_here
 from stallfree.ipc.shared_array import shared_array
 from stallfree.pipeline.codec import encode, read_record, record_of, record_size, write_record
 from stallfree.platform import at_fork
@@ -148,7 +150,7 @@ class TierClient:
 
     def _reset(self) -> None:
         self._lock = threading.Lock()
-        self._end: Finalize | None = None  # which forked workers call when they end
+        self._end: weakref.finalize[Any, Any] | None = None
         self._pool: FetchThreads | None = None
         self._queued = 0  # bytes, including those being written
         self._last: deque[Future[None]] = deque(maxlen=1)
@@ -265,7 +267,9 @@ class TierClient:
             with self._lock:
                 if self._pool is None:
                     self._pool = FetchThreads(1)
-                    self._end = Finalize(self, _finish_writes, (self._pool, self._last), exitpriority=100)
+                    self._end = finalize_here(self, _finish_writes, self._pool, self._last)
+                    if parent_process() is not None:  # a worker that was forked calls no other ones when it ends
+                        Finalize(self, self._end, exitpriority=100)
                 self._last.append(self._pool.submit(self._write, queued, copies, size, uncached))
         except (MemoryError, RuntimeError):  # no memory for the copies, or the interpreter is exiting
             self._written(queued, np.zeros(fit, bool), size)

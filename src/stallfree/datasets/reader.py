@@ -241,8 +241,12 @@ class Reader:
             self._adopt_split()
 
     def check_settings(self) -> None:
-        """Warn of attributes of the data set and its steps that changed after samples were cached."""
+        """Warn of attributes of the data set and its steps that changed after samples were cached.
+
+        Raises `InputError` for a transform that was cut off and has been replaced.
+        """
         if self.cache is not None:
+            getattr(self.source, "check_watched", bool)()
             warn_of_changes(self.settings)
 
     # -- life cycle ---------------------------------------------------------------------------------------------------

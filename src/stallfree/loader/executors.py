@@ -96,6 +96,8 @@ class TrainingProcess(Executor):
         seconds: maximum wait for the fetches of a batch.
     """
 
+    made = 0  # batches of all of them in this process
+
     def __init__(self, builder: BatchBuilder, seconds: float) -> None:
         self._builder, self._seconds = builder, seconds
         self._tasks: dict[int, tuple[Task, Pending]] = {}
@@ -118,6 +120,7 @@ class TrainingProcess(Executor):
             return []
         waited = time.monotonic() - started
         del self._tasks[number]
+        TrainingProcess.made += 1
         result = self._builder.finish(task, pending, here=True)
         result.fetch_seconds += waited
         result.started = started if result.started else 0.0

@@ -16,6 +16,7 @@ from stallfree.datasets.samples import index_plainly
 from stallfree.errors import StallfreeError, WaitError, batch_timeout, iteration_over
 from stallfree.ipc.process import Owner
 from stallfree.loader.event_log import EventLog
+from stallfree.loader.executors import TrainingProcess
 from stallfree.loader.messages import EMPTY, FAILED, GATHERER, NO_SLOT, READY, UNDONE, WHOLE, Ids, Result, Task
 from stallfree.loader.order import Repeats
 from stallfree.loader.pool import KEPT, Options, WorkerPool
@@ -323,12 +324,14 @@ class Pass(EpochPass):
         super().__init__(epochs, progress, delivery(options, progress.plan.on_delivered), options.log, in_loop=in_loop)
         self._keeps_pool = options.persistent
         self._results: dict[int, Result] = {}  # of finished batches that were not delivered
-        source = options.reader.source
-        self._alone = in_loop and (not getattr(source, "threads", True) or comes_from(type(source), "stallfree"))
+        source, threads = options.reader.source, getattr(options.reader.source, "threads", True)
+        while (inner := getattr(source, "source", None)) is not None:
+            source = inner
+        self._alone = in_loop and (not threads or comes_from(type(source), "stallfree"))
         """Whether none of the user's code makes samples while the loop runs."""
-        self._settings = pool.settings
-        self._glance: list[Any] = self._settings.glance() if self._alone and self._settings is not None else []
-        """The attributes of the data set when the loop went on."""
+        self._settings, self._glance = pool.settings, list[Any]()
+        """The attributes of the data set, and what they were when the loop went on."""
+        self._look_at_settings()
         try:
             self._start_more()
         except BaseException:
@@ -336,23 +339,32 @@ class Pass(EpochPass):
             raise
 
     def _take(self) -> tuple[Any, Ids]:
-        if self._settings is not None and self._settings.moved(self._glance) and not self.pool.closed:
+        settings, made = self._settings, TrainingProcess.made  # another loader may have changed its data set, too
+        glance, self._glance = self._glance if made == self._made else [], []
+        if settings is not None and settings.moved(glance) and not self.pool.closed:
             self._begin_again(self._epochs.heed_loop())
+            glance = []
         while True:
             result = self._next_result()
             if result is None:
                 raise self.progress.end()
             batch = self._hand_out(result)
             if batch is not None:
-                if self._settings is not None and self._alone and result.worker != GATHERER:
-                    self._glance = self._settings.glance()
+                if glance and result.worker == GATHERER:
+                    self._glance = glance
+                else:
+                    self._look_at_settings()
                 return batch
+
+    def _look_at_settings(self) -> None:
+        self._glance = [] if self._settings is None or not self._alone else self._settings.glance()
+        self._made = TrainingProcess.made
 
     def _begin_again(self, reader: Reader) -> None:
         """Make the batches that are not delivered again, by `reader`."""
         self._drop_results()
         self.pool.use(reader)
-        self._settings, self._glance = self.pool.settings, []
+        self._settings = self.pool.settings
         self._token, tasks = self.pool.begin(), self.progress.tasks
         for at, task in enumerate(tasks):
             tasks[at] = replace(task, token=self._token, slot=NO_SLOT)

@@ -15,7 +15,7 @@ from stallfree.pipeline.fingerprint import content
 from stallfree.pipeline.objects import CONTAINERS, VALUES, attribute, attributes_used, comes_from
 from stallfree.raising import users_level
 
-_ITEMS, _INNER, _FEW, _SPREAD = 1 << 20, 1 << 16, 32, 256
+_ITEMS, _INNER, _FEW, _MANY, _SPREAD = 1 << 20, 1 << 16, 32, 500, 256
 """Items of a container up to which they are compared, containers among them too, and also in each batch; and the number
 of the elements of an array that are compared."""
 _NAMESPACES = {"types", "argparse", "functools", "collections"}
@@ -47,8 +47,9 @@ class Settings:
         }
 
     def glance(self) -> list[Any]:
-        """Return the noted attributes as they are now, for `moved`."""
-        owned = ((owner, name, attribute(owner, name)) for (_, name), (owner, *_) in self._states.items())
+        """Return the noted attributes as they are now, for `moved`; none if they are very many."""
+        states = self._states.items() if len(self._states) <= _MANY else ()
+        owned = ((owner, name, attribute(owner, name)) for (_, name), (owner, *_) in states)
         return [(*each, _state_of(each[2]) if _is_small(each[2]) else None) for each in owned]
 
     @staticmethod
@@ -107,11 +108,11 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
     """Return what is compared of a value: its type, a reference to it if its identity counts, and its content."""
     kind, compared = type(value), None  # type: tuple[type, Any]
     if isinstance(value, CONTAINERS):
-        items: Any = () if len(value) > _INNER else value.values() if isinstance(value, dict) else value
+        items: Any = () if len(value) > _INNER else list(value.values()) if isinstance(value, dict) else value
         inner = [copy.copy(item) for item in items if type(item) in (dict, list)]
         return kind, None, (copy.copy(value), inner) if len(value) <= _ITEMS else len(value)
     if kind.__module__ == "multiprocessing.sharedctypes":
-        value = value.get_obj()
+        value = getattr(value, "get_obj", lambda: value)()
     if isinstance(value, torch.Tensor):
         compared = attribute(value, "_version"), value.dtype, None if value.is_nested else value.shape
     elif isinstance(value, np.ndarray):
@@ -121,8 +122,8 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
     elif isinstance(value, (*VALUES, range)):
         return kind, None, value
     elif isinstance(value, (ctypes.Array, ctypes.Structure, _Simple)):
-        compared = bytes(value)
-    elif kind.__name__ == "Event":
+        compared = bytes(value) if ctypes.sizeof(value) <= _INNER else None
+    elif kind.__name__ == "Event" and kind.__module__ in _STEERING:
         compared = value.is_set()
     try:
         return kind, weakref.ref(value), compared
@@ -132,7 +133,8 @@ def _state_of(value: Any) -> tuple[type, Any, Any]:
 
 def _is_small(value: Any) -> bool:
     """Return whether a value may change in place, and can be compared in microseconds."""
-    return len(value) <= _FEW if isinstance(value, (dict, list)) else type(value).__module__ in _STEERING
+    mutable = isinstance(value, (dict, list)) or type(value).__module__ in _STEERING
+    return mutable and getattr(value, "__len__", int)() <= _FEW
 
 
 def _is_same(before: Any, now: Any) -> bool:

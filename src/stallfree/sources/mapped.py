@@ -15,7 +15,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 from stallfree.errors import IdError, dataset_changed, dataset_empty, dataset_type, iterable_unsupported
 from stallfree.pipeline.compose import Compose, OnItem, Source, mark_of
 from stallfree.pipeline.fingerprint import fingerprint
-from stallfree.pipeline.objects import attributes
+from stallfree.pipeline.objects import attributes_used
 from stallfree.raising import note_sample, raisable
 
 _FOLDER = "torchvision.datasets.folder"
@@ -67,13 +67,17 @@ class BaseSource(ABC):
 
     def fetch(self, id: int) -> Any:
         """The record of sample `id` as storage holds it. Raises `IndexError` for an id out of range."""
+        self.check_watched()
+        return self._record(normalize_id(id, len(self)))
+
+    def check_watched(self) -> None:
+        """Raise `InputError` if a watched attribute has been replaced."""
         for dataset, name, value in self.watched:
             if not is_same(value_at(dataset, name), value):
                 raise dataset_changed(
                     f"the {name.removeprefix('_')} of {type(dataset).__name__} was changed after the data set was "
                     "given away: make a new loader (and CachedDataset) with the data set as it is now"
                 )
-        return self._record(normalize_id(id, len(self)))
 
     def __getitem__(self, id: int) -> Any:
         id = normalize_id(id, len(self))
@@ -156,8 +160,8 @@ class MapSource(BaseSource):
 
 
 def directory_of(dataset: Any) -> str | None:
-    """Return the current directory if an attribute of a data set is a relative path there, or a list of such paths."""
-    for value in attributes(dataset).values():
+    """Return the current directory if an attribute that a data set uses is a relative path there, or a list of them."""
+    for *_, value in attributes_used(dataset):
         path = value[0] if isinstance(value, (list, tuple)) and value else value
         if isinstance(path, (str, PurePath)) and not os.path.isabs(path) and os.path.exists(path):
             return os.getcwd()
