@@ -1,5 +1,6 @@
 """What changes after a loader was made: the length and attributes of the data set, and attributes of the loader."""
 
+import contextlib
 import copy
 import multiprocessing
 import pickle
@@ -10,6 +11,7 @@ from collections import UserDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
+from multiprocessing.sharedctypes import RawArray
 from operator import attrgetter
 from pathlib import Path
 from types import SimpleNamespace
@@ -368,6 +370,67 @@ class Scaled:
 
     def __getitem__(self, id: int) -> Any:
         return self.transform(id * self.scale)
+
+
+class Counting(Made):
+    """Counts its samples, and fails for one the first time."""
+
+    def __init__(self, fails: int = -1) -> None:
+        super().__init__(200, lambda id: self.read(id))
+        self.calls, self.fails = 0, fails
+
+    def read(self, id: int) -> int:
+        self.calls += 1
+        time.sleep(0.001)
+        if id == self.fails:
+            self.fails = -1
+            raise OSError("for once")
+        return id
+
+
+class CountingSource(Given):
+    """Fetches in threads, also while the loop runs."""
+
+    calls = 0
+
+    def fetch(self, id: int) -> Any:
+        self.calls += 1
+        time.sleep(0.001)
+        return super().fetch(id)
+
+
+SELVES: dict[str, Callable[[], list[Any]]] = {
+    "alone": lambda: [Counting()], "an error": lambda: [Counting(100)],
+    "two loaders": lambda: [Subset(both := Counting(), range(100)), Subset(both, range(100, 200))],
+    "threads": lambda: [Subset(CountingSource(range(200)), range(200))],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("how", SELVES)
+def test_a_data_set_that_changes_itself_is_kept(how: str) -> None:
+    loaders = [sf.DataLoader(part, 10, cache="auto", num_workers=0) for part in SELVES[how]()]
+    with warnings.catch_warnings(action="error", category=StallfreeWarning):
+        for _ in range(3):
+            iterators = [iter(loader) for loader in loaders]
+            for _ in range(22):
+                for iterator in iterators:
+                    with contextlib.suppress(OSError):
+                        next(iterator, None)
+    assert all(loader.cached is not None for loader in loaders)
+
+
+class Event:
+    """Has the name of another class, and none of its methods."""
+
+
+@pytest.mark.parametrize(
+    "held", [Event(), multiprocessing.Array("i", 3, lock=False), RawArray("f", 1 << 20)], ids=[*"abc"]
+)
+def test_attributes_that_look_like_those_of_a_library(held: Any) -> None:
+    data = Made(8, lambda id: (data.held, id)[1])
+    data.held = held
+    with warnings.catch_warnings(action="ignore"), sf.CachedDataset(data, capacity="1MiB") as cached:
+        assert [values_of(sf.DataLoader(cached, 4)) for _ in range(2)] == [[*range(8)]] * 2
 
 
 @pytest.mark.parametrize("workers", [0, 1])

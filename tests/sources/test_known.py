@@ -265,7 +265,7 @@ def test_another_current_directory(way: str, tmp_path: Path, monkeypatch: pytest
             monkeypatch.chdir(tmp_path / f"{by}")
             for id in range(4):
                 Path(f"data/{id}").write_text(str(id * by))
-            cached = caches.enter_context(sf.CachedDataset(Relative(way), capacity="1MiB"))
+            cached = caches.enter_context(sf.CachedDataset(Subset(Relative(way), range(4)), capacity="1MiB"))
             assert cached.__getitems__(range(4)) == [id * by for id in range(4)]
 
 

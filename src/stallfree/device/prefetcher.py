@@ -34,8 +34,8 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
     On a CPU, the thread takes one batch ahead, and batches are passed on unchanged. On devices without streams ("mps"
     and others) it does the same, and batches are sent when they are requested. Random draws are the same as without the
-    prefetcher (of stallfree's loader with 0 workers and no cache: as with workers). Code that draws in this process runs
-    when the next batch is requested.
+    prefetcher (of stallfree's loader with 0 workers and no cache: as with workers). Code that draws in this process
+    runs when the next batch is requested.
 
     Args:
         loader: any iterable. Each iteration begins one over it; several may go on at the same time, as over the loader.
