@@ -131,14 +131,12 @@ def _cgroup_limits() -> list[int]:
 def _page_cache(file: Path, prefix: str) -> int:
     """Bytes of a control group that the kernel reclaims before it kills a process: pages of files, not of tmpfs."""
     wanted = {f"{prefix}active_file", f"{prefix}inactive_file"}
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return sum(int(value) for name, value in map(str.split, file.read_text().splitlines()) if name in wanted)
-    except (OSError, ValueError):
-        return 0
+    return 0
 
 
 def _number(file: Path) -> int | None:
-    try:
+    with contextlib.suppress(OSError, ValueError):
         return int(file.read_text())
-    except (OSError, ValueError):
-        return None
+    return None

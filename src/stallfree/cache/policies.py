@@ -85,7 +85,8 @@ class Random(Policy):
     name, scored, evicts = "random", True, True
 
     def entered(self, score: Array, ids: Array, tick: int, level: float) -> None:
-        score[ids] = level - np.log1p(-_uniform(tick, len(ids)))
+        numbers = mixed(np.arange(tick + 1, tick + 1 + len(ids), dtype=np.uint64))  # one per tick
+        score[ids] = level - np.log1p(-((numbers >> np.uint64(11)) * 2.0**-53))  # of a uniform one in [0, 1)
 
 
 class Importance(Policy):
@@ -151,11 +152,6 @@ def mixed(numbers: Array, seed: int = 0) -> Array:
     for shift, factor in ((30, 0xBF58_476D_1CE4_E5B9), (27, 0x94D0_49BB_1331_11EB)):
         mixed = (mixed ^ (mixed >> np.uint64(shift))) * np.uint64(factor)
     return mixed ^ (mixed >> np.uint64(31))
-
-
-def _uniform(tick: int, count: int) -> Array:
-    """`count` pseudorandom numbers in [0, 1), one per tick."""
-    return np.asarray((mixed(np.arange(tick + 1, tick + 1 + count, dtype=np.uint64)) >> np.uint64(11)) * 2.0**-53)
 
 
 class Victims:

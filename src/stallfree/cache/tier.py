@@ -186,17 +186,16 @@ class TierClient:
         return samples
 
     def _ask(self, ids: Array) -> list[Any]:
-        if not self._reading.good:
-            return [MISS] * len(ids)
-        try:
-            values = list(self.tier.get_many(ids))
-            if len(values) != len(ids):
-                raise ValueError(f"get_many returned {len(values)} values for {len(ids)} ids")
-        except Exception:
-            self._reading.failed("read from", self.tier)
-            return [MISS] * len(ids)
-        self._reading.failures = 0
-        return values
+        if self._reading.good:
+            try:
+                values = list(self.tier.get_many(ids))
+                if len(values) != len(ids):
+                    raise ValueError(f"get_many returned {len(values)} values for {len(ids)} ids")
+                self._reading.failures = 0
+                return values
+            except Exception:
+                self._reading.failed("read from", self.tier)
+        return [MISS] * len(ids)
 
     def _compare(self, ids: Array, values: list[Any]) -> list[int]:
         """Return the number of uncached steps of each value; adopt a higher number, and drop values of a lower one."""

@@ -188,12 +188,10 @@ def check_ranks(ranks: Any) -> None:
 
 def rank_and_count(ranks: tuple[int, int] | str | None) -> tuple[int, int]:
     """The (rank, number of ranks) of a checked argument `ranks`. None means (0, 1)."""
-    if ranks is None:
-        return 0, 1
     if isinstance(ranks, str):
         job = find_ranks()
         return job.rank, job.count
-    return int(ranks[0]), int(ranks[1])
+    return (0, 1) if ranks is None else (int(ranks[0]), int(ranks[1]))
 
 
 def share(samples: int, count: int, *, drop_last: bool) -> int:

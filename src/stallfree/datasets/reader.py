@@ -75,8 +75,7 @@ class Reader:
         self.settings = Settings(source, *deterministic, *later_steps) if watched else Settings()
         self._pipeline = deterministic.transforms + later_steps.transforms if steps is None else steps.transforms
         self._pool: Executor | None = None
-        self._pid = -1
-        self._ended = ""
+        self._pid, self._ended = -1, ""
         self._adopt_split()
 
     def _adopt_split(self) -> None:

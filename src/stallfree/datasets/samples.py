@@ -124,8 +124,7 @@ class SampleBatch:
         """
         if self.reader.direct and prepare:
             return self._index()
-        missing = self._read()
-        if missing:
+        if missing := self._read():
             self._fill(missing)
         if prepare:
             self._prepare()

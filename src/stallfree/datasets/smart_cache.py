@@ -213,8 +213,7 @@ class SmartCacheDataset(Closing, Dataset[SampleT_co]):
     # -- samples ------------------------------------------------------------------------------------------------------
 
     def __getitem__(self, position: int) -> SampleT_co:
-        wanted = checked_ids([position], self.cache_num)
-        return self._samples(wanted, skip=False)[0]
+        return self._samples(checked_ids([position], self.cache_num), skip=False)[0]
 
     def __iter__(self) -> Iterator[SampleT_co]:
         return map(self.__getitem__, range(len(self)))

@@ -61,8 +61,7 @@ class StallMonitor(_lightning().Callback):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._before: list[tuple[Any, LoaderStats, int]] = []
-        self._started = 0.0
-        self._validating = 0.0
+        self._started = self._validating = 0.0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Find the loaders."""

@@ -432,8 +432,7 @@ class Parent(Channel):
                 if take is not None:
                     with contextlib.suppress(EOFError):
                         while not self.ended:
-                            message = self.receive(wait=True)
-                            if message is not None:
+                            if (message := self.receive(wait=True)) is not None:
                                 take(message)
                     take(None)
                 while not self.ended:

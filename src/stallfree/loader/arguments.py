@@ -95,9 +95,8 @@ def _check_sampling(sampler: Any, batch_sampler: Any, ranks: Any, loader: Any) -
         raise argument_conflict(
             "shuffle=True and a sampler were given: the sampler decides the order, so leave out shuffle"
         )
-    if batch_sampler is not None and (
-        loader.batch_size != 1 or loader.shuffle or sampler is not None or loader.drop_last
-    ):
+    decides_batches = loader.batch_size != 1 or loader.shuffle or sampler is not None or loader.drop_last
+    if batch_sampler is not None and decides_batches:
         raise argument_conflict(
             "batch_sampler decides the batches: leave out batch_size, shuffle, sampler and drop_last"
         )
@@ -113,9 +112,8 @@ def _check_sampling(sampler: Any, batch_sampler: Any, ranks: Any, loader: Any) -
             f"a {type(sampler).__name__} was put around the ImportanceSampler, which deals out its samples itself: "
             "give Lightning's Trainer use_distributed_sampler=False"
         )
-    if ranks is None or (ranks != "auto" and ranks[1] == 1):
-        return
-    if sampler is not None or batch_sampler is not None:
+    deals_out = ranks is not None and (ranks == "auto" or ranks[1] != 1)
+    if deals_out and (sampler is not None or batch_sampler is not None):
         raise ranks_conflict(
             f"ranks={ranks!r} and a sampler were given: ranks deals out the loader's own order, so leave out one of "
             "them"

@@ -202,12 +202,10 @@ class GatherThreads(ThreadExecutor):
     def _run(self) -> None:
         stay_alone()
         while (task := self._tasks.get()) is not None:
-            self.deliver(self._build(task))
-
-    def _build(self, task: Task) -> Result:
-        if task.token < self._wanted:
-            return Result(UNDONE, task.token, task.number, task.slot)
-        return self._builder.gather(task)
+            if task.token < self._wanted:
+                self.deliver(Result(UNDONE, task.token, task.number, task.slot))
+            else:
+                self.deliver(self._builder.gather(task))
 
     def close(self) -> None:
         self._awaited = False

@@ -52,14 +52,10 @@ class Slots:
 
     def reserve(self, slot: int, size: int) -> Bytes | None:
         """Return the memory of `slot`, grown to at least `size` bytes; None if there is no room."""
-        if slot == NO_SLOT:
-            return None
         mapping = self._maps.get(slot)
         if mapping is None or len(mapping) < size:
-            mapping = None if size > self.limit else self._grow(slot, size)
-            if mapping is None:
-                return None
-        return np.frombuffer(mapping, np.uint8)
+            mapping = None if slot == NO_SLOT or size > self.limit else self._grow(slot, size)
+        return None if mapping is None else np.frombuffer(mapping, np.uint8)
 
     def view(self, slot: int, size: int) -> Bytes:
         """Return the memory of `slot`, which holds `size` bytes, as a new array, to which a lease can be tied."""
@@ -102,8 +98,7 @@ class Slots:
 
     def forget(self, slot: int) -> None:
         """Unmap a slot. The memory of a batch that is still held stays mapped until it is freed."""
-        unpin = self._pinned.pop(slot, None)
-        if unpin is not None:
+        if (unpin := self._pinned.pop(slot, None)) is not None:
             unpin()
         self._maps.pop(slot, None)
         self.derived.pop(slot, None)

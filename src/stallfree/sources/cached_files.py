@@ -38,8 +38,7 @@ class FileTable:
     """
 
     def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.verified = SharedCounts(cache.num_ids)
+        self.cache, self.verified = cache, SharedCounts(cache.num_ids)
 
     def forget(self) -> None:
         """Compare each file with storage again when it is opened next."""

@@ -67,8 +67,7 @@ class DecodeImage:
             raise InputError(f"output={output!r} is unknown: give 'numpy' or 'pil'")
         if not isinstance(mode, str) or mode not in _TURBO_COLORSPACE:
             raise InputError(f"mode={mode!r} is unknown: give 'RGB' or 'L'")
-        self.output = output
-        self.mode = mode
+        self.output, self.mode = output, mode
 
     def __call__(self, data: bytes, out: Out | None = None) -> "np.ndarray[Any, Any] | Image.Image":
         if self.output == "pil":

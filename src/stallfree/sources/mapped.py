@@ -201,8 +201,7 @@ class SubsetSource(BaseSource):
     """
 
     def __init__(self, source: Source, subset: Any) -> None:
-        self.source, self.subset = source, subset
-        self.pipeline = source.pipeline
+        self.source, self.subset, self.pipeline = source, subset, source.pipeline
         self.threads = getattr(source, "threads", True)
 
     def __len__(self) -> int:
