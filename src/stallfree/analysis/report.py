@@ -138,8 +138,7 @@ class Report:
         complete = [len(rate["rounds"]) for name, rate in measured if name not in ("F", "copy") and rate["value"]]
         rounds = [changed(self.setting(number)).throughput for number in range(min(complete, default=0))]
         half = next_half_width(rounds) if len(rounds) >= ROUNDS_FOR_INTERVAL else None
-        drift = self.data["machine"].get("drift", 0.0)
-        return prediction.explain(before, changed(before), half, drift)
+        return prediction.explain(before, changed(before), half, self.data["machine"].get("drift", 0.0))
 
     def hits_of(self, cache: int | str) -> float:
         """The share of hits with a cache of this size.

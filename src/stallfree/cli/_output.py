@@ -41,8 +41,6 @@ def write(path: Path, text: str) -> None:
 
 def writable(*paths: Path | None) -> None:
     """Raise `InputError` if one of the files cannot be written. Called before a measurement."""
-    for path in paths:
-        if path is None or path == STDOUT:
-            continue
-        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    for path in filter(None, paths):
+        if path != STDOUT and (path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK)):
             raise file_unwritable(f"{path} cannot be written: give a file in a folder that exists and is yours")

@@ -354,8 +354,7 @@ def _padded_bytes(leaf: torch.Tensor) -> int:
 
 def _stride(leaf: torch.Tensor) -> tuple[int, ...]:
     """Return the strides of a copy without gaps: those of `leaf` if it has no gaps, else those of its memory format."""
-    packed = _PACKED.get(leaf.dim(), torch.contiguous_format)
-    if leaf.is_contiguous() or leaf.is_contiguous(memory_format=packed):
+    if leaf.is_contiguous() or leaf.is_contiguous(memory_format=_PACKED.get(leaf.dim(), torch.contiguous_format)):
         return leaf.stride()
     return torch.empty(leaf.shape, device="meta").stride()
 

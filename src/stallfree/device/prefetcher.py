@@ -120,8 +120,7 @@ class DevicePrefetcher(Generic[BatchT_co]):
 
     def _copier(self) -> Copier | None:
         """Return what copies the batches of an iteration; None for a device without streams."""
-        backend = self._backend
-        if backend is None:
+        if (backend := self._backend) is None:
             return None
         if self._stream is None:
             self._stream = backend.new_stream()

@@ -270,8 +270,7 @@ class _JobFile:
                     _remove(self._folder, self._number)  # the file of a dead job
             new = self._folder / f"new-{self._number}"
             with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | OPEN, 0o600), "wb") as file:
-                for part in parts:
-                    file.write(part)
+                file.writelines(parts)
             os.replace(new, self._folder / f"job-{self._number}")
         except OSError:
             self._remove_own()

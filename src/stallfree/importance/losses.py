@@ -102,8 +102,7 @@ class Losses:
             self._apply(ids.numpy(), losses.numpy())
 
     def _check(self, ids: Array) -> None:
-        bad = ids[(ids < 0) | (ids >= self.count)]
-        if len(bad):
+        if len(bad := ids[(ids < 0) | (ids >= self.count)]):
             raise loss_update(f"update was given the id {bad[0]}: ids are 0 to {self.count - 1}. Give Batch.ids")
 
     def _apply(self, ids: Array, losses: Array) -> None:
@@ -166,5 +165,4 @@ def _is_int(tensor: torch.Tensor) -> bool:
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type in ("cpu", "mps"):
         return tensor.to("cpu", copy=True)
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return host.copy_(tensor, non_blocking=True)
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)

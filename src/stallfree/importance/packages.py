@@ -96,8 +96,7 @@ class SharedFlags:
 
     def stats(self) -> dict[str, int]:
         """The counts, by the names of `ImportanceStats`."""
-        counts = list(Field)[Field.PACKAGES_WRITTEN :]
-        return {field.name.lower(): int(self.fields[field]) for field in counts}
+        return {field.name.lower(): int(self.fields[field]) for field in list(Field)[Field.PACKAGES_WRITTEN :]}
 
     def close(self) -> None:
         """Release the memory; the fields keep their values. Idempotent."""

@@ -135,8 +135,7 @@ def systematic(chances: Array, order: Array, rng: np.random.Generator) -> Array:
     Returns the drawn ids, in the order of `order`.
     """
     ends = np.cumsum(chances[order], dtype=np.float64)
-    marks = np.floor(ends + rng.random())
-    return order[np.diff(marks, prepend=0) > 0]
+    return order[np.diff(np.floor(ends + rng.random()), prepend=0) > 0]
 
 
 def draw(chances: Array, quantiles: Array, rng: np.random.Generator) -> Array:
@@ -152,9 +151,7 @@ def draw(chances: Array, quantiles: Array, rng: np.random.Generator) -> Array:
     rest = rest[rng.permutation(len(rest))]
     strata = np.minimum(quantiles[rest] * _STRATA, _STRATA - 1).astype(np.uint8)
     rest = rest[np.argsort(strata, kind="stable")]
-    drawn = np.concatenate([sure, systematic(chances, rest, rng)])
-    drawn.sort()
-    return drawn
+    return np.sort(np.concatenate([sure, systematic(chances, rest, rng)]))
 
 
 def check_share(name: str, value: float, *, high: float = 1.0) -> float:
@@ -172,8 +169,7 @@ def check_cache(cache: Any, samples: int, on_miss: str | None) -> None:
         return
     if not callable(getattr(cache, "resident", None)):
         raise cache_required(f"cache={cache!r:.80} has no resident(ids): give the .cache of a CachedDataset")
-    known = getattr(cache, "num_ids", samples)
-    if known != samples:
+    if (known := getattr(cache, "num_ids", samples)) != samples:
         raise sampler_mismatch(f"the cache is of {known} samples, num_samples is {samples}: give those of one data set")
 
 

@@ -218,8 +218,7 @@ class ImportanceSource(EpochSource):
         hit = of["prep_seconds"] / of["samples"]
         miss = hit + of["fetch_seconds"] / of["misses"]
         if step + hit > 0:
-            workers = now["num_workers"]
-            self._sampler.benefit = benefit(step, hit, miss, workers=workers, batch_size=self._setup.size)
+            self._sampler.benefit = benefit(step, hit, miss, workers=now["num_workers"], batch_size=self._setup.size)
 
     def _count_requests(self) -> None:
         """Add the counts of the last epoch."""

@@ -165,8 +165,7 @@ class RayExecutor(executors.ThreadExecutor):
         while (item := self._arrived.get()) is not None:
             actor, number, task, (future, memory) = item
             try:
-                packed = future.result()
-                result = unpack_result(packed)
+                result = unpack_result(future.result())
                 batch = None if result.status != PRIVATE or task.token < self._wanted else self._ray.get(memory)
             except Exception as error:  # the actor or its node is lost
                 self._lost(number, actor, error)
@@ -175,7 +174,7 @@ class RayExecutor(executors.ThreadExecutor):
                 if actor.tasks.pop((task.token, task.number), None) is None:
                     continue  # it was sent to another actor
             self.deliver(self._copied(task, number, result, batch))
-            del item, future, memory, batch, result, packed
+            del item, future, memory, batch, result
 
     def _copied(self, task: Task, number: int, result: Result, batch: Bytes | None) -> Result:
         """Copy a batch into its slot; return its result."""

@@ -75,8 +75,7 @@ class PrivateSlots(Slots):
 
     def clean(self, slot: int, size: int) -> None:
         """Drop this process's changes to `slot`, so that its next batch is visible. No view of it may exist."""
-        mapping = self._maps.get(slot)
-        if mapping is not None and _is_written(mapping, size):
+        if (mapping := self._maps.get(slot)) is not None and _is_written(mapping, size):
             self.drop(slot)
 
     def drop(self, slot: int) -> None:

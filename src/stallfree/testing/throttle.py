@@ -205,8 +205,7 @@ class _State:
 
     def load(self) -> tuple[float, float, int, int]:
         """Start of the next request and end of the last transfer (seconds of the clock), requests, bytes."""
-        free, line_free, requests, transferred = _STATE.unpack_from(self._memory)
-        return free, line_free, requests, transferred
+        return _STATE.unpack_from(self._memory)
 
     def store(self, free: float, line_free: float, requests: int, transferred: int) -> None:
         """Replace what `load` returns. The lock must be held."""

@@ -202,8 +202,7 @@ class DecodeRandomResizedCrop(RandomResizedCrop):
         return self._stay_encoded(self._bytes(data)) if self.on_device else self._of_encoded(data, out)
 
     def _stay_encoded(self, data: bytes) -> EncodedPicture:
-        size = baseline_size(data)
-        if size is not None:
+        if (size := baseline_size(data)) is not None:
             crop, mirror = self.draw(*size)
         else:
             data = replace(self, layout="CHW")._of_pixels(DecodeImage()(data), None).tobytes()
