@@ -25,10 +25,9 @@ GIVEN: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "analyzed": (partial(sf.analyze, step=print, batch_size=2, num_workers=0, progress=False), {"dataset": Plain(8)}),
     "prefetched": (sf.DevicePrefetcher, {"loader": [], "device": "cpu"}),
     "produced": (sf.ProcessPrefetcher, {"make_loader": list, "device": "cpu"}),
-    "throttled": (sf.testing.ThrottledSource, {"source": [b"x"]}),
-    "cropped": (sf.DecodeRandomResizedCrop, {"size": 8}),
+    "throttled": (sf.testing.ThrottledSource, {"source": [b"x"]}), "cropped": (sf.DecodeRandomResizedCrop, {"size": 8}),
     "normalized": (sf.vision.Normalize, {}),
-}
+}  # fmt: skip
 """What is made, and with which arguments, of which the tests change one."""
 
 

@@ -18,17 +18,12 @@ from stallfree.ipc import folders
 ROOT = Path(__file__).parents[1]
 
 DATA = """
-import json, os, sys, warnings
-import torch
-
-def picture(id):
-    return torch.full((3, 5), id, dtype=torch.uint8)
-
+import json, os, sys, warnings, torch
+def picture(id): return torch.full((3, 5), id, dtype=torch.uint8)
 class Data:
     def __init__(self, make=picture): self.make = make
     def __len__(self): return 24
     def __getitem__(self, id): return self.make(id), id
-
 def ids(loader):
     found = [(picture[:, 0, 0].tolist(), labels.tolist()) for picture, labels in loader]
     assert all(left == right for left, right in found)
@@ -131,7 +126,6 @@ def test_nothing_but_read_only_folders_is_one_error() -> None:
 
 CHECK = """
 import stallfree as sf
-
 def check(loader):
     for _ in range(2):
         assert sorted(ids(loader)) == list(range(24)), loader
@@ -164,15 +158,11 @@ import asyncio, concurrent.futures.thread, http.server, importlib.metadata, mult
 import numpy, torch.distributed, torch.utils.data, typer
 import PIL.Image, fsspec, pickle, rich.console, tempfile, xxhash
 import other_system
-
 other_system.pretend(sys.argv[1])
-import stallfree as sf
-import stallfree.cli
-
+import stallfree as sf, stallfree.cli
 def refused(make):
     try: make()
     except sf.PlatformError as error: return str(error)
-
 found = {"names": [name for name in sf.__all__ if not hasattr(sf, name)]}
 with warnings.catch_warnings(record=True) as warned:
     warnings.simplefilter("always")

@@ -135,8 +135,7 @@ class Busy(sf.testing.ThrottledSource):
 
 
 def test_a_miss_costs_the_prep_and_the_cpu_time_of_the_fetch() -> None:
-    busy = sf.mark_random(busy_for(0.004))
-    rates = values(quick(Busy(Numbers(24, [busy])), seconds=0.3, num_workers=0).data)
+    rates = values(quick(Busy(Numbers(24, [sf.mark_random(busy_for(0.004))])), seconds=0.3, num_workers=0).data)
     assert 1 / rates["P_miss"] - 1 / rates["P"] == pytest.approx(0.002, rel=0.2)
 
 

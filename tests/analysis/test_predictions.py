@@ -104,8 +104,7 @@ def test_predictions_are_the_formula() -> None:
 def prepared(storage: float, *, random: float = 1e-4) -> Option:
     """What `cache="auto"` chooses for prep of 10 ms per sample, all of it deterministic but `random` seconds."""
     hit, size = {"fetched": 0.01, "prepared": random}, {"fetched": 50_000.0, "prepared": 20_000.0}
-    costs = Costs(10_000, storage, 0.010, hit, {"fetched": 1e-5, "prepared": 1e-5}, size)
-    return choose(costs, 1 << 30, 4)
+    return choose(Costs(10_000, storage, 0.010, hit, {"fetched": 1e-5, "prepared": 1e-5}, size), 1 << 30, 4)
 
 
 PREP_BOUND: dict[str, float | None] = {"G": 5000, "P": 400, "S": 3000, "cold": 400, "warm": 400}
@@ -158,10 +157,9 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     assert again.data == report.data
     assert str(again) == str(report)
     for content, message in (
-        ("{", "cannot be read as a report"),
-        ("[]", "cannot be read as a report"),
+        ("{", "cannot be read as a report"), ("[]", "cannot be read as a report"),
         ('{"format": "stallfree-report", "version": 99}', "'version': 99}, expected .*'version': 1}"),
-    ):
+    ):  # fmt: skip
         path.write_text(content)
         with pytest.raises(InputError, match=message):
             Report.load(path)
@@ -278,13 +276,12 @@ FAST = {"G": 2984, "P": 1600, "S": 40_000, "warm": 1420, "cold": 1400}
 HAND: list[tuple[dict[str, Any], int, dict[str, Any], str, float, list[str]]] = [
     (FAST, 2, {"cpus": 24, "cache": "100%"}, "compute", 2984, ["device: 2.00x", "more CPUs: gains less than 2%"]),
     (ALIKE, 4, {}, "prep and compute", 1000, ["Prep and the device are the limit", "more CPUs: gains less than 2%"]),
-    (ALONE, 0, {}, "prep", 490, ["Prep is the limit"]),
-    (ALONE, 0, {"cpus": 4}, "compute", 1000, []),
+    (ALONE, 0, {}, "prep", 490, ["Prep is the limit"]), (ALONE, 0, {"cpus": 4}, "compute", 1000, []),
     ({"G": 100, "cold": 100, "warm": 100}, 4, {}, "compute", 100, ["The device is the limit", "device: 2.00x"]),
     ({"P": 200, "S": 5000, "cold": 200, "warm": 200}, 4, {}, "prep", 200, ["more CPUs: 2.00x. Take twice as many"]),
     ({"S": 50, "cold": 50}, 4, {}, "fetch", 50, ["Storage is the limit", "faster storage: 2.00x"]),
     ({**ALIKE, "S": 5000, "cold": 500, "warm": 500}, 4, {}, "cpu", 500, ["Work that shares the CPUs is the limit"]),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("rates", "workers", "asked", "binds", "throughput", "said"), HAND)

@@ -73,11 +73,10 @@ def typical_example(lengths: np.ndarray) -> bytes:
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=6)
 @given(
-    room=st.integers(1, 40),
-    size=st.integers(1, 9),
+    room=st.integers(1, 40), size=st.integers(1, 9),
     trace=st.lists(st.lists(st.integers(0, 59), min_size=1, max_size=120), min_size=1, max_size=4),
     seed=st.none() | st.integers(0, 10**6),
-)
+)  # fmt: skip
 @example(room=24, size=1, trace=[[*range(60)] * 2, [*range(59, -1, -1)]], seed=3914)
 def test_it_decides_as_live_caches(policy: str, room: int, size: int, trace: list[list[int]], seed: int | None) -> None:
     """For records of one size, and with a seed for records of random sizes."""

@@ -95,9 +95,8 @@ def kill_at_lines(every: int, cache: SampleCache, before: Callable[[int], None],
 
 EVERY_LINE = [
     pytest.param(place, policy, sizes, 1, marks=pytest.mark.slow)
-    for place, policy in (("memory", "lru"), ("disk", "lru"), ("memory", "minio"))
-    for sizes in (UNIFORM, VARIED)
-]
+    for place, policy in (("memory", "lru"), ("disk", "lru"), ("memory", "minio")) for sizes in (UNIFORM, VARIED)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(

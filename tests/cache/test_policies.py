@@ -107,10 +107,7 @@ def test_who_is_chosen_is_chosen_once_although_its_score_fell_in_the_queue() -> 
 
 def test_scores_that_cannot_be_used() -> None:
     with small("importance", 2) as cache:
-        for ids, scores, message in (
-            ([1, 2], [1.0], "2 ids and the scores"),
-            ([1], [math.nan], "no NaN"),
-        ):
+        for ids, scores, message in (([1, 2], [1.0], "2 ids and the scores"), ([1], [math.nan], "no NaN")):
             with pytest.raises(InputError, match=message):
                 cache.set_scores(ids, scores)
     with small("lru", 2) as cache, pytest.raises(InputError, match="'lru', which computes its own scores"):

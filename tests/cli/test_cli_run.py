@@ -54,40 +54,33 @@ print({k: v for k, v in globals().items() if k[:2] == "__" and k in ("__name__",
 print(sys.path, sys.modules["__main__"].__dict__ is globals())
 import run
 print(run.MINE)
-import random, threading, inspect, zlib
-import torch
+import random, threading, inspect, zlib, torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 class Data(Dataset):
     bad = False
     __len__ = lambda self: 23
     def __getitem__(self, i):
-        if i == 5 and self.bad:
-            raise KeyError("no sample 5")
+        if i == 5 and self.bad: raise KeyError("no sample 5")
         return i, torch.rand(2)
 class Stream(IterableDataset):
     __iter__ = lambda self: iter(range(7))
-def state():
-    return zlib.crc32(repr((random.getstate(), torch.get_rng_state().tolist())).encode())
+def state(): return zlib.crc32(repr((random.getstate(), torch.get_rng_state().tolist())).encode())
 def show(loader, stop=None):
     print(state(), end=" ", flush=True)
     iterator = iter(loader)
     print(type(iterator), sorted(vars(iterator)), type(loader), sorted(vars(loader)), iter(iterator) is iterator)
     for number, batch in enumerate(iterator):
         print(number, batch)
-        if number == stop:
-            break
+        if number == stop: break
     print(state(), flush=True)
 if __name__ == "__main__":
-    torch.manual_seed(3)
-    random.seed(3)
+    torch.manual_seed(3), random.seed(3)
     show(DataLoader(Data(), batch_size=4, shuffle=True))
     show(DataLoader(Data(), batch_size=5, shuffle=True, num_workers=2))
     show(DataLoader(Data(), batch_size=6, num_workers=1, multiprocessing_context="METHOD", drop_last=True))
     show(DataLoader(Stream(), batch_size=2))
     kept = DataLoader(Data(), batch_size=7, shuffle=True, num_workers=1, persistent_workers=True)
-    show(kept)
-    show(kept)
-    show(kept, stop=1)
+    show(kept), show(kept), show(kept, stop=1)
     one, other = DataLoader(Data(), batch_size=3), DataLoader(Data(), batch_sampler=[[1, 2], [3]])
     print(list(zip(one, other)))
     print(inspect.signature(DataLoader.__iter__), DataLoader.__iter__.__qualname__, DataLoader.__iter__.__module__)
@@ -155,17 +148,14 @@ class Stream(torch.utils.data.IterableDataset):
     __iter__ = lambda self: iter(range(10))
 for batch in DataLoader(Slow(range(6)), batch_size=2):
     time.sleep(0.03)
-for batch in DataLoader(Nested(range(3))):
-    time.sleep(0.03)
+for batch in DataLoader(Nested(range(3))): time.sleep(0.03)
 def early():
-    for batch in DataLoader(Slow(range(6))):
-        break
+    for batch in DataLoader(Slow(range(6))): break
     time.sleep(0.05)  # not a part of a loop
 thread = threading.Thread(target=early)
 thread.start(), thread.join()
 loader = sf.DataLoader(Bad(range(10)), batch_size=4, num_workers=1, on_error="skip", multiprocessing_context="fork")
-for _ in range(2):
-    print([batch.tolist() for batch in loader])
+for _ in range(2): print([batch.tolist() for batch in loader])
 loader.close()
 for device in (None, "cpu", "meta"):  # "meta" stands for a device without streams
     for batch in sf.DataLoader(range(10), batch_size=4, device=device): pass
@@ -173,8 +163,7 @@ for batch in sf.DataLoader(Stream(), batch_size=4): pass
 for batch in sf.DevicePrefetcher(DataLoader(Slow(range(6)), batch_size=3), "cpu"): pass
 for batch in sf.SharedLoader(Slow(range(6)), batch_size=3, group=f"run-{os.getpid()}"): pass
 os.chdir("/")
-pid = os.fork()
-if pid == 0:
+if (pid := os.fork()) == 0:
     for batch in DataLoader(range(10)): pass
     sys.exit(0)
 print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
@@ -252,21 +241,17 @@ class Stream(IterableDataset):
     __iter__ = lambda self: iter(range(3))
 loader = DataLoader(Slow(), batch_size=8, shuffle=True, num_workers=1)
 print(isinstance(loader, DataLoader), type(loader).__name__)
-for epoch in range(2):
-    print(sorted(int(x) for batch in loader for x in batch[:, 0]))
+for epoch in range(2): print(sorted(int(x) for batch in loader for x in batch[:, 0]))
 print([batch.tolist() for batch in DataLoader(Stream())])
-class Unsized(Slow):
-    __len__ = None
-class Loader(DataLoader[torch.Tensor]):
-    pass
+class Unsized(Slow): __len__ = None
+class Loader(DataLoader[torch.Tensor]): pass
 numbers = {"a": 1, "b": 2}
 for kind, data, options in (
     (DataLoader, Unsized(), {"sampler": [3, 1], "batch_size": 2}),
     (DataLoader, numbers, {"sampler": ["b", "a"], "batch_size": 2}),
     (DataLoader, numbers, {"sampler": ["b", "a"], "batch_size": None}),
     (DataLoader, numbers, {"batch_sampler": [["a", "b"], ["b"]]}),
-    (DataLoader, [], {}),
-    (Loader, Slow(), {"sampler": [3, 1], "batch_size": 2}),
+    (DataLoader, [], {}), (Loader, Slow(), {"sampler": [3, 1], "batch_size": 2}),
     (copy.copy, DataLoader(Slow(), sampler=[3, 1]), {}),
 ):
     other = kind(data, **options)

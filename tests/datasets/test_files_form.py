@@ -218,10 +218,9 @@ def test_a_transform_and_a_subset(kept: Path) -> None:
 
 
 CHANGES: dict[str, Callable[[Path], object]] = {
-    "other bytes": lambda path: path.write_bytes(bytes(192)),
-    "smaller": lambda path: path.write_bytes(bytes(100)),
+    "other bytes": lambda path: path.write_bytes(bytes(192)), "smaller": lambda path: path.write_bytes(bytes(100)),
     "replaced": lambda path: (path.with_suffix(".new").write_bytes(bytes(192)), path.with_suffix(".new").replace(path)),
-}
+}  # fmt: skip
 
 
 def check_files(data: Any, folder: Path, workers: int) -> None:

@@ -28,8 +28,7 @@ def late(x):
 """
 
 RUN = """
-import sys
-import stallfree as sf
+import sys, stallfree as sf
 site, store = sys.argv[1:]
 sys.path.insert(0, site)
 import project
@@ -43,12 +42,11 @@ for step in (project.Prep(), project.prep, project.late):
 def install(site: Path, by: int) -> None:
     package, info = site / "project", site / "project-0.1.0.dist-info"
     files = {
-        package / "__init__.py": PROJECT.format(by),
-        package / "consts.py": f"BY = {by}",
+        package / "__init__.py": PROJECT.format(by), package / "consts.py": f"BY = {by}",
         package / "lazy.py": f"def by(x): return x * {by}",
         info / "METADATA": "Metadata-Version: 2.1\nName: project\nVersion: 0.1.0\n",
         info / "RECORD": f"project/__init__.py,sha256={by},1\nproject/consts.py,sha256={by},1\n",
-    }
+    }  # fmt: skip
     for file, text in files.items():
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)

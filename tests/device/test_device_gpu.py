@@ -54,11 +54,9 @@ class Stamps:
 def wrong(batch: Any, number: int) -> torch.Tensor:
     """Count the wrong values of a batch on the device; the count stays there."""
     return (
-        (batch["number"] != number).sum()
-        + (batch["pair"][0] != float(number)).sum()
-        + (batch["pair"][1] != number % 7).sum()
-        + (batch["large"] != number % 251).sum()
-    )
+        (batch["number"] != number).sum() + (batch["pair"][0] != float(number)).sum()
+        + (batch["pair"][1] != number % 7).sum() + (batch["large"] != number % 251).sum()
+    )  # fmt: skip
 
 
 def test_a_hundred_thousand_batches_under_jitter() -> None:
@@ -101,14 +99,12 @@ def test_the_sanitizer_finds_nothing() -> None:
     from torch.cuda._sanitizer import cuda_sanitizer
     run = LoaderThread._run
     def watched(self):  # it watches the thread that imports torch, and no other
-        with cuda_sanitizer.dispatch:
-            run(self)
+        with cuda_sanitizer.dispatch: run(self)
     LoaderThread._run = watched
     batches = [{"x": torch.full((300_000,), i % 100, dtype=torch.uint8), "y": torch.full((64,), i)} for i in range(200)]
     for _ in range(2):
         total = 0
-        floats = lambda b: b | {"z": b["x"].float()}
-        for batch in sf.DevicePrefetcher(batches, "cuda", transform_on_device=floats):
+        for batch in sf.DevicePrefetcher(batches, "cuda", transform_on_device=lambda b: b | {"z": b["x"].float()}):
             total += batch["x"].sum() + batch["y"].sum() + batch["z"].sum()
         print(int(total))
     """

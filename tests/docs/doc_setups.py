@@ -28,19 +28,16 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional
 import stallfree as sf
-
 for number in range(16):
     folder = Path("pictures", "ab"[number % 2])
     folder.mkdir(parents=True, exist_ok=True)
     Image.effect_noise((24, 24), 40).convert("RGB").save(folder / f"{number}.jpg")
-
 def resize(picture): return np.asarray(Image.fromarray(picture).resize((16, 16)))
 def flip(picture): return picture[:, ::-1].copy() if random.random() < 0.5 else picture
 def to_tensor(picture): return torch.from_numpy(picture.copy()).permute(2, 0, 1).float() / 255
 def train(*batch): pass
 def step(batch): pass
 def load(key): return np.zeros(8)
-
 device = "cpu"
 image = picture = np.zeros((24, 24, 3), np.uint8)
 transform = sf.Compose([resize, flip, to_tensor])
@@ -55,7 +52,6 @@ EXAMPLES = _BASE + "loader = sf.DataLoader(dataset, batch_size=4)\n"
 
 WORLD = f"""{_BASE}
 from torch.optim.lr_scheduler import LambdaLR
-
 augment = crop = random_crop = flip
 shrink = resize
 cached = sf.CachedDataset(data, capacity="8MiB", seed=7)
@@ -90,7 +86,6 @@ import json
 from pathlib import Path
 import nibabel, numpy as np, torch
 import stallfree as sf
-
 Path("train_config.json").write_text({_CONFIGURATION!r})
 files = []
 for number in range(4):
@@ -131,10 +126,8 @@ EXAMPLES_BEFORE = {
 class Images:
     def __init__(self):
         self.files, self.transform = sorted(Path("pictures").glob("*/*.jpg")), dataset.pipeline.transforms[1].transform
-
     def __len__(self): return len(self.files)
     def __getitem__(self, id): return self.transform(np.asarray(Image.open(self.files[id]))), id % 2
-
 images = Images()
 """,
 }

@@ -83,10 +83,9 @@ def pieces_of(pages: bool) -> dict[str, list[Part]]:
         notebooks = {name_of(path): of_notebook(path) for path in sorted((ROOT / "examples").glob("*.ipynb"))}
         return {name_of(page): of_page(page) for page in PAGES if blocks(page, "python")} | notebooks
     return {
-        name: of_example(name)
-        for name, code in examples().items()
+        name: of_example(name) for name, code in examples().items()
         if needs(code) not in NOT_HERE and (not needs(code) or find_spec(needs(code)) is not None)
-    }
+    }  # fmt: skip
 
 
 _RUNNER = """
@@ -101,13 +100,11 @@ for name, parts in json.loads({pieces!r}):
         with warnings.catch_warnings():
             for place, line, file, code in parts:
                 if file:
-                    with open(file, "w") as opened:
-                        opened.write(code)
+                    with open(file, "w") as opened: opened.write(code)
                 exec(compile("\\n" * (line - 1) + code, place, "exec"), space)
     except BaseException:
         came[name] = traceback.format_exc()
-    space.clear()
-    gc.collect()
+    space.clear(), gc.collect()
     for module in ("train", "job"):  # files of the page
         sys.modules.pop(module, None)
     del sys.path[0]

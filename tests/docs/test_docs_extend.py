@@ -40,7 +40,6 @@ assert sorted(epochs[1]) == np.flatnonzero(losses > 50).tolist() != epochs[1]
 """,
     "A tier": """
 from stallfree.cache.store import CompressedDiskTier
-
 flat, used = [(torch.full((4096,), id % 256, dtype=torch.uint8), id) for id in range(300)], {}
 for kind in (CompressedDiskTier, sf.DiskTier):
     with sf.CachedDataset(flat, capacity="256KiB", store=kind(kind.__name__, capacity="4MiB")) as cached:
@@ -56,15 +55,12 @@ assert used[CompressedDiskTier] < used[sf.DiskTier] / 5, used
 """,
     "An executor": """
 import os
-
 class Noisy:
     def __len__(self): return 30
     def __getitem__(self, id): return id + torch.rand(5), random.random(), len(os.sched_getaffinity(0))
-
 def epochs(workers):
     loader = sf.DataLoader(Noisy(), batch_size=4, shuffle=True, seed=3, num_workers=workers)
     return [batch for _ in range(2) for batch in loader]
-
 cpus = len(os.sched_getaffinity(0))
 alone, many = epochs(1), epochs(cpus + 1)
 for one, other in zip(alone, many, strict=True):

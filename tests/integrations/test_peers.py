@@ -136,8 +136,7 @@ def detection(kinds: Any, id: int) -> Any:
     left, top = 2 * id, id
     image = torch.zeros(3, 60, 80, dtype=torch.uint8)
     image[:, top : top + 40, left : left + 50] = 200
-    corners = torch.tensor([[left, top, left + 50, top + 40]])
-    box = kinds.BoundingBoxes(corners, format="XYXY", canvas_size=(60, 80))
+    box = kinds.BoundingBoxes(torch.tensor([[left, top, left + 50, top + 40]]), format="XYXY", canvas_size=(60, 80))
     return kinds.Image(image), {"boxes": box, "masks": kinds.Mask(image[:1] > 0), "labels": torch.tensor([id])}
 
 

@@ -194,8 +194,7 @@ def test_statistics_add_up() -> None:
 
 THREADS = """
 import os, threading, torch, stallfree as sf
-def others():
-    return len(os.listdir("/proc/self/task")) - threading.active_count()
+def others(): return len(os.listdir("/proc/self/task")) - threading.active_count()
 torch.set_num_threads(4)
 data = list(range(34_000))
 before = others()

@@ -258,17 +258,14 @@ def test_keyboard_interrupt_while_waiting(persistent: bool, monkeypatch: pytest.
 PROGRAM = """
 import os, signal, stallfree as sf, torch
 class Data:
-    def __len__(self):
-        return 8
+    def __len__(self): return 8
     def __getitem__(self, id):
-        if id == 5:
-            {workers} or os.killpg(0, signal.SIGINT)
+        if id == 5: {workers} or os.killpg(0, signal.SIGINT)
         return torch.tensor(id)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 os.setpgid(0, 0)
 for sample in sf.DataLoader(Data(), num_workers={workers}):
-    if {workers} and sample == 3:
-        os.killpg(0, signal.SIGINT)
+    if {workers} and sample == 3: os.killpg(0, signal.SIGINT)
 """
 
 

@@ -118,14 +118,12 @@ PROGRAM = """
 import threading, stallfree as sf
 from stallfree.ipc import fetch_threads
 from stallfree.sources.mapped import BaseSource
-
 class Hanging(BaseSource):
     pipeline = sf.Compose([])
     def __len__(self): return 12
     def _record(self, id): return id if id != 5 else threading.Event().wait()
     def _where(self, id): return ""
     def fingerprint(self): return "hanging"
-
 fetch_threads.CLOSE_SECONDS = 0.05
 batches = iter(sf.DataLoader(Hanging(), 2, prefetch_factor=6))
 print(next(batches).tolist())

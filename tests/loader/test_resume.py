@@ -178,8 +178,7 @@ def noisy(id: int) -> tuple[int, float]:
 
 
 def with_replacement() -> RandomSampler:
-    generator = torch.Generator().manual_seed(2)
-    return RandomSampler(range(FEW), replacement=True, num_samples=60, generator=generator)
+    return RandomSampler(range(FEW), replacement=True, num_samples=60, generator=torch.Generator().manual_seed(2))
 
 
 REPEATING: dict[str, Callable[[], dict[str, Any]]] = {

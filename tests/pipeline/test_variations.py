@@ -29,8 +29,7 @@ def transform(v):
 def transform(v): return v * transform.by
 transform.by = <1|2>
 ---
-def make(by):
-    return lambda v: v * by
+def make(by): return lambda v: v * by
 transform = make(<1|2>)
 ---
 BY = <1|2>
@@ -164,7 +163,6 @@ PROGRAM = """
 import importlib, json, sys
 from pathlib import Path
 from stallfree.pipeline.fingerprint import fingerprint, tolerant
-
 def prints(folder, sources, script):
     found = []
     for number, source in enumerate(sources):
@@ -175,10 +173,8 @@ def prints(folder, sources, script):
             file.write_text(content)
         sys.path.insert(0, str(Path(folder, str(number))))
         names = vars(sys.modules["__main__"] if script else importlib.import_module(f"main{number}"))
-        if script:
-            exec(Path(folder, str(number), f"main{number}.py").read_text(), names)
-        with tolerant():
-            found.append(fingerprint(names["transform"]))
+        if script: exec(Path(folder, str(number), f"main{number}.py").read_text(), names)
+        with tolerant(): found.append(fingerprint(names["transform"]))
     return found
 """
 

@@ -24,19 +24,10 @@ from PIL import Image
 from standins import V1, foreign, torchvision_compose
 from torch import nn
 from torch.utils.data import TensorDataset
-from zoo import (
-    COUNT,
-    either_entry,
-    images,
-    labelled,
-    many,
-    of_step,
-    of_steps,
-    random_entry,
-    rows,
-    steady_entry,
-    tensors,
-)
+
+from zoo import (  # isort: skip
+    COUNT, either_entry, images, labelled, many, of_step, of_steps, random_entry, rows, steady_entry, tensors,
+)  # fmt: skip
 
 import frozen as fr
 import stallfree as sf
@@ -79,11 +70,10 @@ DATE = re.compile(r"(\d{4})-(\d\d)-(\d\d)")
 of_steps(steady_entry(), normalise=lambda x, mean=MEAN: (x - mean) / DEVIATION)
 of_steps(steady_entry(labelled), label_to_index=lambda sample: (torch.as_tensor(sample[0]), PLACES[sample[1]]))
 of_steps(
-    steady_entry(zoo.texts),
-    json_and_back=lambda text: json.loads(json.dumps({"text": text, "length": len(text)})),
+    steady_entry(zoo.texts), json_and_back=lambda text: json.loads(json.dumps({"text": text, "length": len(text)})),
     tokenise=lambda text: torch.tensor([WORDS.get(word, 0) for word in text.split()]),
     regular_expressions=lambda text: (re.sub(r"\s+", "_", text), [match.groups() for match in DATE.finditer(text)]),
-)
+)  # fmt: skip
 
 
 @steady_entry(zoo.texts)
@@ -108,12 +98,11 @@ def generator_kept_but_used_in_the_constructor_only() -> Any:
 
 
 of_steps(
-    either_entry(),
-    permutation_with_a_constant_seed=lambda x: x[np.random.default_rng(0).permutation(len(x))],
+    either_entry(), permutation_with_a_constant_seed=lambda x: x[np.random.default_rng(0).permutation(len(x))],
     seeded_by_content=lambda x: x + np.random.default_rng(zlib.crc32(x.tobytes())).normal(size=64),
     draws_and_does_not_use_it=lambda x: (pyrandom.random(), np.sort(x))[1],
     seeds_the_global_generator_with_a_constant=lambda x: (np.random.seed(0), x + np.random.normal(size=64))[1],
-)
+)  # fmt: skip
 of_steps(
     either_entry(tensors),
     torch_with_a_constant_seed=lambda x: x[torch.randperm(64, generator=torch.Generator().manual_seed(0))],
@@ -155,10 +144,9 @@ def collects_statistics() -> Any:
 
 
 of_steps(
-    steady_entry(),
-    changes_its_input=lambda x: np.multiply(x, 2, out=x),
+    steady_entry(), changes_its_input=lambda x: np.multiply(x, 2, out=x),
     buffer_of_its_own=lambda x, out=BUFFER: np.multiply(x, 3, out=out).copy(),
-)
+)  # fmt: skip
 
 
 @either_entry()
@@ -252,10 +240,9 @@ of_steps(every_fourth, clock_for_some=lambda x: (x, time.time() if int(x[0]) % 4
 of_steps(every_sixth, drawn_in_a_pool_for_some=lambda x: in_a_pool(x) if int(x[0]) % 6 == 5 else x)
 of_steps(random_entry(many, draws=lambda id: id == 200), one_sample_of_many=lambda x: noisy(x) if x[0] == 200 else x)
 of_steps(
-    random_entry(many, base=np.copy),
-    rare_numpy=lambda x: noisy(x) if np.random.rand() < 0.01 else x,
+    random_entry(many, base=np.copy), rare_numpy=lambda x: noisy(x) if np.random.rand() < 0.01 else x,
     rare_with_generator_made_inside=rarely_hidden,
-)
+)  # fmt: skip
 of_steps(
     random_entry(), python_random=lambda x: x + pyrandom.random(),
     numpy_legacy=lambda x: x + np.random.normal(0, 1, 64), bound_method_of_a_generator=np.random.default_rng(2).normal,

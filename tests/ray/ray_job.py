@@ -85,9 +85,8 @@ def pickles() -> None:
     wrong = partial(locks, held=lock)
     for name, dataset, options in (
         ("collate_fn", Made(16, noisy), {"collate_fn": wrong}),
-        ("worker_init_fn", Made(16, noisy), {"worker_init_fn": wrong}),
-        ("the data set", Made(16, wrong), {}),
-    ):
+        ("worker_init_fn", Made(16, noisy), {"worker_init_fn": wrong}), ("the data set", Made(16, wrong), {}),
+    ):  # fmt: skip
         with loader(dataset, **options) as remote:
             with pytest.raises(sf.InputError, match=f"^{name} cannot be sent to Ray workers: ") as caught:
                 next(iter(remote))

@@ -108,8 +108,6 @@ def right(batches: Iterable[Taken], ids: Iterable[int] = range(SAMPLES)) -> int:
 def children_of(process: psutil.Process) -> list[psutil.Process]:
     """Return its living children, without those that other tests share: the servers of `multiprocessing`, `warm.py`."""
     return [
-        child
-        for child in process.children()
-        if child.status() != psutil.STATUS_ZOMBIE
+        child for child in process.children() if child.status() != psutil.STATUS_ZOMBIE
         and not any(part.startswith("from multiprocessing.") or part.endswith("warm.py") for part in child.cmdline())
-    ]
+    ]  # fmt: skip

@@ -274,8 +274,7 @@ def test_folders_that_are_opened_otherwise(
     samples: list[tuple[str, int]], monkeypatch: pytest.MonkeyPatch, backend: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "torchvision", SimpleNamespace(get_image_backend=lambda: backend))  # type: ignore[arg-type]
-    source = as_cut_source(Folder(samples))
-    assert isinstance(source.fetch(0)[0], bytes) is (backend == "PIL")
+    assert isinstance(as_cut_source(Folder(samples)).fetch(0)[0], bytes) is (backend == "PIL")
     own = as_cut_source(Folder(samples, lambda path: np.asarray(Image.open(path)), transform=tripled))
     assert type(own.fetch(0)[0]) is np.ndarray
     assert len(own.pipeline) == 1

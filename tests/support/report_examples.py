@@ -16,16 +16,10 @@ NAME = "Pictures</script><b>&\"'[red]"
 
 
 def make(
-    rates: dict[str, float | None],
-    *,
-    name: str = "Source",
-    parted: bool = True,
-    cache: Any = None,
-    remedy: Option | None = None,
-    placement: dict[str, Any] | None = None,
-    measured: dict[str, Rate] | None = None,
+    rates: dict[str, float | None], *, name: str = "Source", parted: bool = True, cache: Any = None,
+    remedy: Option | None = None, placement: dict[str, Any] | None = None, measured: dict[str, Rate] | None = None,
     workers: int = 4,
-) -> Report:
+) -> Report:  # fmt: skip
     """A report with these rates: G, P, P_miss, P_hit, S, C, cold, warm; 10,000 samples of 50,000 bytes."""
     job = {"dataset": name, "samples": 10_000, "batch_size": 32, "num_workers": workers}
     job |= {"loader": "stallfree" if parted else "torch", "parted": parted}

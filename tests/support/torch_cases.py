@@ -7,17 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    Subset,
-    SubsetRandomSampler,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+
+from torch.utils.data import (  # isort: skip
+    BatchSampler, ConcatDataset, DistributedSampler, RandomSampler, SequentialSampler, Subset, SubsetRandomSampler,
+    TensorDataset, WeightedRandomSampler,
+)  # fmt: skip
 
 from loader_data import KINDS, floats
 

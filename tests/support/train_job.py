@@ -14,8 +14,7 @@ SAMPLES = 96
 
 
 def cached(**arguments: Any) -> sf.CachedDataset:
-    dataset = Made(SAMPLES, picture)
-    return sf.CachedDataset(dataset, capacity="8MiB", name="shared-by-jobs", policy="lru", **arguments)
+    return sf.CachedDataset(Made(SAMPLES, picture), capacity="8MiB", name="shared-by-jobs", policy="lru", **arguments)
 
 
 def main(method: str, epochs: int, end: str = "close") -> None:

@@ -22,8 +22,7 @@ def photograph(height: int = 120, width: int = 170, seed: int = 0) -> Pixels:
     y, x = np.mgrid[0:height, 0:width]
     waves = np.stack([np.sin(x / 9.0 + seed), np.cos(y / 7.0), np.sin((x + y) / 13.0)], -1) * 70 + 120
     waves[(x // 23 + y // 17) % 2 == 0] *= 0.7
-    noise = np.random.default_rng(seed).normal(0, 6, waves.shape)
-    return (waves + noise).clip(0, 255).astype(np.uint8)
+    return (waves + np.random.default_rng(seed).normal(0, 6, waves.shape)).clip(0, 255).astype(np.uint8)
 
 
 def encode(pixels: Pixels, format: str = "JPEG", mode: str = "RGB", **options: Any) -> bytes:

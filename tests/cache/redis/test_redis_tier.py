@@ -274,13 +274,11 @@ def test_values_of_all_sizes_by_tls(files: Path, tmp_path: Path) -> None:
 def test_servers_that_are_not_who_they_should_be(files: Path, tmp_path: Path) -> None:
     with started(tmp_path, files) as server, started(tmp_path, files, "elsewhere") as elsewhere:
         for host in (
-            trusted(files, server, ssl_ca_certs=None),
-            trusted(files, server, ssl_ca_certs=files / "other.pem"),
+            trusted(files, server, ssl_ca_certs=None), trusted(files, server, ssl_ca_certs=files / "other.pem"),
             trusted(files, server, ssl_ca_certs=files / "none.pem"),
             trusted(files, server, ssl_certfile=None, ssl_keyfile=None),
-            trusted(files, elsewhere, ssl_ca_certs=files / "elsewhere.pem"),
-            {"host": "localhost", "port": server.port},
-        ):
+            trusted(files, elsewhere, ssl_ca_certs=files / "elsewhere.pem"), {"host": "localhost", "port": server.port},
+        ):  # fmt: skip
             with pytest.raises(StorageError, match=r"localhost:\d+ does not answer"):
                 RedisStore([host])
 
