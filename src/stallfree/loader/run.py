@@ -329,7 +329,7 @@ class Pass(EpochPass):
             source = inner
         self._alone = in_loop and (not threads or comes_from(type(source), "stallfree"))
         """Whether none of the user's code makes samples while the loop runs."""
-        self._settings, self._glance = pool.settings, list[Any]()
+        self._settings, self._glance, self._made = pool.settings, list[Any](), 0
         """The attributes of the data set, and what they were when the loop went on."""
         self._look_at_settings()
         try:
@@ -350,8 +350,8 @@ class Pass(EpochPass):
                 raise self.progress.end()
             batch = self._hand_out(result)
             if batch is not None:
-                if glance and result.worker == GATHERER:
-                    self._glance = glance
+                if settings is not None and glance and (result.worker == GATHERER or not settings.moved(glance)):
+                    self._glance, self._made = glance, TrainingProcess.made
                 else:
                     self._look_at_settings()
                 return batch
