@@ -152,9 +152,9 @@ class AutoCache:
     def follow(self, change: str = "") -> Reader | None:
         """Keep no samples from now on if the data set has changed, by its attributes or by `change`."""
         if self._reader is not None and (changes := self._reader.settings.changes() or [change] * bool(change)):
-            kept, self._reader = self.cached is not None, self._without()
+            cached, self._reader = self.cached is not None, self._without()
             self.cached = None  # closed with the last iteration that reads from it
-            if kept:
+            if cached:
                 words = f"{changes[0]}: cache='auto' keeps no samples from now on, since the kept ones may differ"
                 warnings.warn(words, StallfreeWarning, stacklevel=users_level())
         return self._reader
@@ -280,7 +280,7 @@ class AutoCache:
         return kept[0], *measure_samples(source, first, ids, seconds=seconds, threads=threads)
 
     def _as_worker(self) -> None:
-        """Make this child process as the worker process that would make the samples."""
+        """Prepare this child process like the worker process that would make the samples."""
         if self.num_workers and os.getpid() != self._pid:
             setup = WorkerSetup(0, self.num_workers, None, self._dataset, self._seed, self._init)  # type: ignore[arg-type]
             prepare_process(setup)

@@ -311,8 +311,8 @@ class Index:
         self.counters = Counters(arrays["counters"].reshape(ROWS, COLUMNS))
         self.score: Array | None = arrays["score"] if meta.scored else None
         self.checksum: Array | None = arrays["checksum"] if meta.on_disk else None
-        known = self.header[: len(_head(meta))].tolist() == _head(meta)
-        if not known or not 0 <= self.header[Field.UNCACHED] < 1 << 20:
+        matches = self.header[: len(_head(meta))].tolist() == _head(meta)
+        if not matches or not 0 <= self.header[Field.UNCACHED] < 1 << 20:
             raise DamagedError(f"the index in {folder} does not match its {META}")
 
     @staticmethod

@@ -68,9 +68,9 @@ def parse_capacity(capacity: Any, store: Store) -> int:
     return size
 
 
-def room_of(store: Store, capacity: int) -> int:
+def sample_bytes_of(store: Store, capacity: int) -> int:
     """Return the bytes that samples may take, with `capacity` of memory: a tier holds those in memory too."""
-    return max(capacity, int(getattr(store, "room", 0)) if is_tier(store) else 0)
+    return max(capacity, int(getattr(store, "sample_bytes", 0)) if is_tier(store) else 0)
 
 
 def default_store(capacity: int, unknown: Sequence[str] = ()) -> tuple[Store, int]:
@@ -212,7 +212,7 @@ class DiskTier:
         if not folders.is_path(folder) or str(folder) == "memory" or folders.is_address(folder):
             raise errors.InputError(f"DiskTier(folder={folder!r:.80}): give the path of a folder on a local disk")
         self.folder = Path(folder).expanduser().absolute()
-        self.capacity = self.room = parse_size(capacity, "capacity")
+        self.capacity = self.sample_bytes = parse_size(capacity, "capacity")
         self.persist = bool(persist)
 
     def attach(self, num_ids: int, *, fingerprint: str, name: str, example: Any) -> "_DiskSamples":

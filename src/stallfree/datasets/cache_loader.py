@@ -9,7 +9,7 @@ import numpy as np
 from stallfree.cache.layout import chained_block
 from stallfree.cache.policies import Policy, make_policy
 from stallfree.cache.records import MISS
-from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, room_of
+from stallfree.cache.store import Store, is_tier, open_cache, parse_capacity, sample_bytes_of
 from stallfree.datasets.epoch_source import Ids
 from stallfree.errors import CodecError, InputError, text_of, value_unstorable
 from stallfree.ipc.folders import check_name
@@ -71,7 +71,7 @@ class CacheLoader(Closing):
                 "'lru', 'lfu' or 'random'"
             )
         example = bytes(min(parse_size(typical, "typical"), _MOST_TYPICAL))
-        places = min(max(2 * room_of(store, size) // chained_block(len(example)), 8), _MOST_PLACES)
+        places = min(max(2 * sample_bytes_of(store, size) // chained_block(len(example)), 8), _MOST_PLACES)
         options: dict[str, Any] = {"policy": policy, "name": name, "persist": persist, "example": example}
         fingerprint = f"values by key, 8 of {places} places"
         self.cache = open_cache(store, places, capacity=size, fingerprint=fingerprint, **options)
@@ -121,9 +121,9 @@ class CacheLoader(Closing):
     def _find(self, key: str | int, places: Ids) -> tuple[Any, Ids]:
         """Return the value of `key`, `MISS` if it is not there; and a free place in the tier, if it has one."""
         cache = self.cache
-        found = cache.find(places[cache.resident(places)], partial(_is_of, key))
-        if found is not MISS:
-            return found[1], places[:0]
+        key_and_value = cache.find(places[cache.resident(places)], partial(_is_of, key))
+        if key_and_value is not MISS:
+            return key_and_value[1], places[:0]
         values = [] if cache.tier is None else cache.tier.get_many(places, 0)
         for value in values:
             if value is not MISS and _is_of(key, value):

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, DistributedSampler, get_worker_info
 
 from stallfree import errors
 from stallfree.cache.policies import Policy, make_policy
-from stallfree.cache.store import Store, default_store, is_tier, open_cache, parse_capacity, room_of
+from stallfree.cache.store import Store, default_store, is_tier, open_cache, parse_capacity, sample_bytes_of
 from stallfree.cache.tier import Tier
 from stallfree.datasets.epoch_source import EpochSource, Ids, SourceSetup, make_plan
 from stallfree.datasets.probe import FirstLook, choose_form, example_for, look
@@ -169,7 +169,7 @@ class CachedDataset(Closing, Dataset[SampleT_co]):
             unshared = [*unknown, *unknown_steps] if options["name"] is None else []
             store, options["capacity"] = default_store(options["capacity"], unshared)
         self._store = store if is_tier(store) else None  # which lives as long as its tiers are used
-        available, scored = room_of(store, options["capacity"]), options["policy"].scored
+        available, scored = sample_bytes_of(store, options["capacity"]), options["policy"].scored
         on_disk = self._store is None and str(store) != "memory"
         self.form, self.decision = choose_form(form, first, len(source), available, scored=scored, on_disk=on_disk)
         prepared = self.form == "prepared"

@@ -112,8 +112,8 @@ def _check_sampling(sampler: Any, batch_sampler: Any, ranks: Any, loader: Any) -
             f"a {type(sampler).__name__} was put around the ImportanceSampler, which deals out its samples itself: "
             "give Lightning's Trainer use_distributed_sampler=False"
         )
-    deals_out = ranks is not None and (ranks == "auto" or ranks[1] != 1)
-    if deals_out and (sampler is not None or batch_sampler is not None):
+    partitions = ranks is not None and (ranks == "auto" or ranks[1] != 1)
+    if partitions and (sampler is not None or batch_sampler is not None):
         raise ranks_conflict(
             f"ranks={ranks!r} and a sampler were given: ranks deals out the loader's own order, so leave out one of "
             "them"

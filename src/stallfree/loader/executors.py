@@ -96,7 +96,7 @@ class TrainingProcess(Executor):
         seconds: maximum wait for the fetches of a batch.
     """
 
-    made = 0  # batches of all of them in this process
+    made = 0  # batches that all of these executors have built in this process
 
     def __init__(self, builder: BatchBuilder, seconds: float) -> None:
         self._builder, self._seconds = builder, seconds

@@ -130,7 +130,7 @@ def test_stores_of_one_process_and_of_a_forked_child() -> None:
         put(tier_of(first), ALL)
         assert (held(tier_of(same)), held(tier_of(other))) == (ALL.tolist(), [])
         assert repr(first) == "RedisStore('one', redis-one of node 0 )"
-        assert (first.room, tier_of(first).num_nodes, tier_of(first).me) == (64 << 20, 1, 0)
+        assert (first.sample_bytes, tier_of(first).num_nodes, tier_of(first).me) == (64 << 20, 1, 0)
         assert Child(first.close).wait() == 0
         assert held(tier_of(first)) == ALL.tolist(), "a child takes nothing from its parent"
         first.close()

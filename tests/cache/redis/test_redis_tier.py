@@ -179,7 +179,7 @@ def test_a_closed_store(pair: list[Server]) -> None:
     put(tier, ALL)
     tier.close()
     assert str(pair[0].port) in repr(store)
-    assert store.room == 0
+    assert store.sample_bytes == 0
     store.close()
     store.close()
     assert (held(tier), put(tier, ALL).any()) == ([], False)

@@ -225,7 +225,7 @@ class NodeServer:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
-        if self._kept is not None:  # forked processes have it too: what they have keeps nobody from the port
+        if self._kept is not None:  # forked processes inherit it: with this option, the port is free all the same
             self._kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._kept.close()
         self._lock.close()

@@ -169,7 +169,7 @@ class RedisStore(Closing):
         return tier
 
     @property
-    def room(self) -> int:
+    def sample_bytes(self) -> int:
         """Total bytes of all servers, within the limits set here."""
         return (self.capacity or 0) * len(self._servers.all)
 
